@@ -1,0 +1,44 @@
+# make demo, make test: everything else follows from these two.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# Builds of torch for CUDA bring the Triton they were made with; builds for the CPU bring none.
+TRITON := triton==3.6.0
+WORKERS ?= auto
+
+.PHONY: setup demo test test-gpu lint format types clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml requirements-dev.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "mkernel needs Python 3.10 or newer; set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+demo: setup
+	$(BIN)/mkernel demo
+
+test: setup
+	$(BIN)/python -m pytest -n $(WORKERS) tests
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,66 @@
+"""The functions of the package that are no operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.runtime.group import Group, current, set_current
+
+_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
+
+
+def init(
+    process_group: Any = None, *, transport: str = "auto", timeout: float = 30.0, gpus_per_node: int | None = None
+) -> Group:
+    """Make the group of this process, and make it the current one.
+
+    So far a group of one rank: on the current GPU, or simulated where there is none. Several
+    processes (torchrun) need the network transports, which are not there yet; several ranks in one
+    process are `mk.spawn`.
+    """
+    if timeout <= 0:
+        raise ArgumentError(f"timeout must be more than 0 seconds, got {timeout}")
+    several = process_group is not None and process_group.size() > 1
+    if several or (torch.distributed.is_available() and torch.distributed.is_initialized() and
+                   torch.distributed.get_world_size() > 1):  # fmt: skip
+        raise MKernelError("mk.init() of several processes is not supported yet; mk.spawn runs several ranks in one")
+    if transport != "auto" or gpus_per_node not in (None, 1):
+        raise ArgumentError("transport and gpus_per_node are for groups of several processes")
+    if torch.cuda.is_available():
+        from mkernel.runtime.cuda import CudaWorld
+        from mkernel.runtime.world import Links
+
+        group = Group(CudaWorld(1, Links()), [0], 0, timeout=timeout, name="world")
+    else:
+        from mkernel.sim.world import single_rank
+
+        group = single_rank(timeout)
+    set_current(group)
+    return group
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group: Group | None = None) -> torch.Tensor:
+    """An uninitialised tensor in the symmetric heap of the group; operators send it without a copy.
+
+    Collective: every rank of the group calls it, in the same order and for as many bytes. The memory
+    is given back when all ranks have dropped the tensor.
+    """
+    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
+    if not all(isinstance(number, int) and number >= 0 for number in shape):
+        raise ArgumentError(f"size must be whole numbers, 0 or more; got {size}")
+    return current(group).empty(*shape, dtype=dtype)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Any:
+    """Which plan a call `mk.<op>(*args, **kwargs)` would take, and why; print it to read it.
+
+    Nothing is launched, and the other ranks need not take part.
+    """
+    if op not in _EXPLAINERS:
+        raise ArgumentError(f"there is no operator {op!r}; there are {', '.join(_EXPLAINERS)}")
+    return _EXPLAINERS[op](*args, **kwargs)

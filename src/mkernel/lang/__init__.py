@@ -1,0 +1,1 @@
+"""The device vocabulary: small Triton functions that every operator is written with."""

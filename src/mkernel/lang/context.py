@@ -1,0 +1,69 @@
+"""What a kernel knows about its surroundings: one table of 64-bit words.
+
+Every launch gets a pointer `context` to such a table in its own device's memory. It holds the rank,
+the timeout and the addresses of everything that is shared: the ranks' segments of the symmetric
+heap, their abort flags, the request ring. Addresses and the rank are data, not arguments, so all
+ranks run one binary: Triton would compile another one for a rank that is 1 or divisible by 16, and
+loading a binary while a peer already spins waits for that peer for ever.
+
+The host side of the same layout is `mkernel.runtime.context`.
+"""
+
+import triton
+import triton.language as tl
+
+# Words of the table.
+RANK = tl.constexpr(0)
+SIZE = tl.constexpr(1)
+TIMEOUT = tl.constexpr(2)  # nanoseconds a single wait may last
+STATE = tl.constexpr(3)  # address of the state words below
+RECORDS = tl.constexpr(4)  # address of the wait records, host-visible
+RING = tl.constexpr(5)  # address of the request ring, 0 when the group has one node
+SEGMENT = tl.constexpr(6)  # number of the heap segment that the table describes
+OP = tl.constexpr(7)  # which operator, for the records
+TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE addresses of abort flags
+
+# Words of the state, private to a rank and to one workspace.
+EPOCH = tl.constexpr(0)  # the last epoch that was completed
+FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
+CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
+
+# Words of a wait record; a CTA owns the record of its program id.
+RECORD_WORDS = tl.constexpr(16)
+
+
+@triton.jit
+def rank_of(context):
+    """This rank's number in the group, as a 32-bit integer."""
+    return tl.load(context + RANK).to(tl.int32)
+
+
+@triton.jit
+def segment_of(context, rank, DTYPE: tl.constexpr):
+    """Pointer to the start of `rank`'s copy of the segment. Only ranks of this node are mapped."""
+    address = tl.load(context + TABLE + rank)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def state_of(context):
+    """Pointer to the state words of this workspace."""
+    return tl.load(context + STATE).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def current_epoch(context):
+    """The epoch of the running launch: one more than the last that was completed."""
+    return tl.load(state_of(context) + EPOCH) + 1
+
+
+@triton.jit
+def finish(context, epoch):
+    """Every CTA calls this last. The last of them completes the epoch, so the next launch (or the
+    next replay of a captured graph) counts on from there with no help from the host."""
+    state = state_of(context)
+    tl.debug_barrier()
+    before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.atomic_xchg(state + FINISHED, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(state + EPOCH, epoch, sem="release", scope="gpu")

@@ -1,0 +1,29 @@
+"""The few instructions that Triton has no name for. The simulator knows each of these strings."""
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import CLOCK, state_of
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of the device's global timer. Each thread reads its own: two warps may see two
+    values, so a branch on it must not contain a barrier. `now` is the same for the whole CTA."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def now(context):
+    """A time in nanoseconds on which all threads of the CTA agree: one thread reads the timer into
+    an atomic, whose result Triton hands to all. It is the newest time seen before this call."""
+    return tl.atomic_max(state_of(context) + CLOCK, clock(), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def acquire_for_descriptors():
+    """Orders this thread's earlier acquires before its later reads through tensor descriptors (TMA),
+    which go through another path to memory (the async proxy) than ordinary loads."""
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )

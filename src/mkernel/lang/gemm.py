@@ -1,0 +1,76 @@
+"""The tile GEMM core that every GEMM operator calls.
+
+Operands are read through tensor descriptors (TMA) where the tensor allows it, and else through
+masked pointers: for a descriptor a tensor's rows must be contiguous and 16-byte aligned. Any shape
+is right either way: descriptors fill with zeros outside the tensor, pointers are masked.
+
+a and c have parts: [parts, rows, columns], a tile lies in one part. So a tile at the ragged end of a
+part does not reach into the next one.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def masked_block(
+    tensor, row, column, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """ROWS x COLUMNS elements from (row, column); zeros outside of rows x columns."""
+    i = row + tl.arange(0, ROWS)[:, None]
+    j = column + tl.arange(0, COLUMNS)[None, :]
+    pointers = tensor + i.to(tl.int64) * row_stride + j.to(tl.int64) * column_stride
+    return tl.load(pointers, mask=(i < rows) & (j < columns), other=0.0)
+
+
+@triton.jit
+def multiply_tile(
+    a, part, row, rows, part_stride, row_stride,
+    b, column, n, k, b_row_stride, b_column_stride,
+    start,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """fp32 accumulator of a[part, row : row + TILE_M, :] @ b[:, column : column + TILE_N].
+
+    b is [k, n]; B_TRANSPOSED: its descriptor is one of the [n, k] tensor that b is a view of.
+    `start` is 0, or NaN to mark a tile whose inputs never came: the sum then is NaN too, at no cost
+    to the loop.
+    """
+    accumulator = tl.full((TILE_M, TILE_N), start, tl.float32)
+    for step in range(tl.cdiv(k, TILE_K)):
+        depth = step * TILE_K
+        if A_DESCRIPTOR:
+            x = a.load([part, row, depth]).reshape(TILE_M, TILE_K)
+        else:
+            x = masked_block(
+                a + tl.cast(part, tl.int64) * part_stride, row, depth, rows, k, row_stride, 1, TILE_M, TILE_K
+            )
+        if B_DESCRIPTOR:
+            if B_TRANSPOSED:
+                y = b.load([column, depth]).T
+            else:
+                y = b.load([depth, column])
+        else:
+            y = masked_block(b, depth, column, k, n, b_row_stride, b_column_stride, TILE_K, TILE_N)
+        accumulator = tl.dot(x, y, accumulator, input_precision=PRECISION)
+    return accumulator
+
+
+@triton.jit
+def store_tile(
+    c, part, row, column, rows, columns, row_stride, column_stride, tile,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """Store a tile into part `part` of c, parts being rows x columns one below the other; what
+    sticks out of the part is dropped."""
+    if DESCRIPTOR:
+        c.store([part, row, column], tile.to(c.dtype).reshape(1, TILE_M, TILE_N))
+    else:
+        i = row + tl.arange(0, TILE_M)[:, None]
+        j = column + tl.arange(0, TILE_N)[None, :]
+        line = (tl.cast(part, tl.int64) * rows + i) * row_stride
+        tl.store(
+            c + line + j.to(tl.int64) * column_stride, tile.to(c.dtype.element_ty), mask=(i < rows) & (j < columns)
+        )

@@ -1,0 +1,70 @@
+"""Requests to the network: the producer's side of the ring between a kernel and its proxy.
+
+The ring is an array of 64-byte requests in memory that the GPU and the host both see, behind a
+header of 64-bit words. Many CTAs write requests, one proxy takes them out:
+
+- a producer takes a ticket (`TAKEN` grows by one); its slot is ticket % capacity;
+- the slot is free once the proxy has taken the request of one turn before (`CONSUMED` > ticket -
+  capacity); a full ring is waited for, with the group's timeout;
+- the request's words are stored, then its turn number (ticket // capacity + 1) with a release: the
+  proxy knows a full slot by the turn number that is due, so nothing has to be cleared.
+
+`COMPLETED` counts requests whose source may be written again, in order.
+
+A request asks for `size` bytes at `source` (offset in this rank's segment `source_segment`) to be
+written to `target` in the peer's segment `segment`; when they are there, the peer's signal at byte
+`signal` of that segment grows to `value`. A request of zero bytes only sets the signal. All offsets
+have 64 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import RING
+from mkernel.lang.signals import RING_SPACE, SENT, notify, wait
+
+# Words of the ring's header.
+TAKEN = tl.constexpr(0)
+CONSUMED = tl.constexpr(1)
+COMPLETED = tl.constexpr(2)
+CAPACITY = tl.constexpr(3)
+HEADER_WORDS = tl.constexpr(8)
+
+# Words of a request.
+REQUEST_WORDS = tl.constexpr(8)
+TURN = tl.constexpr(0)
+PEER_AND_SEGMENTS = tl.constexpr(1)  # peer | segment << 16 | source_segment << 40
+SOURCE = tl.constexpr(2)
+TARGET = tl.constexpr(3)
+BYTES = tl.constexpr(4)
+SIGNAL = tl.constexpr(5)
+VALUE = tl.constexpr(6)
+
+
+@triton.jit
+def post(context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr):
+    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up."""
+    ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
+    ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
+    capacity = tl.load(ring + CAPACITY)
+    free = wait(context, ring + CONSUMED, ticket - capacity + 1, ROLE, RING_SPACE, peer, ticket)
+    if free:
+        request = ring + HEADER_WORDS + (ticket % capacity) * REQUEST_WORDS
+        addressee = peer.to(tl.int64) | (segment.to(tl.int64) << 16) | (source_segment.to(tl.int64) << 40)
+        tl.store(request + PEER_AND_SEGMENTS, addressee)
+        tl.store(request + SOURCE, source)
+        tl.store(request + TARGET, target)
+        tl.store(request + BYTES, size)
+        tl.store(request + SIGNAL, signal)
+        tl.store(request + VALUE, value)
+        notify(request + TURN, ticket // capacity + 1)
+    else:
+        ticket = tl.full((), -1, tl.int64)
+    return ticket
+
+
+@triton.jit
+def wait_sent(context, ticket, ROLE: tl.constexpr):
+    """Wait until the proxy has read the source of the request with this ticket, and of all before."""
+    ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
+    return wait(context, ring + COMPLETED, ticket + 1, ROLE, SENT, -1, ticket)

@@ -1,0 +1,616 @@
+"""all_gather_matmul: y = concat of every rank's a, times this rank's b, in one kernel per rank.
+
+What it computes. Every rank holds rows a [m, k] of a tall matrix and its own b [k, n]. The result on
+each rank is the whole tall matrix [world*m, k] times its b.
+
+Who does what. One persistent launch per rank; a CTA takes its role from its program id:
+
+- `send` (only with several nodes, or when a's own rows cannot be read by TMA): copies the rank's rows
+  into its own workspace, chunk by chunk, and asks the network to write each chunk to the rank of the
+  same local index in every other node. A row crosses between two nodes once. Rows that already lie
+  in the symmetric heap, contiguously, are sent from where they are.
+- `intra`: pushes the rank's rows to the other ranks of its node, chunk by chunk, and signals each
+  chunk. Then it does the same with the rows that arrive from other nodes, so the node spreads them.
+- `compute`: takes tiles in the order in which their rows arrive: its own rows, those of the node,
+  those of other nodes. Before the first use of rows it waits for their chunks.
+- send and intra CTAs join the compute in round `join_round` (see lang/roles.py).
+
+What is signalled. `entered[rank]`: that rank has begun epoch e, so it has left e-1. `arrived[parity,
+rank, chunk]`: the chunk of that rank's rows is in my workspace. Both hold epochs and only grow.
+
+Why buffers are safe. The workspace and the arrival signals have two halves, used in turn by the
+epoch's parity. Epoch e writes into a peer's half only after that peer has entered e-1, so it has
+left e-2, the last epoch that read this half. The arrival signals need two halves too, because the
+network promises no order: with one, the signal of epoch e+1 could overtake the data of epoch e and
+satisfy its wait. When a peer has entered e-1 it has seen all arrivals of e-2, so nothing of that
+parity is in flight any more; that also frees the rows that were staged for sending.
+
+Why it cannot deadlock. send waits only for other nodes' entries, intra for entries of its node and
+for other nodes' sends, compute for both. An entry is announced by the first CTA of a launch before it
+waits for anything. So in every rank CTAs wait only for CTAs with lower program ids, of any rank, and
+the launch of any rank waits only for launches of the same epoch or the one before. Waits have a
+timeout all the same.
+
+What it costs. FLOPs 2*world*m*n*k; each rank writes (gpus-1)*nodes*m*k elements over NVLink and
+(nodes-1)*m*k over the network, and its CTAs that copy are lost to the compute until `join_round`.
+Workspace: 2*world*m*k elements per rank.
+
+Ways that lost. Pulling (each rank reads from its peers) needs a's rows in the symmetric heap and
+reads them once per peer. Handing out tiles by an atomic counter: see lang/roles.py. Reading own rows
+through the workspace costs one more copy of m*k, so they are read where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.copy import pace, push_rows
+from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.gemm import multiply_tile, store_tile
+from mkernel.lang.order import arriving, grouped
+from mkernel.lang.requests import post, wait_sent
+from mkernel.lang.roles import COMPUTE, INTRA, SEND, first_round, rounds_before, tile_in_round, worker_of
+from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, matmul_precision
+from mkernel.runtime.world import Launch
+
+
+@triton.jit
+def _entered(context, rank):
+    """Signal in my segment: `rank` has entered the epoch it holds."""
+    return segment_of(context, rank_of(context), tl.int64) + rank
+
+
+@triton.jit
+def _arrived(segment, parity, source, chunk, chunks, SIZE: tl.constexpr):
+    """Signal in a segment: a chunk of `source`'s rows has arrived."""
+    return segment + SIZE + (parity * SIZE + source).to(tl.int64) * chunks + chunk
+
+
+@triton.jit
+def _announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
+    rank = rank_of(context)
+    node = rank // GPUS
+    for i in range(1, GPUS):
+        peer = node * GPUS + (rank + i) % GPUS
+        notify(segment_of(context, peer, tl.int64) + rank, epoch)
+    segment = tl.load(context + SEGMENT)
+    for i in range(1, SIZE // GPUS):
+        peer = (rank + i * GPUS) % SIZE
+        post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)
+
+
+@triton.jit
+def _send(
+    context, a, a_stride, a_column_stride, a_segment, a_offset,
+    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, first, step,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Stage this rank's rows in its own workspace and post them to its counterparts."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    mine = segment_of(context, rank, tl.int64)
+    segment = tl.load(context + SEGMENT)
+    element: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    for i in range(1, SIZE // GPUS):
+        peer = (rank + i * GPUS) % SIZE
+        wait(context, _entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
+    ticket = tl.full((), -1, tl.int64)
+    for chunk in range(first, chunks, step):
+        row = chunk * chunk_rows
+        rows = tl.minimum(m - row, chunk_rows)
+        offset = data_start + parity.to(tl.int64) * half + (rank * m + row).to(tl.int64) * row_stride
+        source_segment = a_segment
+        source = (a_offset + row.to(tl.int64) * a_stride) * element
+        if not DIRECT:
+            source_segment = segment
+            source = offset * element
+            start = a + row.to(tl.int64) * a_stride
+            if FLAT:
+                push_rows(context, start, 0, 1, offset, 0, 1, rows * k, 0, 1, 1, rank, DTYPE, 1, COPY_COLUMNS)
+            else:
+                push_rows(
+                    context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, 1, rank,
+                    DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                )  # fmt: skip
+            notify(_arrived(mine, parity, rank, chunk, chunks, SIZE), epoch)
+        signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8
+        for i in range(1, SIZE // GPUS):
+            peer = (rank + i * GPUS) % SIZE
+            size = ((rows - 1).to(tl.int64) * row_stride + k) * element
+            ticket = post(context, peer, source_segment, source, segment, offset * element, size, signal, epoch, SEND)
+    if DIRECT:
+        # the caller may overwrite a once the launch is over, so the network must have read it
+        if ticket >= 0:
+            wait_sent(context, ticket, SEND)
+
+
+@triton.jit
+def _intra(
+    context, a, a_stride, a_column_stride,
+    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, nanoseconds_per_mib, first, step,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, FLAT: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Push this rank's rows to its node, then those of its counterparts in other nodes as they arrive."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    base = rank // GPUS * GPUS
+    local = rank % GPUS
+    workspace = segment_of(context, rank, DTYPE)
+    mine = segment_of(context, rank, tl.int64)
+    for i in range(1, GPUS):
+        peer = base + (local + i) % GPUS
+        wait(context, _entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
+    start = clock()
+    sent = tl.full((), 0, tl.int64)
+    for item in range(first, chunks * (SIZE // GPUS), step):
+        chunk = item % chunks
+        source_rank = (rank + item // chunks * GPUS) % SIZE
+        row = chunk * chunk_rows
+        rows = tl.minimum(m - row, chunk_rows)
+        offset = data_start + parity.to(tl.int64) * half + (source_rank * m + row).to(tl.int64) * row_stride
+        source = a + row.to(tl.int64) * a_stride
+        source_stride = tl.cast(a_stride, tl.int64)
+        source_column_stride = tl.cast(a_column_stride, tl.int64)
+        if source_rank != rank:
+            wait(
+                context, _arrived(mine, parity, source_rank, chunk, chunks, SIZE), epoch,
+                INTRA, ARRIVED, source_rank, chunk,
+            )  # fmt: skip
+            source = workspace + offset
+            source_stride = tl.cast(row_stride, tl.int64)
+            source_column_stride = tl.cast(1, tl.int64)
+        if FLAT:
+            push_rows(
+                context, source, 0, 1, offset, 0, 1, rows * k, local + 1, GPUS - 1, GPUS, base, DTYPE, 1, COPY_COLUMNS
+            )
+        else:
+            push_rows(
+                context, source, source_stride, source_column_stride, offset, row_stride, rows, k,
+                local + 1, GPUS - 1, GPUS, base,
+                DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+            )  # fmt: skip
+        if PACED:
+            sent += rows.to(tl.int64) * k * (GPUS - 1) * (DTYPE.primitive_bitwidth // 8)
+            pace(start, sent, nanoseconds_per_mib)
+        for i in range(1, GPUS):
+            peer = base + (local + i) % GPUS
+            theirs = segment_of(context, peer, tl.int64)
+            notify(_arrived(theirs, parity, source_rank, chunk, chunks, SIZE), epoch)
+
+
+@triton.jit
+def _copy_out(
+    source, source_stride, target, target_stride, rows, k, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr
+):
+    """Copy rows of the gathered matrix to where the caller wants them."""
+    for row in range(0, rows, COPY_ROWS):
+        for column in range(0, k, COPY_COLUMNS):
+            i = row + tl.arange(0, COPY_ROWS)[:, None]
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            inside = (i < rows) & (j < k)
+            block = tl.load(source + i.to(tl.int64) * source_stride + j, mask=inside)
+            tl.store(target + i.to(tl.int64) * target_stride + j, block, mask=inside)
+
+
+@triton.jit
+def _compute(
+    context, rows_of_a, a, a_stride, b, c, gathered_out,
+    epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+    b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
+    first, last, worker, helpers, join_round, tiles_before,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, OWN: tl.constexpr, GATHERED_OUT: tl.constexpr,
+    A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute the tiles of rounds first..last-1. OWN: they are all of this rank's rows, which are
+    read where the caller has them; else rows are read from the workspace, as they arrive there.
+    `tiles_before` is the number of tiles of rows that are not read from the workspace."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    mine = segment_of(context, rank, tl.int64)
+    blocks = tl.cdiv(m, TILE_M)
+    column_blocks = tl.cdiv(n, TILE_N)
+    for round in tl.range(first, last):
+        tile = tile_in_round(round, worker, helpers, join_round)
+        if OWN:
+            source = rank
+            block, column_block = grouped(tile, blocks, column_blocks, GROUP)
+        else:
+            places_before = tiles_before // column_blocks
+            place, column_block = grouped(tile - tiles_before, blocks * SIZE - places_before, column_blocks, GROUP)
+            source, block = arriving(place + places_before, rank, blocks, SIZE, GPUS)
+        row = block * TILE_M
+        column = column_block * TILE_N
+        start = 0.0
+        if not OWN:
+            here = True
+            end = tl.minimum(row + TILE_M, m)
+            for chunk in range(row // chunk_rows, tl.cdiv(end, chunk_rows)):
+                here &= wait(
+                    context, _arrived(mine, parity, source, chunk, chunks, SIZE), epoch,
+                    COMPUTE, ARRIVED, source, chunk,
+                )  # fmt: skip
+            if A_DESCRIPTOR:
+                acquire_for_descriptors()
+            start = tl.where(here, 0.0, float("nan"))
+        if GATHERED_OUT:
+            if column_block == 0:
+                target = gathered_out + (source * m + row).to(tl.int64) * gathered_stride
+                rows = tl.minimum(m - row, TILE_M)
+                if OWN:
+                    _copy_out(
+                        a + row.to(tl.int64) * a_stride, a_stride, target, gathered_stride, rows, k,
+                        COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                    )  # fmt: skip
+                else:
+                    offset = data_start + parity.to(tl.int64) * half + (source * m + row).to(tl.int64) * row_stride
+                    _copy_out(
+                        segment_of(context, rank, DTYPE) + offset, row_stride, target, gathered_stride, rows, k,
+                        COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                    )  # fmt: skip
+        if OWN:
+            accumulator = multiply_tile(
+                rows_of_a, 0, row, m, 0, a_stride,
+                b, column, n, k, b_row_stride, b_column_stride, start,
+                TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
+            )  # fmt: skip
+        else:
+            accumulator = multiply_tile(
+                rows_of_a, parity, source * m + row, (source + 1) * m, half, row_stride,
+                b, column, n, k, b_row_stride, b_column_stride, start,
+                TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
+            )  # fmt: skip
+        store_tile(
+            c, source, row, column, m, n, c_row_stride, c_column_stride, accumulator,
+            TILE_M, TILE_N, C_DESCRIPTOR,
+        )  # fmt: skip
+
+
+@triton.jit
+def all_gather_matmul_kernel(
+    context,
+    own, a, a_stride, a_column_stride, a_segment, a_offset, gathered, b, b_row_stride, b_column_stride,
+    c, c_row_stride, c_column_stride, gathered_out, gathered_stride,
+    m, n, k, row_stride, data_start, half, chunk_rows, chunks, join_round, nanoseconds_per_mib,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    SENDERS: tl.constexpr, INTRAS: tl.constexpr, STAGED: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr,
+    GATHERED_OUT: tl.constexpr, PACED: tl.constexpr,
+    A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The whole operator; see the module's docstring for the roles and the signals."""
+    cta = tl.program_id(0)
+    epoch = current_epoch(context)
+    helpers: tl.constexpr = SENDERS + INTRAS
+    if cta == 0:
+        _announce(context, epoch, SIZE, GPUS)
+    if cta < SENDERS:
+        _send(
+            context, a, a_stride, a_column_stride, a_segment, a_offset,
+            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, cta, SENDERS,
+            DTYPE, SIZE, GPUS, DIRECT, FLAT, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+    elif cta < helpers:
+        _intra(
+            context, a, a_stride, a_column_stride,
+            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+            DTYPE, SIZE, GPUS, FLAT, PACED, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+
+    own_tiles = tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
+    tiles_before = own_tiles * 0 if STAGED else own_tiles
+    worker = worker_of(cta, helpers)
+    first = first_round(cta, helpers, join_round)
+    if not STAGED:
+        middle = tl.maximum(rounds_before(own_tiles, cta, helpers, join_round), first)
+        _compute(
+            context, own, a, a_stride, b, c, gathered_out,
+            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+            b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
+            first, middle, worker, helpers, join_round, tiles_before,
+            DTYPE, SIZE, GPUS, True, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
+            PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+        first = middle
+    if STAGED or SIZE > 1:
+        _compute(
+            context, gathered, a, a_stride, b, c, gathered_out,
+            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+            b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
+            first, rounds_before(own_tiles * SIZE, cta, helpers, join_round), worker, helpers, join_round, tiles_before,
+            DTYPE, SIZE, GPUS, False, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
+            PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+    finish(context, epoch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    chunks: int
+    row_stride: int
+    descriptors: bool  # rows of a are read through tensor descriptors
+    staged: bool  # the rank's own rows are read through the workspace
+    b_described: bool
+    b_transposed: bool
+    out_described: bool
+    flat: bool  # chunks are contiguous, here and in the workspace
+    direct: bool  # the network reads a where it is
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c = self.config
+        head = (
+            f"all_gather_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs "
+            f"({c.send_ctas} send, {c.intra_ctas} intra, joining the compute in round {c.join_round}), "
+            f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config | None) -> Plan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    m, k = a.shape
+    n = b.shape[1]
+    given = config or Config()
+    nodes, gpus = group.nodes, group.gpus_per_node
+    element = a.element_size()
+    reasons = []
+
+    descriptors = has_descriptors(group.device)
+    staged = not describable(a) if descriptors else a.stride(1) != 1
+    b_transposed = descriptors and not describable(b) and describable(b.t())
+    b_described = descriptors and (describable(b) or b_transposed)
+    out_described = descriptors and describable(out)
+    row_stride = -(-k * element // 16) * 16 // element
+    flat = a.is_contiguous() and row_stride == k
+    direct = nodes > 1 and flat and group.heap.find(a) is not None
+    if not descriptors:
+        reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
+    else:
+        for name, good in (("b", b_described), ("out", out_described)):
+            if not good:
+                reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
+    if staged:
+        reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
+    if nodes > 1:
+        how = "lies in the symmetric heap: the network reads it where it is"
+        reasons.append(
+            f"a {how if direct else 'is staged in the workspace for the network (mk.empty would save that)'}"
+        )
+
+    tiles_of = planning.default_tiles(group.device, a.dtype, n, b_described and out_described)
+
+    def pick(name: str, default: int) -> int:
+        value = getattr(given, name)
+        return default if value is None else value
+
+    tile_m = pick("tile_m", tiles_of.tile_m)
+    tile_n = pick("tile_n", tiles_of.tile_n)
+    most = group.world.ctas(group.world_rank)
+    tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
+    tile_seconds = 2 * tile_m * tile_n * k / planning.CTA_RATE[a.dtype]
+    compute_seconds = tiles * tile_seconds / most
+    pushed = (gpus - 1) * nodes * m * k * element
+    send_ctas = pick("send_ctas", 1 if nodes > 1 or staged else 0)
+    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, most) if gpus > 1 else 0)
+    helpers = send_ctas + intra_ctas
+    ctas = pick("ctas", max(min(most, tiles + helpers), helpers, 1))
+    link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
+    push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
+    join_round = pick("join_round", math.ceil(push_seconds / tile_seconds) + 1 if helpers else 0)
+    reasons.append(
+        f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
+        f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
+    )
+    resolved = Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
+        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
+        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_round=0 if ctas == helpers else join_round,
+        chunk_rows=pick("chunk_rows", planning.rows_per_chunk(m, tile_m, intra_ctas)),
+        copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
+    )  # fmt: skip
+    planning.check(
+        resolved, max_ctas=most, least_send=1 if nodes > 1 or staged else 0, least_intra=1 if gpus > 1 else 0
+    )
+    return Plan(
+        config=resolved,
+        chunks=math.ceil(m / resolved.chunk_rows),
+        row_stride=row_stride,
+        descriptors=descriptors,
+        staged=staged,
+        b_described=b_described,
+        b_transposed=b_transposed,
+        out_described=out_described,
+        flat=flat,
+        direct=direct,
+        precision=matmul_precision(a.dtype),
+        reasons=tuple(reasons),
+    )
+
+
+def _launch(
+    group: Group, plan: Plan, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    gathered_out: torch.Tensor | None,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan."""
+    m, k = a.shape
+    n = b.shape[1]
+    c = plan.config
+    size, element = group.size, a.element_size()
+    data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
+    half = workspace.half_bytes // element
+    own: Any = a
+    gathered: Any = data
+    b_operand: Any = b
+    c_operand: Any = out
+    if plan.descriptors:
+        block = [1, c.tile_m, c.tile_k]
+        own = None if plan.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
+        gathered = descriptor(data, [2, size * m, k], [half, plan.row_stride, 1], block)
+    if plan.b_described:
+        if plan.b_transposed:
+            b_operand = descriptor(b, [n, k], [b.stride(1), 1], [c.tile_n, c.tile_k])
+        else:
+            b_operand = descriptor(b, [k, n], [b.stride(0), 1], [c.tile_k, c.tile_n])
+    if plan.out_described:
+        c_operand = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
+    found = group.heap.find(a) if plan.direct else None
+    paced = group.world.links.nvlink is not None and c.intra_ctas > 0
+    rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
+    arguments = dict(
+        context=workspace.context,
+        own=own, a=a, a_stride=a.stride(0), a_column_stride=a.stride(1),
+        a_segment=found[0].number if found else 0, a_offset=found[1] // element if found else 0,
+        gathered=gathered, b=b_operand, b_row_stride=b.stride(0), b_column_stride=b.stride(1),
+        c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
+        gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
+        m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, join_round=c.join_round,
+        nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
+        DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,
+        GATHERED_OUT=gathered_out is not None, PACED=paced,
+        A_DESCRIPTOR=plan.descriptors, B_DESCRIPTOR=plan.b_described, B_TRANSPOSED=plan.b_transposed,
+        C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+        COPY_ROWS=4, COPY_COLUMNS=c.copy_bytes // element,
+    )  # fmt: skip
+    row_bytes = plan.row_stride * element
+    others = [
+        [workspace.half(parity)[: group.rank * m * row_bytes],
+         workspace.half(parity)[(group.rank + 1) * m * row_bytes : size * m * row_bytes]]
+        for parity in (0, 1)
+    ]  # fmt: skip
+    return Launch(
+        op="all_gather_matmul",
+        group=group,
+        kernel=all_gather_matmul_kernel,
+        grid=c.ctas,
+        arguments=arguments,
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        scratch=(workspace.state, others),
+    )
+
+
+def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Refuse what can not be computed, naming the argument and the rule."""
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.device != group.device:
+            raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ArgumentError(
+                f"{name} requires grad, and all_gather_matmul has no backward pass: call it under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+    if a.dtype not in DTYPES:
+        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if b.dtype != a.dtype:
+        raise ArgumentError(f"b has dtype {b.dtype}, but a has {a.dtype}: they must be the same")
+    if a.shape[1] != b.shape[0]:
+        raise ArgumentError(
+            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
+            f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
+        )
+    if out is not None:
+        expected = (group.size * a.shape[0], b.shape[1])
+        if tuple(out.shape) != expected:
+            raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {expected} (world*m, n)")
+        if out.dtype != a.dtype:
+            raise ArgumentError(f"out has dtype {out.dtype}, but the result has {a.dtype}")
+        if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
+            raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Group | None = None,
+    out: torch.Tensor | None = None,
+    return_gathered: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gather every rank's `a` and multiply it by this rank's `b`, overlapped, in one kernel.
+
+    Args:
+        a: [m, k], this rank's rows; the same shape and dtype on every rank. Any strides.
+        b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read as it is.
+        group: the group to gather over; the current one by default.
+        out: [world*m, n], where to put the result; must not overlap a or b.
+        return_gathered: also return the gathered a, [world*m, k].
+        config: tiles, chunks and CTAs; None takes good defaults.
+
+    Returns:
+        [world*m, n], the rows in rank order; with return_gathered a pair (result, gathered a).
+        bf16, fp16 or fp32, accumulated in fp32.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
+            before they are done, the next call on the group or `group.synchronize()` raises it.
+    """
+    group = current(group)
+    _check(group, a, b, out)
+    m, k = a.shape
+    n = b.shape[1]
+    if out is None:
+        out = group.world.empty(group.world_rank, (group.size * m, n), a.dtype)
+    gathered = group.world.empty(group.world_rank, (group.size * m, k), a.dtype) if return_gathered else None
+    if m and k:
+        decided = plan(group, a, b, out, config)
+        group.agree(
+            "all_gather_matmul", m=m, k=k, dtype=str(a.dtype), chunk_rows=decided.config.chunk_rows,
+        )  # fmt: skip
+        workspace = group.workspace(
+            "all_gather_matmul",
+            signal_words=group.size * (1 + 2 * decided.chunks),
+            half_bytes=group.size * m * decided.row_stride * a.element_size(),
+        )
+        group.launch(_launch(group, decided, workspace, a, b, out, gathered))
+    else:
+        out.zero_()
+    return (out, gathered) if gathered is not None else out
+
+
+def explain(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Group | None = None,
+    out: torch.Tensor | None = None,
+    return_gathered: bool = False,
+    config: Config | None = None,
+) -> Plan:
+    """The plan that `all_gather_matmul` with these arguments would carry out."""
+    group = current(group)
+    _check(group, a, b, out)
+    if out is None:
+        out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    return plan(group, a, b, out, config)

@@ -1,0 +1,1 @@
+"""The host side: groups, topology, the symmetric heap, launches, configuration, errors."""

@@ -1,0 +1,49 @@
+"""How an operator is cut: tiles, chunks and CTAs per role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """None means: a good default for the shapes and the machine.
+
+    tile_m, tile_n, tile_k: the tile of the GEMM. group_m: row blocks that are computed together, so
+    that CTAs share what they load. stages, warps: Triton's num_stages and num_warps.
+    ctas: CTAs of a launch; send_ctas, intra_ctas: how many of them post to the network and copy over
+    NVLink. join_round: after how many rounds of tiles those join the compute.
+    chunk_rows: rows that are transferred and signalled at a time.
+    copy_bytes: bytes that a copying CTA has in flight.
+    """
+
+    tile_m: int | None = None
+    tile_n: int | None = None
+    tile_k: int | None = None
+    group_m: int | None = None
+    stages: int | None = None
+    warps: int | None = None
+    ctas: int | None = None
+    send_ctas: int | None = None
+    intra_ctas: int | None = None
+    join_round: int | None = None
+    chunk_rows: int | None = None
+    copy_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A Config in which everything was decided."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    group_m: int
+    stages: int
+    warps: int
+    ctas: int
+    send_ctas: int
+    intra_ctas: int
+    join_round: int
+    chunk_rows: int
+    copy_bytes: int

@@ -1,0 +1,241 @@
+"""Ranks as threads of one process, on the GPUs that are there.
+
+Every rank is a thread with a stream of its own. Ranks that share a GPU share its SMs: a launch has
+so many CTAs that all ranks' launches fit on the GPU at the same time.
+
+Three things that a spinning kernel does not forgive decide how launches are made:
+
+- Loading a kernel, any kernel, waits for those that run (measured: a first call of a Triton or a
+  torch kernel waits until a spinning one ends; cudaMalloc and pinned memory do not). So a rank's
+  launch may not spin for a peer whose thread still has something to load before its own launch: the
+  launches of one call are gathered, compiled and loaded for all ranks, and then made together by
+  the thread that came last.
+- A kernel can not start while the SMs it needs are held by kernels that wait for it. So the
+  operators of one rank run one after the other, in the order of the calls, also on different
+  streams; as all ranks make their calls in the same order, the oldest call can always finish.
+- Memory that peers may still write to must not be handed out again: see runtime/heap.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from mkernel.runtime.errors import ArgumentError, CommTimeout
+from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.world import Launch, Links
+
+
+class CudaWorld:
+    """The world of one process with CUDA; see runtime/world.py for what each method promises."""
+
+    def __init__(self, size: int, links: Links):
+        self.size = size
+        self.links = links
+        count = torch.cuda.device_count()
+        self._devices = [torch.device("cuda", rank * min(count, size) // size) for rank in range(size)]
+        self._changed = threading.Condition()
+        self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._gone: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and how
+        self._launches: dict[Hashable, int] = {}
+        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in range(size)}
+        self._loaded: set[Hashable] = set()
+        self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
+        self._let_devices_see_each_other()
+
+    def _let_devices_see_each_other(self) -> None:
+        used = sorted({device.index for device in self._devices})
+        for one in used:
+            for other in used:
+                if one != other:
+                    if not torch.cuda.can_device_access_peer(one, other):
+                        raise ArgumentError(f"GPU {one} can not read the memory of GPU {other}; use fewer ranks")
+                    # torch enables peer access at the first copy
+                    torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
+
+    # -- places
+
+    def device(self, rank: int) -> torch.device:
+        return self._devices[rank]
+
+    def node_of(self, rank: int) -> int:
+        return 0
+
+    def ctas(self, rank: int) -> int:
+        device = self._devices[rank]
+        sharing = self._devices.count(device)
+        return max(torch.cuda.get_device_properties(device).multi_processor_count // sharing, 1)
+
+    # -- the ranks' threads
+
+    def ended(self, rank: int, failure: BaseException | None) -> None:
+        """A rank's thread is over."""
+        with self._changed:
+            self._gone[rank] = failure
+            self._changed.notify_all()
+
+    def _await(self, rank: int, members: Sequence[int], box: dict[int, Any], done: Callable[[], bool], timeout: float):
+        """Wait, with the lock held, until done() or until waiting has become pointless."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            missing = [member for member in members if member not in box]
+            for member in missing:
+                if self._gone.get(member) is not None:
+                    raise CommTimeout(f"rank {rank} can not go on: rank {member} has failed") from self._gone[member]
+            left = deadline - time.monotonic()
+            if left <= 0 or (missing and all(member in self._gone for member in missing)):
+                raise CommTimeout(
+                    f"rank {rank} waited {timeout - max(left, 0):.3g} s for ranks {missing}, "
+                    f"which did not take part in the same call"
+                )
+            self._changed.wait(left)
+
+    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+        with self._changed:
+            box = self._mail.setdefault(key, {})
+            box[rank] = value
+            self._changed.notify_all()
+            self._await(rank, members, box, lambda: len(box) == len(members), timeout)
+            return [box[member] for member in members]
+
+    # -- memory
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
+        torch.cuda.current_stream(self._devices[rank]).synchronize()
+        return memory
+
+    def host_words(self, rank: int, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64).pin_memory()
+
+    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        self.groups[group.world_rank].add(group)
+
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        raise ArgumentError("several nodes on CUDA are not supported yet; use mk.spawn(..., device='cpu')")
+
+    # -- launches
+
+    def stream_key(self, rank: int) -> Hashable:
+        return torch.cuda.current_stream(self._devices[rank]).cuda_stream
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        group = launch.group
+        stream = torch.cuda.current_stream(self._devices[rank])
+        with self._changed:
+            turn = self._launches.get((rank, group.name), 0)
+            self._launches[rank, group.name] = turn + 1
+            box = self._mail.setdefault((group.name, "launch", turn), {})
+            box[rank] = (launch, stream)
+            self._changed.notify_all()
+
+            def ready() -> bool:
+                # a rank that has ended will not come: the others find out in the kernel
+                if "made" not in box and all(m in box or self._gone.get(m, self) is None for m in group.members):
+                    self._make({member: box[member] for member in group.members if member in box})
+                    box["made"] = True  # type: ignore[index]
+                    self._changed.notify_all()
+                return "made" in box
+
+            self._await(rank, group.members, box, ready, group.timeout)
+
+    def _make(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
+        for rank, (launch, stream) in launches.items():
+            with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+                self._load(rank, launch)
+        for rank, (launch, stream) in launches.items():
+            with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+                capturing = torch.cuda.is_current_stream_capturing()
+                if rank in self._last and self._last[rank][0] != stream and not capturing:
+                    stream.wait_event(self._last[rank][1])
+                launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
+                if not capturing:
+                    event = torch.cuda.Event()
+                    event.record(stream)
+                    self._last[rank] = (stream, event)
+                self._streams[rank].add(stream)
+
+    def _load(self, rank: int, launch: Launch) -> None:
+        """Compile the kernel for these arguments and load it, unless that was done before."""
+
+        def kind(value: Any) -> Hashable:
+            if isinstance(value, torch.Tensor):
+                return value.dtype, value.data_ptr() % 16 == 0
+            if type(value) is int:
+                return value == 1, value % 16 == 0, value.bit_length() > 31
+            return type(value).__name__ if hasattr(value, "block_shape") else value
+
+        key = (
+            self._devices[rank],
+            launch.kernel,
+            tuple(kind(value) if name.islower() else value for name, value in launch.arguments.items()),
+            tuple(launch.options.values()),
+        )
+        if key not in self._loaded:
+            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+            compiled._init_handles()
+            self._loaded.add(key)
+
+    def synchronize(self, rank: int) -> None:
+        torch.cuda.current_stream(self._devices[rank]).synchronize()
+        for stream in list(self._streams[rank]):
+            stream.synchronize()
+
+
+def spawn(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    timeout: float,
+    links: Links,
+) -> list[Any]:
+    """Run function(group, *args) in a thread per rank; results by rank."""
+    if not torch.cuda.is_available():
+        raise ArgumentError("device='cuda' was asked for, but torch sees no GPU; device='cpu' is the simulator")
+    if nodes != 1:
+        raise ArgumentError("several nodes on CUDA are not supported yet; use device='cpu' for nodes > 1")
+    world = CudaWorld(gpus_per_node, links)
+    everyone = range(world.size)
+    results: list[Any] = [None] * world.size
+    failures: list[tuple[float, int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        failure: BaseException | None = None
+        try:
+            device = world.device(rank)
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                group = Group(world, everyone, rank, timeout=timeout, name="world")
+                set_current(group)
+                results[rank] = function(group, *args)
+                world.synchronize(rank)
+                for made in list(world.groups[rank]):
+                    made.check_unseen()
+        except BaseException as error:
+            failure = error
+            failures.append((time.monotonic(), rank, error))
+        finally:
+            world.ended(rank, failure)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"mkernel rank {rank}") for rank in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        _, rank, failure = min(failures, key=lambda entry: entry[0])
+        if hasattr(failure, "add_note"):
+            failure.add_note(f"raised on rank {rank}")
+        raise failure
+    return results

@@ -1,0 +1,258 @@
+"""Groups: which ranks work together, and what they share."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mkernel.lang import context as words
+from mkernel.lang import requests
+from mkernel.runtime import records
+from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
+from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
+from mkernel.runtime.topology import Topology
+from mkernel.runtime.world import Launch, World
+
+RING_CAPACITY = 256  # requests; a power of two
+
+_current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
+
+
+@dataclass(eq=False)
+class Workspace:
+    """An operator's own part of the heap, for one stream: signals, then two halves of data."""
+
+    segment: Segment
+    signal_words: int
+    half_bytes: int
+    state: torch.Tensor
+    context: torch.Tensor
+
+    @property
+    def data_start(self) -> int:
+        """Where the first half begins, in bytes."""
+        return -(-self.signal_words * 8 // ALIGNMENT) * ALIGNMENT
+
+    def half(self, parity: int) -> torch.Tensor:
+        start = self.data_start + parity * self.half_bytes
+        return self.segment.memory[start : start + self.half_bytes]
+
+
+class Group:
+    """A set of ranks that call operators together.
+
+    Calls on a group are collective: every rank makes the same calls in the same order. `rank`,
+    `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this group.
+    """
+
+    def __init__(self, world: World, members: Sequence[int], world_rank: int, *, timeout: float, name: Hashable):
+        self.world = world
+        self.members = tuple(members)
+        self.world_rank = world_rank
+        self.name = name
+        self.timeout = timeout
+        self.rank = self.members.index(world_rank)
+        self.topology = Topology.of([world.node_of(member) for member in self.members])
+        self.device = world.device(world_rank)
+        self._exchanges = 0
+        self._subgroups = 0
+        self._broken: CommTimeout | None = None
+        self._closed = False
+        self._agreed: set[Hashable] = set()
+        self._workspaces: dict[Hashable, Workspace] = {}
+        self._keep: list[torch.Tensor] = []
+        self.heap = Heap(self)
+        self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
+        self._ring: torch.Tensor | None = None
+        if self.nodes > 1:
+            ring = world.host_words(
+                world_rank, requests.HEADER_WORDS.value + RING_CAPACITY * requests.REQUEST_WORDS.value
+            )
+            ring[requests.CAPACITY.value] = RING_CAPACITY
+            self._ring = ring
+        self._control = self.heap.allocate(ALIGNMENT)
+        if self._ring is not None:
+            world.start_proxy(self, self._ring)
+
+    # -- what a user asks for
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def nodes(self) -> int:
+        return self.topology.nodes
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.topology.gpus_per_node
+
+    @property
+    def node(self) -> int:
+        return self.topology.node_of(self.rank)
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.local_rank_of(self.rank)
+
+    def __repr__(self) -> str:
+        return (
+            f"Group(rank {self.rank} of {self.size}, node {self.node} of {self.nodes} x {self.gpus_per_node}, "
+            f"{self.device})"
+        )
+
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """Cut the group into groups of equal `color`, ordered by (key, rank). Collective.
+
+        Ranks that give None get no group back.
+        """
+        votes = self.exchange("split", (color, key))
+        if color is None:
+            self._subgroups += 1
+            return None
+        chosen = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
+        return self.subset([rank for _, rank in chosen])
+
+    def subset(self, ranks: Sequence[int]) -> Group:
+        """A group of some ranks of this one, in the given order. Only they take part, so those that
+        are left can go on after a rank was lost."""
+        self._check_ranks(ranks)
+        self._subgroups += 1
+        members = [self.members[rank] for rank in ranks]
+        name = (self.name, self._subgroups, tuple(members))
+        return Group(self.world, members, self.world_rank, timeout=self.timeout, name=name)
+
+    def _check_ranks(self, ranks: Sequence[int]) -> None:
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise ArgumentError(f"ranks must be different numbers from 0 to {self.size - 1}, got {list(ranks)}")
+        if self.rank not in ranks:
+            raise ArgumentError(
+                f"rank {self.rank} is not in {list(ranks)}: only the ranks of the new group may ask for it"
+            )
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """A tensor in the symmetric heap. Collective; see `mkernel.empty`."""
+        self._usable()
+        return self.heap.tensor(shape, dtype)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has called this."""
+        self.exchange("barrier", None)
+
+    def synchronize(self) -> None:
+        """Wait for everything this rank has queued, and raise if any of it gave up."""
+        self.world.synchronize(self.world_rank)
+        self.check()
+
+    def check(self) -> None:
+        """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait."""
+        if self._broken is None:
+            found = records.read(self._records)
+            if found:
+                more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
+                self._broken = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+        if self._broken is not None:
+            raise CommTimeout(str(self._broken), self._broken.records)
+
+    def check_unseen(self) -> None:
+        """`check`, unless the failure was raised before."""
+        if self._broken is None and not self._closed:
+            self.check()
+
+    def close(self) -> None:
+        """Give the group's memory back. Collective; the group can not be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            if self._broken is None:
+                self._workspaces.clear()
+                self.heap.close()
+
+    # -- what operators ask for
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank gives a value and gets all of them. Blocks; for set-up only."""
+        self._exchanges += 1
+        key = (self.name, self._exchanges, what)
+        return self.world.exchange(self.world_rank, self.members, key, value, self.timeout)
+
+    def agree(self, what: str, **values: Hashable) -> None:
+        """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""
+        key = (what, tuple(values.items()))
+        if key in self._agreed:
+            return
+        for rank, theirs in enumerate(self.exchange("agree", key)):
+            if theirs != key:
+                raise ArgumentError(
+                    f"{what}: all ranks of the group must call it alike; rank {self.rank} has "
+                    f"{_words(key)}, rank {rank} has {_words(theirs)}"
+                )
+        self._agreed.add(key)
+
+    def workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
+        """The operator's workspace on the current stream, at least this large. Collective when it
+        is new or must grow."""
+        key = (op, self.world.stream_key(self.world_rank))
+        have = self._workspaces.get(key)
+        if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
+            return have
+        if have is not None:
+            signal_words = max(signal_words, have.signal_words)
+            half_bytes = max(half_bytes, have.half_bytes)
+            self.heap.drop(have.segment)
+        half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT
+        workspace = self._make_workspace(op, signal_words, half_bytes)
+        self._workspaces[key] = workspace
+        return workspace
+
+    def _make_workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
+        segment = self.heap.allocate(-(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes)
+        state = self.world.allocate(self.world_rank, 64).view(torch.int64)
+        table = [0] * words.TABLE.value
+        table[words.RANK.value] = self.rank
+        table[words.SIZE.value] = self.size
+        table[words.TIMEOUT.value] = int(self.timeout * 1e9)
+        table[words.STATE.value] = state.data_ptr()
+        table[words.RECORDS.value] = self._records.data_ptr()
+        table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
+        table[words.SEGMENT.value] = segment.number
+        table[words.OP.value] = records.OPS.index(op)
+        table += segment.addresses + self._control.addresses
+        context = self.world.allocate(self.world_rank, len(table) * 8).view(torch.int64)
+        context.copy_(torch.tensor(table, dtype=torch.int64))
+        self.world.synchronize(self.world_rank)
+        return Workspace(segment, signal_words, half_bytes, state, context)
+
+    def launch(self, launch: Launch) -> None:
+        """Queue a kernel, unless an earlier one on this group gave up."""
+        self.world.launch(self.world_rank, launch)
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise MKernelError("this group was closed")
+        self.check()
+
+
+def _words(key: Any) -> str:
+    what, values = key
+    return f"{what}(" + ", ".join(f"{name}={value}" for name, value in values) + ")"
+
+
+def set_current(group: Group | None) -> None:
+    """Make a group the one that operators take when none is named (of this thread or task)."""
+    _current.set(group)
+
+
+def current(group: Group | None = None) -> Group:
+    """The given group, or the current one; usable."""
+    group = group if group is not None else _current.get()
+    if group is None:
+        raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
+    if not isinstance(group, Group):
+        raise ArgumentError(f"group must be a mk.Group, got {type(group).__name__}")
+    group._usable()
+    return group

@@ -1,0 +1,116 @@
+"""The symmetric heap: memory that every rank of a group has at the same place.
+
+The heap is a list of segments; an allocation is a segment of its own, so the heap grows by itself
+and nothing is ever moved. Allocation is collective: every rank of the group asks for the same number
+of bytes, in the same order. A segment's memory is given back when all ranks have dropped it: since
+Python may free things in another order on every rank, each rank tells the others at the next
+allocation what it has dropped, and only what all have dropped is given back then (or when the group
+is closed).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.runtime.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+ALIGNMENT = 1024
+
+
+@dataclass(eq=False)
+class Segment:
+    """One allocation, on this rank and on all others of the group."""
+
+    number: int
+    memory: torch.Tensor  # this rank's bytes
+    addresses: list[int]  # of every rank's bytes; 0 where they are not mapped (other nodes)
+
+
+class Heap:
+    """One group's symmetric heap, seen from one rank."""
+
+    def __init__(self, group: Group):
+        self._group = weakref.proxy(group)
+        self._segments: dict[int, Segment] = {}
+        self._dropped: set[int] = set()
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's segments hold now."""
+        return sum(segment.memory.numel() for segment in self._segments.values())
+
+    def allocate(self, nbytes: int) -> Segment:
+        """A new segment of zeroed bytes. Collective."""
+        group = self._group
+        wishes = group.exchange("heap", (nbytes, sorted(self._dropped)))
+        sizes = [size for size, _ in wishes]
+        if len(set(sizes)) > 1:
+            raise ArgumentError(
+                "symmetric memory must have the same size on every rank of the group; asked for by rank: "
+                + ", ".join(f"{rank}: {size} bytes" for rank, size in enumerate(sizes))
+            )
+        self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
+        memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
+        addresses = group.exchange("addresses", memory.data_ptr())
+        mapped = [
+            address if group.topology.node_of(rank) == group.node else 0 for rank, address in enumerate(addresses)
+        ]
+        segment = Segment(self._next, memory, mapped)
+        self._next += 1
+        self._segments[segment.number] = segment
+        group.world.register(group, segment.number, memory)
+        group.barrier()
+        return segment
+
+    def drop(self, segment: Segment) -> None:
+        """This rank will not use the segment any more."""
+        self._dropped.add(segment.number)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in a segment of its own, which is dropped when the tensor and its views are gone."""
+        count = 1
+        for size in shape:
+            count *= size
+        segment = self.allocate(count * dtype.itemsize)
+        # another storage object over the same memory, so that its end can be seen
+        alias = torch.from_dlpack(segment.memory)
+        weakref.finalize(alias.untyped_storage(), _drop, weakref.ref(self), segment.number)
+        return alias[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
+        """The segment that a tensor lies in, and its offset there in bytes; None for plain tensors."""
+        address = tensor.data_ptr()
+        for segment in self._segments.values():
+            start = segment.memory.data_ptr()
+            if start <= address < start + segment.memory.numel():
+                return segment, address - start
+        return None
+
+    def close(self) -> None:
+        """Give everything back. All ranks must be done with it."""
+        self._give_back(set(self._segments))
+
+    def _give_back(self, numbers: set[int]) -> None:
+        if not numbers:
+            return
+        self._group.world.synchronize(self._group.world_rank)
+        self._group.barrier()
+        for number in sorted(numbers):
+            self._group.world.register(self._group, number, None)
+            del self._segments[number]
+        self._dropped -= numbers
+
+
+def _drop(heap: Callable[[], Any], number: int) -> None:
+    alive = heap()
+    if alive is not None:
+        alive._dropped.add(number)

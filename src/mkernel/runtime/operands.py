@@ -1,0 +1,44 @@
+"""How a kernel may read or write a tensor: through a tensor descriptor (TMA), or through pointers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+BYTES = 16  # what a descriptor's base and strides must be divisible by
+
+
+def has_descriptors(device: torch.device) -> bool:
+    """Can kernels on this device use tensor descriptors? The simulator can."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def describable(tensor: torch.Tensor) -> bool:
+    """Rows contiguous, base and row stride aligned: a descriptor can be made of it."""
+    rows, columns = tensor.shape
+    size = tensor.element_size()
+    return (
+        rows > 0
+        and columns > 0
+        and tensor.stride(1) == 1
+        and tensor.data_ptr() % BYTES == 0
+        and (rows == 1 or tensor.stride(0) * size % BYTES == 0)
+        and (rows == 1 or tensor.stride(0) >= columns)
+    )
+
+
+def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """A descriptor of memory that starts at `base`. Strides of dimensions of size 1 do not matter to
+    the result, but must be aligned all the same."""
+    unit = BYTES // base.element_size()
+    fixed = [max(-(-stride // unit) * unit, unit) if size == 1 else stride for size, stride in zip(shape, strides)]
+    return TensorDescriptor(base, shape, [*fixed[:-1], 1], block)
+
+
+def matmul_precision(dtype: torch.dtype) -> str:
+    """fp32 is multiplied as fp32, unless the user allowed tf32 in PyTorch."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"

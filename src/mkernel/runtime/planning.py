@@ -1,0 +1,79 @@
+"""What the plans of GEMM operators have in common: defaults for tiles, and checks of a configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+from mkernel.runtime.config import Settings
+from mkernel.runtime.errors import ArgumentError
+
+# Measured on an H200: what one CTA pushes to its peers beside a GEMM, and what one CTA multiplies.
+PUSH_RATE = 37e9  # bytes/s
+CTA_RATE = {torch.bfloat16: 5.3e12, torch.float16: 5.3e12, torch.float32: 0.3e12}  # FLOP/s
+NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
+
+
+@dataclass(frozen=True)
+class TileDefaults:
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    group_m: int
+    stages: int
+    warps: int
+    copy_bytes: int
+
+
+def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: bool) -> TileDefaults:
+    """The tile of a GEMM with n columns; `described`: all operands go through tensor descriptors."""
+    if device.type != "cuda":
+        return TileDefaults(32, 32, 32, group_m=2, stages=1, warps=4, copy_bytes=1024)
+    if dtype == torch.float32:
+        return TileDefaults(64, 64, 32, group_m=8, stages=3, warps=4, copy_bytes=16384)
+    if described and n > 128:
+        return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
+    # pointers for a 128 x 256 tile do not fit into the registers
+    return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
+
+
+def copiers_for(pushed: int, compute_seconds: float, ctas: int) -> int:
+    """How many CTAs should push so many bytes, to be done well before the compute is."""
+    wanted = math.ceil(pushed / PUSH_RATE / max(0.6 * compute_seconds, 1e-9))
+    return min(max(wanted, 1), max(ctas // 4, 1))
+
+
+def rows_per_chunk(m: int, tile_m: int, copiers: int) -> int:
+    """A tile's rows, or fewer where that would leave copiers without work."""
+    share = -(-m // max(4 * copiers, 1))
+    return tile_m if share >= tile_m else max(1 << (share.bit_length() - 1), min(8, tile_m))
+
+
+def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:
+    """Refuse a configuration that would not run."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not isinstance(value, int) or value < 0:
+            raise ArgumentError(f"config.{field.name} must be a whole number, 0 or more; got {value!r}")
+    for name in ("tile_m", "tile_n", "tile_k"):
+        value = getattr(config, name)
+        if value < 16 or value & (value - 1):
+            raise ArgumentError(f"config.{name} must be a power of two and at least 16; got {value}")
+    if config.copy_bytes < 64 or config.copy_bytes & (config.copy_bytes - 1):
+        raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {config.copy_bytes}")
+    for name in ("group_m", "stages", "warps", "chunk_rows"):
+        if getattr(config, name) < 1:
+            raise ArgumentError(f"config.{name} must be at least 1; got {getattr(config, name)}")
+    for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):
+        if getattr(config, name) < least:
+            raise ArgumentError(f"config.{name} must be at least {least} for this group and these tensors")
+    helpers = config.send_ctas + config.intra_ctas
+    if config.ctas < max(helpers, 1):
+        raise ArgumentError(f"config.ctas is {config.ctas}, but send_ctas + intra_ctas need {max(helpers, 1)}")
+    if config.ctas > max_ctas:
+        raise ArgumentError(
+            f"config.ctas is {config.ctas}, but only {max_ctas} CTAs of this rank can run at the same time; "
+            f"CTAs that wait for each other must all be resident"
+        )

@@ -1,0 +1,84 @@
+"""Where ranks live: what the host side needs from a place to run.
+
+There are two in this package: the simulator (`mkernel.sim.world`) and the threads of one process
+with CUDA (`mkernel.runtime.cuda`). A world knows ranks by their number in the world; groups are
+subsets of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates that links are paced to, for measurements; None is as fast as the hardware goes.
+
+    nvlink: GB/s that one rank can push to the other ranks of its node, all together.
+    """
+
+    nvlink: float | None = None
+
+
+@dataclass(eq=False)
+class Launch:
+    """One kernel on one rank, ready to go."""
+
+    op: str
+    group: Group
+    kernel: Any
+    grid: int
+    arguments: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    # memory that nobody may read once the launch is over: (state words, halves by epoch parity)
+    scratch: tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]] | None = None
+
+
+class World(Protocol):
+    """A place where ranks run."""
+
+    size: int
+    links: Links
+
+    def device(self, rank: int) -> torch.device:
+        """The device that the rank's tensors live on."""
+
+    def node_of(self, rank: int) -> int:
+        """The physical node of a rank."""
+
+    def ctas(self, rank: int) -> int:
+        """How many CTAs of one launch fit on the rank's share of its GPU at the same time."""
+
+    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+        """Every member gives a value and gets all, in the order of members. Blocks the caller."""
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        """Zeroed bytes that other ranks of the node can address."""
+
+    def host_words(self, rank: int, count: int) -> torch.Tensor:
+        """Zeroed 64-bit words that both the host and the rank's kernels can address."""
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        """A group has, or no longer has (None), a segment of its heap on this rank."""
+
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        """Serve the requests that the group's kernels on this rank will write into the ring."""
+
+    def stream_key(self, rank: int) -> Hashable:
+        """Names the stream that the rank's next launch goes to."""
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        """Queue a kernel on the rank's current stream."""
+
+    def synchronize(self, rank: int) -> None:
+        """Wait until everything that the rank has queued is done."""
+
+    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An output tensor on the rank's device."""

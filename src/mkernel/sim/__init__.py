@@ -1,0 +1,1 @@
+"""The simulator: a whole cluster, deterministic, in one process with no GPU."""

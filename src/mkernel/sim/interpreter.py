@@ -1,0 +1,285 @@
+"""Triton functions as Python functions: the same kernel source, run on numpy.
+
+Triton brings an interpreter, which runs the CTAs of one kernel one after the other. This module
+takes its arithmetic (`InterpreterBuilder`) and replaces what the simulator needs to be different:
+
+- memory operations go to the running CTA's view of memory, atomics are points where another task
+  may run, and the few inline-assembly strings of lang/device.py are known;
+- bf16 is right: Triton's interpreter multiplies its raw 16-bit integers in `tl.dot` and truncates
+  where the GPU rounds to nearest even;
+- scalars work with every numpy (int() of a one-element array is an error since 2.4);
+- any @triton.jit function can be run, whether or not TRITON_INTERPRET was set when it was defined,
+  so a process with a GPU can simulate too.
+
+While `interpreting()` is active, Triton's language is patched process-wide: no kernel can be
+compiled for a GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as base
+from triton._C.libtriton import interpreter as _native
+from triton._C.libtriton import ir as _ir
+from triton.language.semantic import TritonSemantic
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+SEMANTIC = "__mkernel_semantic__"
+
+
+class Cta(Protocol):
+    """What a running CTA must provide; the simulator's tasks do."""
+
+    program_id: int
+    num_programs: int
+
+    def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
+    def store(self, addresses: Any, values: Any, mask: Any) -> None: ...
+    def barrier(self) -> None: ...
+    def atomic(self, address: int, acquire: bool, release: bool, adds_nothing: bool, act: Callable[[], Any]) -> Any: ...
+    def clock(self) -> int: ...
+    def acquire_for_descriptors(self) -> None: ...
+    def on_dot(self) -> None: ...
+
+
+def _bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+class _Results:
+    """What `create_inline_asm` gives back."""
+
+    def __init__(self, handle: base.TensorHandle):
+        self.handle = handle
+
+    def get_result(self, index: int) -> base.TensorHandle:
+        return self.handle
+
+
+class Builder(base.InterpreterBuilder):
+    """Triton's interpreter with memory, atomics and bf16 replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cta: Cta | None = None
+
+    def running(self) -> Cta:
+        assert self.cta is not None
+        return self.cta
+
+    def create_get_program_id(self, axis):
+        return base.TensorHandle(np.array([self.running().program_id if axis == 0 else 0], dtype=np.int32), tl.int32)
+
+    def create_get_num_programs(self, axis):
+        return base.TensorHandle(np.array([self.running().num_programs if axis == 0 else 1], dtype=np.int32), tl.int32)
+
+    # memory; newer Tritons pass one cache policy where older ones pass two hints
+
+    def create_masked_load(self, ptrs, mask, other, *hints, descriptor=False, **named_hints):
+        element = ptrs.get_element_ty()
+        dtype = base._get_np_dtype(element)
+        fill = np.zeros((), dtype=dtype) if other is None else other.data
+        if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
+            mask = base.TensorHandle(mask, tl.int1)
+        return base.TensorHandle(self.running().load(ptrs.data, mask.data, fill, dtype, descriptor), element)
+
+    def create_masked_store(self, ptrs, value, mask, *hints):
+        plain = mask if isinstance(mask, np.ndarray) else mask.data
+        element = base._get_np_dtype(ptrs.get_element_ty())
+        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain)
+
+    def create_load(self, ptr, *hints):
+        return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
+
+    def create_store(self, ptr, val, *hints):
+        self.create_masked_store(ptr, val, np.ones_like(ptr.data, dtype=bool))
+
+    def create_descriptor_load(self, desc, indices, *hints):
+        ptrs, mask = desc.materialize_pointers(indices)
+        return self.create_masked_load(ptrs, mask, None, descriptor=True)
+
+    def create_descriptor_store(self, desc, value, indices):
+        ptrs, mask = desc.materialize_pointers(indices)
+        self.create_masked_store(ptrs, value, mask)
+
+    def create_barrier(self, *scope):
+        self.running().barrier()
+
+    # atomics
+
+    def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
+        operation = self.ir_rmw_op_to_interpreter_rmw_op[rmwOp]
+        adds_nothing = rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()
+        relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
+
+        def act():
+            return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, relaxed)
+
+        return base.TensorHandle(self._atomic(ptr, sem, adds_nothing, act), val.dtype.scalar)
+
+    def create_atomic_cas(self, ptr, cmp, val, sem, scope):
+        relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
+
+        def act():
+            return _native.atomic_cas(ptr.data, cmp.data, val.data, relaxed)
+
+        return base.TensorHandle(self._atomic(ptr, sem, False, act), cmp.dtype.scalar)
+
+    def _atomic(self, ptr, sem, adds_nothing, act):
+        both = sem == _ir.MEM_SEMANTIC.ACQUIRE_RELEASE
+        acquire = both or sem == _ir.MEM_SEMANTIC.ACQUIRE
+        release = both or sem == _ir.MEM_SEMANTIC.RELEASE
+        return self.running().atomic(int(ptr.data.reshape(-1)[0]), acquire, release, adds_nothing, act)
+
+    def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
+        if "%globaltimer" in inlineAsm:
+            return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
+        if "fence.proxy.async" in inlineAsm:
+            self.running().acquire_for_descriptors()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
+
+    # numbers
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        data = src.data
+        if source == target:
+            return base.TensorHandle(data, target)
+        if source == tl.bfloat16:
+            data = _bf16_to_fp32(data)
+        if target == tl.bfloat16:
+            return base.TensorHandle(_fp32_to_bf16(data.astype(np.float32, copy=False)), target)
+        return base.TensorHandle(data.astype(base._get_np_dtype(dst_type)), target)
+
+    create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = cast_impl
+    create_fp_ext = create_fp_trunc = cast_impl
+
+    def create_int_cast(self, src, dst_type, is_signed):
+        return self.cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        return self.cast_impl(src, dst_type)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        """Products and their sum are exact, like a tensor core's; the accumulator is rounded once."""
+
+        def widen(operand):
+            data = _bf16_to_fp32(operand.data) if operand.dtype.scalar == tl.bfloat16 else operand.data
+            return data.astype(np.float64)
+
+        self.running().on_dot()
+        total = np.matmul(widen(a), widen(b)) + d.data
+        return base.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+
+builder = Builder()
+semantic = TritonSemantic(builder)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """`x = value` becomes `x = to_tensor(value)`, as Triton's compiler does it."""
+
+    def visit_Assign(self, node):
+        self.generic_visit(node)
+        if isinstance(node.targets[0], ast.Tuple):
+            return node
+        wrapper = ast.Attribute(value=ast.Name(id=SEMANTIC, ctx=ast.Load()), attr="to_tensor", ctx=ast.Load())
+        node.value = ast.Call(func=wrapper, args=[node.value, ast.Constant(value=False)], keywords=[])
+        return node
+
+
+_python_functions: dict[Any, Callable] = {}
+
+
+def python_function(jit: Any) -> Callable:
+    """The Python function that does what a @triton.jit function does."""
+    function = jit.fn
+    if function not in _python_functions:
+        lines, first = inspect.getsourcelines(function)
+        start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+        tree = ast.parse(textwrap.dedent("".join(lines[start:])))
+        tree = ast.fix_missing_locations(_Rewriter().visit(tree))
+        ast.increment_lineno(tree, first + start - 1)
+        names: dict[str, Any] = {}
+        function.__globals__[SEMANTIC] = semantic
+        exec(compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec"), function.__globals__, names)
+        _python_functions[function] = names[function.__name__]
+    return _python_functions[function]
+
+
+def kernel_arguments(jit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a launch as the kernel sees them: tensors become pointers, integers scalars."""
+    annotations = inspect.get_annotations(jit.fn)
+    constants = {name for name, kind in annotations.items() if kind is tl.constexpr or "constexpr" in str(kind)}
+    return {name: value if name in constants else _convert(value) for name, value in arguments.items()}
+
+
+def _convert(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        strides = [_convert(stride) for stride in value.strides]
+        strides[-1] = tl.constexpr(1)
+        return semantic.make_tensor_descriptor(
+            base=_convert(value.base),
+            shape=[_convert(size) for size in value.shape],
+            strides=strides,
+            block_shape=[tl.constexpr(size) for size in value.block_shape],
+            padding_option=value.padding,
+        )
+    if isinstance(value, (int, np.integer)) or hasattr(value, "data_ptr"):
+        return base._implicit_cvt(value)
+    return value
+
+
+def _scalar(tensor: tl.tensor) -> Any:
+    return tensor.handle.data.reshape(-1)[0].item()
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[Builder]:
+    """Inside, Triton's language acts on numpy arrays, and jit functions can be called."""
+    scope = base._LangPatchScope()
+
+    def patch_builtins(owner: Any) -> None:
+        for name, member in inspect.getmembers(owner):
+            if tl.core.is_builtin(member):
+
+                def call(*args, member=member, **kwargs):
+                    kwargs.pop("_semantic", None)
+                    return member(*args, **kwargs, _semantic=semantic)
+
+                scope.set_attr(owner, name, call)
+
+    try:
+        for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
+            patch_builtins(owner)
+        for module in (tl, tl.core):
+            base._patch_lang_core(module, scope)
+        base._patch_lang_tensor(tl.tensor, scope)
+        scope.set_attr(tl.tensor, "__index__", lambda self: int(_scalar(self)))
+        scope.set_attr(tl.tensor, "__bool__", lambda self: bool(_scalar(self)))
+        for kind in (JITFunction, base.InterpretedFunction):
+            scope.set_attr(kind, "__call__", lambda self, *args, **kwargs: python_function(self)(*args, **kwargs))
+        yield builder
+    finally:
+        scope.restore()
+        builder.cta = None
+
+
+assert triton.__version__ >= "3.6"

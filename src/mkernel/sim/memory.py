@@ -1,0 +1,263 @@
+"""Memory as weak as a GPU's, for CTAs that run one at a time.
+
+A CTA's stores wait in its own store buffer. They reach memory at a release by that CTA, or piece by
+piece, in random order, at any time before. A release covers what was stored before the CTA's last
+barrier: the thread that releases speaks for the others only if a barrier stands between their
+stores and its release.
+
+Loads may be old, too: a plain load sees what was in memory when its CTA last acquired, or anything
+newer. A load through a tensor descriptor (TMA) takes another path and may be as old as the last
+fence for that path. So a missing release, barrier, acquire or fence shows up as old data, which in
+a poisoned workspace is NaN.
+
+Every access must lie inside memory that the launch was given; one that does not is an error here,
+instead of a corrupted process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from triton._C.libtriton import interpreter as _native
+
+from mkernel.runtime.errors import SimulatorError
+
+HISTORY = 256  # how many writes back a load may look
+BUFFERED = 32  # how many stores a CTA may keep to itself
+
+
+@dataclass(eq=False)
+class Store:
+    """A block of values on its way to memory."""
+
+    addresses: np.ndarray
+    values: np.ndarray
+    low: int
+    high: int
+    behind_barrier: bool = False
+
+
+@dataclass(eq=False)
+class Overwritten:
+    """What was in memory before a write, for loads that may still see it."""
+
+    number: int
+    addresses: np.ndarray
+    values: np.ndarray
+    low: int
+    high: int
+    writer: View | None
+
+
+@dataclass(eq=False)
+class View:
+    """How one CTA sees memory: its store buffer, and how new its loads are."""
+
+    acquired: int = 0
+    acquired_for_descriptors: int = 0
+    buffer: list[Store] = field(default_factory=list)
+
+
+def _native_load(addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    everything = np.ones(addresses.shape, dtype=bool)
+    return _native.load(addresses, everything, np.zeros(addresses.shape, dtype=dtype), dtype)
+
+
+class Memory:
+    """All memory that simulated CTAs share."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.writes = 0  # how often memory changed; waiting tasks look again when it does
+        self.history: deque[Overwritten] = deque(maxlen=HISTORY)
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    # -- what may be touched
+
+    def allow(self, start: int, size: int) -> None:
+        """Let kernels touch `size` bytes from `start`."""
+        if size <= 0:
+            return
+        place = bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start:
+            self._ends[place] = max(self._ends[place], start + size)
+        else:
+            self._starts.insert(place, start)
+            self._ends.insert(place, start + size)
+
+    def forbid(self, start: int) -> None:
+        """Take back what `allow` gave."""
+        place = bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start:
+            del self._starts[place], self._ends[place]
+
+    def allows(self, start: int) -> bool:
+        """Is there an entry that begins here?"""
+        place = bisect.bisect_left(self._starts, start)
+        return place < len(self._starts) and self._starts[place] == start
+
+    def check(self, low: int, high: int, what: str) -> None:
+        place = bisect.bisect_right(self._starts, low) - 1
+        while place >= 0:
+            if high <= self._ends[place]:
+                return
+            place -= 1
+        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given")
+
+    # -- a CTA's loads and stores
+
+    def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+        """Put a block of values into the CTA's store buffer."""
+        addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
+        chosen = mask.reshape(-1)
+        addresses = addresses.reshape(-1)[chosen]
+        values = values.reshape(-1)[chosen]
+        if addresses.size == 0:
+            return
+        low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
+        self.check(low, high, "a store")
+        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high))
+        if len(view.buffer) > BUFFERED:
+            self._commit(view, 0)
+
+    def load(
+        self, view: View, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool
+    ) -> np.ndarray:
+        """Load a block: memory, or something older, under the CTA's own stores."""
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        if not mask.any():
+            return np.broadcast_to(other, addresses.shape).astype(dtype)
+        touched = addresses if mask.all() else addresses[mask]
+        low, high = int(touched.min()), int(touched.max()) + dtype.itemsize
+        self.check(low, high, "a load")
+        result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
+                              np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
+        newest = view.acquired_for_descriptors if descriptor else view.acquired
+        for old in reversed(self.history):
+            if old.number <= newest:
+                break
+            if old.writer is not view and old.low < high and low < old.high and self.rng.random() < 0.5:
+                self._overlay(result, addresses, mask, old.addresses, old.values)
+        for mine in view.buffer:
+            if mine.low < high and low < mine.high:
+                self._overlay(result, addresses, mask, mine.addresses, mine.values)
+        return result
+
+    @staticmethod
+    def _overlay(
+        result: np.ndarray, addresses: np.ndarray, mask: np.ndarray, at: np.ndarray, values: np.ndarray
+    ) -> None:
+        if values.dtype.itemsize != result.dtype.itemsize:
+            # another element size: compare byte by byte
+            step = np.arange(values.dtype.itemsize, dtype=np.uint64)
+            at = (at[:, None] + step).reshape(-1)
+            raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+            step = np.arange(result.dtype.itemsize, dtype=np.uint64)
+            places = (addresses.reshape(-1, 1) + step).reshape(-1)
+            wanted = np.repeat(mask.reshape(-1), result.dtype.itemsize)
+            target = result.reshape(-1).view(np.uint8)
+            Memory._overlay(target, places, wanted, at, raw)
+            return
+        order = np.argsort(at, kind="stable")
+        sorted_at = at[order]
+        flat = addresses.reshape(-1)
+        # the last store to an address wins
+        place = np.searchsorted(sorted_at, flat, side="right") - 1
+        hit = (place >= 0) & mask.reshape(-1)
+        hit &= sorted_at[np.maximum(place, 0)] == flat
+        out = result.reshape(-1)
+        out[hit] = values.view(out.dtype)[order[place[hit]]]
+
+    # -- order
+
+    def barrier(self, view: View) -> None:
+        """A CTA barrier: a later release speaks for what was stored up to here."""
+        for store in view.buffer:
+            store.behind_barrier = True
+
+    def release(self, view: View) -> None:
+        """Everything that was stored before the last barrier reaches memory now."""
+        while True:
+            place = next((i for i, store in enumerate(view.buffer) if store.behind_barrier), None)
+            if place is None:
+                return
+            self._commit(view, place)
+
+    def acquire(self, view: View) -> None:
+        """Later loads see at least what is in memory now."""
+        view.acquired = self.writes
+
+    def acquire_for_descriptors(self, view: View) -> None:
+        """Later loads through descriptors are as new as plain loads."""
+        view.acquired_for_descriptors = view.acquired
+
+    def drain(self, view: View) -> None:
+        """The launch is over: all that its CTAs stored is in memory."""
+        while view.buffer:
+            self._commit(view, 0)
+
+    def leak(self, view: View) -> bool:
+        """Let a random piece of a random buffered store reach memory. False if there is none."""
+        if not view.buffer:
+            return False
+        place = self.rng.randrange(len(view.buffer))
+        store = view.buffer[place]
+        if self._overlaps_earlier(view, place):
+            self._commit(view, 0)
+            return True
+        size = store.addresses.size
+        start = self.rng.randrange(size)
+        end = min(size, start + self.rng.randint(1, max(1, size // 2)))
+        self.write(store.addresses[start:end], store.values[start:end], view)
+        rest = np.ones(size, dtype=bool)
+        rest[start:end] = False
+        if rest.any():
+            store.addresses, store.values = store.addresses[rest], store.values[rest]
+        else:
+            del view.buffer[place]
+        return True
+
+    def commit_stores_to(self, view: View, address: int, size: int) -> None:
+        """The CTA's own stores to an address come before its atomic on that address."""
+        for store in [s for s in view.buffer if s.low < address + size and address < s.high]:
+            if store in view.buffer:
+                self._commit(view, view.buffer.index(store))
+
+    def _overlaps_earlier(self, view: View, place: int) -> bool:
+        store = view.buffer[place]
+        return any(other.low < store.high and store.low < other.high for other in view.buffer[:place])
+
+    def _commit(self, view: View, place: int) -> None:
+        """Write one buffered store to memory, after earlier ones to the same addresses."""
+        store = view.buffer[place]
+        for earlier in [s for s in view.buffer[:place] if s.low < store.high and store.low < s.high]:
+            view.buffer.remove(earlier)
+            self.write(earlier.addresses, earlier.values, view)
+        view.buffer.remove(store)
+        self.write(store.addresses, store.values, view)
+
+    # -- memory itself
+
+    def write(self, addresses: np.ndarray, values: np.ndarray, writer: View | None = None) -> None:
+        """Values reach memory; what they replace may still be seen by loads that are older."""
+        addresses = np.ascontiguousarray(addresses)
+        values = np.ascontiguousarray(values)
+        before = _native_load(addresses, values.dtype)
+        _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
+        self.writes += 1
+        low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
+        self.history.append(Overwritten(self.writes, addresses, before, low, high, writer))
+
+    def write_bytes(self, address: int, data: np.ndarray) -> None:
+        """Bytes that something other than a CTA writes: the network."""
+        places = np.arange(address, address + data.size, dtype=np.uint64)
+        self.write(places, np.ascontiguousarray(data))
+
+    def changed(self) -> None:
+        """An atomic changed memory."""
+        self.writes += 1

@@ -1,0 +1,130 @@
+"""The simulated network: takes requests out of the ranks' rings, in no particular order after that.
+
+A proxy belongs to one rank of one group. It takes requests as their turn comes; a taken request is in
+flight: its bytes are written to the peer piece by piece, requests in flight overtake each other, and
+only when all bytes of one are there is its signal raised. Any of these steps may be put off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mkernel.lang import requests as layout
+from mkernel.runtime.errors import SimulatorError
+from mkernel.sim.memory import Memory
+from mkernel.sim.scheduler import Scheduler, Task
+
+AT_ONCE = 8  # requests in flight per proxy
+HEADER = layout.HEADER_WORDS.value
+WORDS = layout.REQUEST_WORDS.value
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A request that was taken out of the ring."""
+
+    ticket: int
+    peer: int
+    source: torch.Tensor
+    target: torch.Tensor
+    signal: torch.Tensor | None
+    value: int
+    pieces: list[tuple[int, int]]
+
+
+class Proxy(Task):
+    """The consumer of one rank's request ring."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rank: int,
+        ring: torch.Tensor,
+        segment: Callable[[int, int], torch.Tensor],
+        on_delivery: Callable[[int, int], None],
+    ):
+        super().__init__(scheduler, rank, f"rank {rank}, network proxy")
+        self.ring = ring
+        self.words = ring.numpy()
+        self.segment = segment  # (rank in the group, segment) -> its bytes
+        self.on_delivery = on_delivery  # (peer, bytes)
+        self.group_rank = -1
+        self.flying: list[InFlight] = []
+        self.consumed = 0
+        self.completed: set[int] = set()
+        self.completed_in_order = 0
+
+    @property
+    def memory(self) -> Memory:
+        return self.scheduler.memory
+
+    @property
+    def rng(self) -> random.Random:
+        return self.scheduler.rng
+
+    def _due(self) -> bool:
+        capacity = int(self.words[layout.CAPACITY.value])
+        slot = HEADER + self.consumed % capacity * WORDS
+        return len(self.flying) < AT_ONCE and self.words[slot] == self.consumed // capacity + 1
+
+    def ready(self) -> bool:
+        return bool(self.flying) or self._due()
+
+    def run(self) -> None:
+        while True:
+            if self._due() and (not self.flying or self.rng.random() < 0.5):
+                self._take()
+            elif self.flying:
+                self._progress(self.rng.choice(self.flying))
+            self.scheduler.hub.switch()
+
+    def _set_word(self, tensor: torch.Tensor, value: int) -> None:
+        self.memory.write(np.array([tensor.data_ptr()], dtype=np.uint64), np.array([value], dtype=np.int64))
+
+    def _bytes_of(self, rank: int, segment: int, offset: int, size: int, what: str) -> torch.Tensor:
+        memory = self.segment(rank, segment)
+        if not 0 <= offset <= offset + size <= memory.numel():
+            raise SimulatorError(
+                f"a request of rank {self.group_rank}: {what} [{offset}, {offset + size}) is outside of "
+                f"rank {rank}'s segment {segment} of {memory.numel()} bytes"
+            )
+        return memory[offset : offset + size]
+
+    def _take(self) -> None:
+        capacity = int(self.words[layout.CAPACITY.value])
+        slot = HEADER + self.consumed % capacity * WORDS
+        word = [int(x) for x in self.words[slot : slot + WORDS]]
+        addressee = word[layout.PEER_AND_SEGMENTS.value]
+        peer, segment, source_segment = addressee & 0xFFFF, addressee >> 16 & 0xFFFFFF, addressee >> 40
+        size = word[layout.BYTES.value]
+        source = self._bytes_of(self.group_rank, source_segment, word[layout.SOURCE.value], size, "source")
+        target = self._bytes_of(peer, segment, word[layout.TARGET.value], size, "target")
+        signal = self._bytes_of(peer, segment, word[layout.SIGNAL.value], 8, "signal")
+        cuts = sorted({0, size, *(self.rng.randrange(size) for _ in range(3))}) if size else [0]
+        pieces = list(itertools.pairwise(cuts))
+        self.rng.shuffle(pieces)
+        self.flying.append(InFlight(self.consumed, peer, source, target, signal, word[layout.VALUE.value], pieces))
+        self.consumed += 1
+        self._set_word(self.ring[layout.CONSUMED.value :], self.consumed)
+
+    def _progress(self, request: InFlight) -> None:
+        if request.pieces:
+            start, end = request.pieces.pop()
+            self.memory.write_bytes(request.target.data_ptr() + start, request.source[start:end].numpy().copy())
+            self.on_delivery(request.peer, end - start)
+            return
+        assert request.signal is not None
+        before = int(request.signal.view(torch.int64).item())
+        self._set_word(request.signal, max(before, request.value))
+        self.flying.remove(request)
+        self.completed.add(request.ticket)
+        while self.completed_in_order in self.completed:
+            self.completed.remove(self.completed_in_order)
+            self.completed_in_order += 1
+        self._set_word(self.ring[layout.COMPLETED.value :], self.completed_in_order)

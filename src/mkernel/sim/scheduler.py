@@ -1,0 +1,272 @@
+"""Cooperative tasks in a seeded order: CTAs, the ranks' own Python code, and network proxies.
+
+One task runs at a time. Every atomic operation of a CTA, every read of the clock and every blocking
+call of a rank's Python code is a point where another task may run, chosen by a generator that was
+seeded: the same seed gives the same order, so any failure can be replayed.
+
+A task that polls and sees nothing new is not run again until memory, or the clock, has changed. When
+no task can run, what is left in store buffers is let through; then ranks that were told to start
+late start; then the clock advances, so that timeouts run out. The clock stands still otherwise: a
+rank that is slow, but alive, never times out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+from triton._C.libtriton import interpreter as _native
+
+from mkernel.runtime.errors import Deadlock
+from mkernel.sim.interpreter import Builder
+from mkernel.sim.memory import Memory, View
+
+FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time
+LAST_TICK = 10**17
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the simulator runs a cluster.
+
+    slow: rank -> how likely its tasks are to be chosen, 1.0 being normal.
+    late: rank -> how many steps everybody else gets before its first one.
+    resident: how many CTAs of a launch may run at the same time; None is all of them.
+    ctas: how many CTAs a launch has by default.
+    """
+
+    slow: dict[int, float] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
+    resident: int | None = None
+    ctas: int = 6
+
+
+class Task:
+    """Something that can be run for a while."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, name: str):
+        self.scheduler = scheduler
+        self.rank = rank
+        self.name = name
+        self.greenlet = greenlet(self._start, parent=scheduler.hub)
+        self.failure: BaseException | None = None
+        self.done = False
+
+    def _start(self) -> None:
+        try:
+            self.run()
+        except BaseException as failure:
+            self.failure = failure
+        self.done = True
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        return True
+
+    def resume(self) -> None:
+        self.greenlet.switch()
+
+    def where(self) -> str:
+        """What the task waits for, for people."""
+        return self.name
+
+
+class HostTask(Task):
+    """A rank's own Python code."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], Any]):
+        super().__init__(scheduler, rank, f"rank {rank}, Python")
+        self.function = function
+        self.result: Any = None
+        self.condition: Callable[[], bool] = lambda: True
+        self.deadline = float("inf")
+        self.waits_for = ""
+
+    def run(self) -> None:
+        self.result = self.function()
+
+    def ready(self) -> bool:
+        return self.scheduler.clock >= self.deadline or self.condition()
+
+    def block(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
+        """Let others run until the condition holds. False if the time was over first."""
+        self.condition, self.waits_for = condition, waits_for
+        self.deadline = self.scheduler.clock + seconds * 1e9
+        self.scheduler.hub.switch()
+        self.condition, self.deadline = (lambda: True), float("inf")
+        return condition()
+
+    def where(self) -> str:
+        return f"{self.name} waits for {self.waits_for}"
+
+
+class CtaTask(Task):
+    """One CTA of a launch; what an interpreted kernel does to the world goes through here."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int):
+        super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
+        self.launch = launch
+        self.program_id = program_id
+        self.num_programs = num_programs
+        self.view = View(scheduler.memory.writes, scheduler.memory.writes)
+        self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
+        self.seen_nothing_new: tuple[int, int] | None = None
+
+    def run(self) -> None:
+        self.launch.function(**self.launch.arguments)
+
+    def ready(self) -> bool:
+        return self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
+
+    def resume(self) -> None:
+        self.scheduler.builder.cta = self
+        self.greenlet.switch()
+
+    def where(self) -> str:
+        polls = ", ".join(f"[{a:#x}] = {v}" for a, v in self.polled.items() if isinstance(a, int))
+        return f"{self.name} polls {polls}" if polls else self.name
+
+    # what the interpreter calls
+
+    def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
+        return self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
+
+    def store(self, addresses: Any, values: Any, mask: Any) -> None:
+        self.polled.clear()
+        self.launch.on_store(addresses, values, mask)
+        self.scheduler.memory.store(self.view, addresses, values, mask)
+
+    def barrier(self) -> None:
+        self.scheduler.memory.barrier(self.view)
+
+    def acquire_for_descriptors(self) -> None:
+        self.scheduler.memory.acquire_for_descriptors(self.view)
+
+    def on_dot(self) -> None:
+        self.launch.on_dot()
+
+    def clock(self) -> int:
+        self.scheduler.pause(self)
+        self._polled("clock", self.scheduler.clock)
+        return self.scheduler.clock
+
+    def atomic(self, address: int, acquire: bool, release: bool, adds_nothing: bool, act: Callable[[], Any]) -> Any:
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        scheduler.pause(self)
+        memory.check(address, address + 4, "an atomic operation")
+        if release:
+            memory.release(self.view)
+        memory.commit_stores_to(self.view, address, 8)
+        before = act()
+        value = int(before.reshape(-1)[0])
+        if adds_nothing or self._unchanged(address, before):
+            self._polled(address, value)
+        else:
+            memory.changed()
+            self.polled.clear()
+        if acquire:
+            memory.acquire(self.view)
+        return before
+
+    @staticmethod
+    def _unchanged(address: int, before: np.ndarray) -> bool:
+        place = np.array([address], dtype=np.uint64)
+        now = _native.load(place, np.ones(1, dtype=bool), np.zeros(1, dtype=before.dtype), before.dtype)
+        return bool((now == before.reshape(-1)[:1]).all())
+
+    def _polled(self, address: Any, value: int) -> None:
+        if self.polled.get(address) == value:
+            self.seen_nothing_new = (self.scheduler.memory.writes, self.scheduler.clock)
+        self.polled[address] = value
+
+
+class Scheduler:
+    """Runs tasks until the ranks' Python code has ended everywhere."""
+
+    def __init__(self, seed: int, options: Options, builder: Builder):
+        self.rng = random.Random(seed)
+        self.options = options
+        self.builder = builder
+        self.memory = Memory(self.rng)
+        self.clock = 0
+        self.steps = 0
+        self.tasks: list[Task] = []
+        self.late = dict(options.late)
+        self.hub = greenlet.getcurrent()
+        # some seeds let a task run on for long, some switch at nearly every point
+        self.stay = self.rng.choice((0.1, 0.5, 0.9))
+        self.leak = self.rng.choice((0.0, 0.1, 0.5))
+        self._tick = FIRST_TICK
+        self._writes_at_tick = -1
+
+    def add(self, task: Task) -> None:
+        self.tasks.append(task)
+
+    def current_host(self) -> HostTask:
+        current = greenlet.getcurrent()
+        for task in self.tasks:
+            if task.greenlet is current:
+                assert isinstance(task, HostTask)
+                return task
+        raise RuntimeError("this must be called from a rank's own code")
+
+    def pause(self, task: CtaTask) -> None:
+        """A point where another task may run."""
+        self.steps += 1
+        if self.leak and self.rng.random() < self.leak:
+            self.memory.leak(task.view)
+        if task.ready() and self.rng.random() < self.stay:
+            return
+        self.hub.switch()
+
+    def run(self, finished: Callable[[], bool], on_done: Callable[[Task], None]) -> None:
+        """Run tasks until `finished`; `on_done` is told of each that ended."""
+        self.hub = greenlet.getcurrent()
+        while not finished():
+            ready = [t for t in self.tasks if self.late.get(t.rank, 0) <= self.steps and t.ready()]
+            if not ready:
+                self._nothing_can_run()
+                continue
+            task = self._choose(ready)
+            self.steps += 1
+            task.resume()
+            if task.done:
+                self.tasks.remove(task)
+                if task.failure is not None:
+                    raise task.failure
+                on_done(task)
+
+    def _choose(self, ready: list[Task]) -> Task:
+        if not self.options.slow:
+            return ready[int(self.rng.random() * len(ready))]
+        weights = [self.options.slow.get(task.rank, 1.0) for task in ready]
+        return self.rng.choices(ready, weights)[0]
+
+    def _nothing_can_run(self) -> None:
+        holders = [t for t in self.tasks if isinstance(t, CtaTask) and t.view.buffer]
+        if holders:
+            self.memory.leak(self.rng.choice(holders).view)
+            return
+        if any(steps > self.steps for steps in self.late.values()):
+            self.steps = min(steps for steps in self.late.values() if steps > self.steps)
+            return
+        if self.memory.writes != self._writes_at_tick:
+            self._tick = FIRST_TICK
+        if self._tick > LAST_TICK:
+            raise Deadlock("no task can run: " + "; ".join(task.where() for task in self.tasks))
+        self.clock += self._tick
+        self._tick *= 2
+        self._writes_at_tick = self.memory.writes
+
+    def close(self) -> None:
+        """End every task that is still there, without running any of its code."""
+        for task in self.tasks:
+            if not task.greenlet.dead:
+                task.greenlet.throw()
+        self.tasks.clear()

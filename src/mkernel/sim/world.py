@@ -1,0 +1,297 @@
+"""A cluster inside this process: ranks, CTAs and network proxies as tasks of one scheduler."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from greenlet import greenlet
+
+from mkernel.runtime.errors import CommTimeout
+from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.world import Launch, Links
+from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
+from mkernel.sim.network import Proxy
+from mkernel.sim.scheduler import CtaTask, HostTask, Options, Scheduler, Task
+
+POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
+
+
+class Traffic:
+    """What moved where, and what was computed meanwhile."""
+
+    def __init__(self, size: int):
+        self.nvlink = [[0] * size for _ in range(size)]  # bytes from rank to rank, inside a node
+        self.network = [[0] * size for _ in range(size)]  # bytes from rank to rank, between nodes
+        self.multiplications = [0] * size  # tile steps that a rank has computed
+        self.before_last_arrival = [0] * size  # how many of them before its last byte came in
+
+    def arrived(self, rank: int) -> None:
+        self.before_last_arrival[rank] = self.multiplications[rank]
+
+
+class RunningLaunch:
+    """A launch whose CTAs are tasks."""
+
+    def __init__(self, world: SimWorld, rank: int, launch: Launch):
+        self.world = world
+        self.rank = rank
+        self.op = launch.op
+        self.spec = launch
+        self.grid = launch.grid
+        self.function = python_function(launch.kernel)
+        self.arguments = kernel_arguments(launch.kernel, launch.arguments)
+        self.views: list[Any] = []
+        self.started = 0
+        self.ended = 0
+        self.done = False
+        self.borrowed: list[int] = []
+
+    def start_more(self) -> None:
+        resident = self.world.options.resident or self.grid
+        while self.started < self.grid and self.started - self.ended < resident:
+            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid)
+            self.views.append(task.view)
+            self.world.scheduler.add(task)
+            self.started += 1
+
+    def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
+        count = int(np.count_nonzero(np.broadcast_to(mask, np.shape(addresses))))
+        if count:
+            self.world.count_store(self.rank, int(np.min(addresses)), count * values.itemsize)
+
+    def on_dot(self) -> None:
+        self.world.traffic.multiplications[self.rank] += 1
+
+
+class SimWorld:
+    """The simulator's world; see runtime/world.py for what each method promises."""
+
+    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
+        self.size = nodes * gpus_per_node
+        self.gpus_per_node = gpus_per_node
+        self.links = Links()
+        self.seed = seed
+        self.options = options
+        self.scheduler = Scheduler(seed, options, builder)
+        self.traffic = Traffic(self.size)
+        self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
+        self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
+        self._owners: dict[int, tuple[int, int]] = {}  # start of a heap segment -> its end and its rank
+        self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
+
+    # -- places
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.gpus_per_node
+
+    def ctas(self, rank: int) -> int:
+        return self.options.ctas
+
+    # -- the ranks' Python code
+
+    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+        box = self._mail.setdefault(key, {})
+        box[rank] = value
+        host = self.scheduler.current_host()
+        arrived = host.block(lambda: len(box) == len(members), f"the other ranks ({key})", timeout)
+        if not arrived:
+            missing = [member for member in members if member not in box]
+            raise CommTimeout(
+                f"rank {rank} waited {timeout} s for ranks {missing}, which did not take part in the same call"
+            )
+        return [box[member] for member in members]
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run each rank's function to its end, and everything that they launched."""
+        hosts = [HostTask(self.scheduler, rank, function) for rank, function in enumerate(functions)]
+        for host in hosts:
+            self.scheduler.add(host)
+        try:
+            self.scheduler.run(
+                lambda: all(host.done for host in hosts) and not any(self._queues.values()), self._task_done
+            )
+        finally:
+            self.scheduler.close()
+        return [host.result for host in hosts]
+
+    # -- memory
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes + 16, dtype=torch.uint8)
+        start = -memory.data_ptr() % 16
+        memory = memory[start : start + nbytes]
+        self._allow(memory)
+        return memory
+
+    def host_words(self, rank: int, count: int) -> torch.Tensor:
+        return self.allocate(rank, count * 8).view(torch.int64)
+
+    def _allow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.scheduler.memory.allow(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        weakref.finalize(storage, self.scheduler.memory.forbid, tensor.data_ptr())
+
+    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        key = (group.name, segment, group.world_rank)
+        if memory is None:
+            old = self._segments.pop(key)
+            del self._owners[old.data_ptr()]
+        else:
+            self._segments[key] = memory
+            self._owners[memory.data_ptr()] = (memory.data_ptr() + memory.numel(), group.world_rank)
+
+    def count_store(self, rank: int, address: int, size: int) -> None:
+        for start, (end, owner) in self._owners.items():
+            if start <= address < end:
+                if owner != rank:
+                    if size > 8:  # more than a signal
+                        self.traffic.nvlink[rank][owner] += size
+                    self.traffic.arrived(owner)
+                return
+
+    # -- the network
+
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        def segment(rank: int, number: int) -> torch.Tensor:
+            return self._segments[(group.name, number, group.members[rank])]
+
+        def delivered(peer: int, size: int) -> None:
+            self.traffic.network[group.world_rank][group.members[peer]] += size
+            self.traffic.arrived(group.members[peer])
+
+        proxy = Proxy(self.scheduler, group.world_rank, ring, segment, delivered)
+        proxy.group_rank = group.rank
+        self.scheduler.add(proxy)
+
+    # -- launches
+
+    def stream_key(self, rank: int) -> Hashable:
+        stack = self._streams[rank]
+        return stack[-1] if stack else "default"
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        running = RunningLaunch(self, rank, launch)
+        self._lend(running, launch.arguments)
+        key = (rank, self.stream_key(rank))
+        queue = self._queues.setdefault(key, deque())
+        queue.append(running)
+        if len(queue) == 1:
+            running.start_more()
+        if key[1] == "default":
+            self.scheduler.current_host().block(lambda: running.done, f"its {launch.op}")
+            launch.group.check()
+
+    def _lend(self, running: RunningLaunch, arguments: dict[str, Any]) -> None:
+        """The kernel may touch the tensors it was given, while it runs."""
+        for value in arguments.values():
+            tensor = getattr(value, "base", value)
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and not self.scheduler.memory.allows(storage.data_ptr()):
+                    self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
+                    running.borrowed.append(storage.data_ptr())
+
+    def synchronize(self, rank: int) -> None:
+        def idle() -> bool:
+            return not any(queue for (owner, _), queue in self._queues.items() if owner == rank)
+
+        if not idle():
+            self.scheduler.current_host().block(idle, "its streams")
+
+    def _task_done(self, task: Task) -> None:
+        if not isinstance(task, CtaTask):
+            return
+        running: RunningLaunch = task.launch
+        running.ended += 1
+        running.start_more()
+        if running.ended == running.grid:
+            self._launch_done(running)
+
+    def _launch_done(self, running: RunningLaunch) -> None:
+        for view in running.views:
+            self.scheduler.memory.drain(view)
+        if running.spec.scratch is not None:
+            state, halves = running.spec.scratch
+            for region in halves[int(state[0]) % 2]:
+                region.view(torch.uint8).fill_(POISON)
+        for start in running.borrowed:
+            self.scheduler.memory.forbid(start)
+        running.done = True
+        for queue in self._queues.values():
+            if queue and queue[0] is running:
+                queue.popleft()
+                if queue:
+                    queue[0].start_more()
+
+
+class InlineWorld(SimWorld):
+    """One simulated rank in the caller's own code, with no tasks around it: for mk.init()."""
+
+    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+        return [value]
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        with interpreting() as builder:
+            self.scheduler.builder = builder
+            self.scheduler.hub = greenlet.getcurrent()
+            running = RunningLaunch(self, rank, launch)
+            self._lend(running, launch.arguments)
+            self._queues[(rank, "default")] = deque([running])
+            running.start_more()
+            self.scheduler.run(lambda: running.done, self._task_done)
+        launch.group.check()
+
+    def synchronize(self, rank: int) -> None:
+        pass
+
+
+def single_rank(timeout: float) -> Group:
+    """A group of one simulated rank."""
+    world = InlineWorld(1, 1, 0, Options(), None)
+    return Group(world, [0], 0, timeout=timeout, name="world")
+
+
+def spawn(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    seed: int,
+    timeout: float,
+    options: Options | None,
+) -> list[Any]:
+    """Run function(group, *args) on every rank of a simulated cluster; results by rank."""
+    with interpreting() as builder:
+        world = SimWorld(nodes, gpus_per_node, seed, options or Options(), builder)
+        everyone = range(world.size)
+
+        def of(rank: int) -> Callable[[], Any]:
+            def run() -> Any:
+                group = Group(world, everyone, rank, timeout=timeout, name="world")
+                set_current(group)
+                return function(group, *args)
+
+            return run
+
+        try:
+            return world.run([of(rank) for rank in everyone])
+        except Exception as failure:
+            how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
+            print(how, file=sys.stderr)
+            if hasattr(failure, "add_note"):
+                failure.add_note(how)
+            raise
