@@ -6,7 +6,7 @@ heap, their abort flags, the request ring. Addresses and the rank are data, not 
 ranks run one binary: Triton would compile another one for a rank that is 1 or divisible by 16, and
 loading a binary while a peer already spins waits for that peer for ever.
 
-The host side of the same layout is `mkernel.runtime.context`.
+The host writes the table in `mkernel.runtime.group`.
 """
 
 import triton

@@ -15,9 +15,11 @@ def clock():
 
 @triton.jit
 def now(context):
-    """A time in nanoseconds on which all threads of the CTA agree: one thread reads the timer into
-    an atomic, whose result Triton hands to all. It is the newest time seen before this call."""
-    return tl.atomic_max(state_of(context) + CLOCK, clock(), sem="relaxed", scope="gpu")
+    """A time in nanoseconds on which all threads of the CTA agree: one thread's reading of the timer
+    goes into an atomic, and what is read back from there Triton hands to all threads."""
+    newest = state_of(context) + CLOCK
+    tl.atomic_max(newest, clock(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(newest, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -27,7 +27,6 @@ def masked_block(
 def multiply_tile(
     a, part, row, rows, part_stride, row_stride,
     b, column, n, k, b_row_stride, b_column_stride,
-    start,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -35,10 +34,12 @@ def multiply_tile(
     """fp32 accumulator of a[part, row : row + TILE_M, :] @ b[:, column : column + TILE_N].
 
     b is [k, n]; B_TRANSPOSED: its descriptor is one of the [n, k] tensor that b is a view of.
-    `start` is 0, or NaN to mark a tile whose inputs never came: the sum then is NaN too, at no cost
-    to the loop.
+
+    The accumulator must start as a constant: with a value known only at run time (NaN for a tile
+    whose inputs never came) the loop ran 20% slower. Marking the finished tile costs nothing that
+    could be measured, if it is done by adding; a select over the tile costs as much again.
     """
-    accumulator = tl.full((TILE_M, TILE_N), start, tl.float32)
+    accumulator = tl.zeros((TILE_M, TILE_N), tl.float32)
     for step in range(tl.cdiv(k, TILE_K)):
         depth = step * TILE_K
         if A_DESCRIPTOR:

@@ -74,17 +74,19 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, start):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
-    tl.store(record + 1, tl.load(context + OP))
-    tl.store(record + 2, tl.load(context + RANK))
-    tl.store(record + 3, ROLE)
-    tl.store(record + 4, cta)
-    tl.store(record + 5, KIND)
-    tl.store(record + 6, peer)
-    tl.store(record + 7, index)
-    tl.store(record + 8, seen)
-    tl.store(record + 9, expected)
-    tl.store(record + 10, now(context) - start)
-    notify(record, reason)
+    # the first wait that a CTA gives up tells the story; later ones only follow from it
+    if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
+        tl.store(record + 1, tl.load(context + OP))
+        tl.store(record + 2, tl.load(context + RANK))
+        tl.store(record + 3, ROLE)
+        tl.store(record + 4, cta)
+        tl.store(record + 5, KIND)
+        tl.store(record + 6, peer)
+        tl.store(record + 7, index)
+        tl.store(record + 8, seen)
+        tl.store(record + 9, expected)
+        tl.store(record + 10, now(context) - start)
+        notify(record, reason)
 
 
 @triton.jit

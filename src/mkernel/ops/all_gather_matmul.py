@@ -61,8 +61,8 @@ from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, Workspace, current
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, matmul_precision
+from mkernel.runtime.group import Group, Scratch, Workspace, current
+from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.world import Launch
 
 
@@ -120,11 +120,11 @@ def _send(
             source = offset * element
             start = a + row.to(tl.int64) * a_stride
             if FLAT:
-                push_rows(context, start, 0, 1, offset, 0, 1, rows * k, 0, 1, 1, rank, DTYPE, 1, COPY_COLUMNS)
+                push_rows(context, start, 0, 1, offset, 0, 1, rows * k, 0, 1, rank, 1, DTYPE, 1, COPY_COLUMNS)
             else:
                 push_rows(
-                    context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, 1, rank,
-                    DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                    context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, rank,
+                    1, DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
                 )  # fmt: skip
             notify(_arrived(mine, parity, rank, chunk, chunks, SIZE), epoch)
         signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8
@@ -176,13 +176,12 @@ def _intra(
             source_column_stride = tl.cast(1, tl.int64)
         if FLAT:
             push_rows(
-                context, source, 0, 1, offset, 0, 1, rows * k, local + 1, GPUS - 1, GPUS, base, DTYPE, 1, COPY_COLUMNS
+                context, source, 0, 1, offset, 0, 1, rows * k, local + 1, GPUS, base, GPUS - 1, DTYPE, 1, COPY_COLUMNS
             )
         else:
             push_rows(
                 context, source, source_stride, source_column_stride, offset, row_stride, rows, k,
-                local + 1, GPUS - 1, GPUS, base,
-                DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                local + 1, GPUS, base, GPUS - 1, DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
             )  # fmt: skip
         if PACED:
             sent += rows.to(tl.int64) * k * (GPUS - 1) * (DTYPE.primitive_bitwidth // 8)
@@ -237,7 +236,7 @@ def _compute(
             source, block = arriving(place + places_before, rank, blocks, SIZE, GPUS)
         row = block * TILE_M
         column = column_block * TILE_N
-        start = 0.0
+        missing = 0.0
         if not OWN:
             here = True
             end = tl.minimum(row + TILE_M, m)
@@ -248,7 +247,7 @@ def _compute(
                 )  # fmt: skip
             if A_DESCRIPTOR:
                 acquire_for_descriptors()
-            start = tl.where(here, 0.0, float("nan"))
+            missing = tl.where(here, 0.0, float("nan"))
         if GATHERED_OUT:
             if column_block == 0:
                 target = gathered_out + (source * m + row).to(tl.int64) * gathered_stride
@@ -267,15 +266,17 @@ def _compute(
         if OWN:
             accumulator = multiply_tile(
                 rows_of_a, 0, row, m, 0, a_stride,
-                b, column, n, k, b_row_stride, b_column_stride, start,
+                b, column, n, k, b_row_stride, b_column_stride,
                 TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
             )  # fmt: skip
         else:
             accumulator = multiply_tile(
                 rows_of_a, parity, source * m + row, (source + 1) * m, half, row_stride,
-                b, column, n, k, b_row_stride, b_column_stride, start,
+                b, column, n, k, b_row_stride, b_column_stride,
                 TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
             )  # fmt: skip
+        if not OWN:
+            accumulator += missing
         store_tile(
             c, source, row, column, m, n, c_row_stride, c_column_stride, accumulator,
             TILE_M, TILE_N, C_DESCRIPTOR,
@@ -341,7 +342,7 @@ def all_gather_matmul_kernel(
     finish(context, epoch)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What a call will do, and why. `str(plan)` explains it."""
 
@@ -413,12 +414,13 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     compute_seconds = tiles * tile_seconds / most
     pushed = (gpus - 1) * nodes * m * k * element
     send_ctas = pick("send_ctas", 1 if nodes > 1 or staged else 0)
-    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, most) if gpus > 1 else 0)
+    link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
+    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, link, most) if gpus > 1 else 0)
     helpers = send_ctas + intra_ctas
     ctas = pick("ctas", max(min(most, tiles + helpers), helpers, 1))
-    link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
     push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
-    join_round = pick("join_round", math.ceil(push_seconds / tile_seconds) + 1 if helpers else 0)
+    done = math.ceil(push_seconds / tile_seconds) + 1 if group.device.type == "cuda" else 1
+    join_round = pick("join_round", planning.join_round_for(tiles, ctas, helpers, done) if ctas > helpers > 0 else 0)
     reasons.append(
         f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
         f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
@@ -497,11 +499,7 @@ def _launch(
         COPY_ROWS=4, COPY_COLUMNS=c.copy_bytes // element,
     )  # fmt: skip
     row_bytes = plan.row_stride * element
-    others = [
-        [workspace.half(parity)[: group.rank * m * row_bytes],
-         workspace.half(parity)[(group.rank + 1) * m * row_bytes : size * m * row_bytes]]
-        for parity in (0, 1)
-    ]  # fmt: skip
+    foreign = [(0, group.rank * m * row_bytes), ((group.rank + 1) * m * row_bytes, size * m * row_bytes)]
     return Launch(
         op="all_gather_matmul",
         group=group,
@@ -509,7 +507,8 @@ def _launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        scratch=(workspace.state, others),
+        variant=(plan, gathered_out is not None),
+        scratch=Scratch(workspace, foreign),
     )
 
 
@@ -578,25 +577,32 @@ def all_gather_matmul(
     """
     group = current(group)
     _check(group, a, b, out)
-    m, k = a.shape
-    n = b.shape[1]
+    rows = group.size * a.shape[0]
     if out is None:
-        out = group.world.empty(group.world_rank, (group.size * m, n), a.dtype)
-    gathered = group.world.empty(group.world_rank, (group.size * m, k), a.dtype) if return_gathered else None
-    if m and k:
-        decided = plan(group, a, b, out, config)
-        group.agree(
-            "all_gather_matmul", m=m, k=k, dtype=str(a.dtype), chunk_rows=decided.config.chunk_rows,
-        )  # fmt: skip
-        workspace = group.workspace(
-            "all_gather_matmul",
-            signal_words=group.size * (1 + 2 * decided.chunks),
-            half_bytes=group.size * m * decided.row_stride * a.element_size(),
-        )
-        group.launch(_launch(group, decided, workspace, a, b, out, gathered))
+        out = group.world.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
+    gathered = group.world.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
+    if a.numel():
+        group.launch(prepare(group, a, b, out, gathered, config))
     else:
         out.zero_()
     return (out, gathered) if gathered is not None else out
+
+
+def prepare(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
+    config: Config | None,
+) -> Launch:  # fmt: skip
+    """The launch of a call whose arguments are in order. Collective the first time for a shape."""
+    m, k = a.shape
+    key = (layout(a), layout(b), layout(out), group.heap.find(a) is None, config, matmul_precision(a.dtype))
+    decided = group.planned(key, lambda: plan(group, a, b, out, config))
+    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=decided.config.chunk_rows)
+    workspace = group.workspace(
+        "all_gather_matmul",
+        signal_words=group.size * (1 + 2 * decided.chunks),
+        half_bytes=group.size * m * decided.row_stride * a.element_size(),
+    )
+    return _launch(group, decided, workspace, a, b, out, gathered)
 
 
 def explain(

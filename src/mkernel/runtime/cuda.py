@@ -18,6 +18,7 @@ Three things that a spinning kernel does not forgive decide how launches are mad
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -26,7 +27,8 @@ from typing import Any
 
 import torch
 
-from mkernel.runtime.errors import ArgumentError, CommTimeout
+from mkernel.runtime import records
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.world import Launch, Links
 
@@ -40,12 +42,13 @@ class CudaWorld:
         count = torch.cuda.device_count()
         self._devices = [torch.device("cuda", rank * min(count, size) // size) for rank in range(size)]
         self._changed = threading.Condition()
-        self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._mail: dict[Hashable, dict[Any, Any]] = {}
         self._gone: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and how
         self._launches: dict[Hashable, int] = {}
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in range(size)}
         self._loaded: set[Hashable] = set()
+        self._setup = [torch.cuda.Stream(device) for device in self._devices]
         self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
         self._let_devices_see_each_other()
 
@@ -80,36 +83,59 @@ class CudaWorld:
             self._gone[rank] = failure
             self._changed.notify_all()
 
-    def _await(self, rank: int, members: Sequence[int], box: dict[int, Any], done: Callable[[], bool], timeout: float):
+    def _await(
+        self,
+        rank: int,
+        members: Sequence[int],
+        box: dict[Any, Any],
+        done: Callable[[], bool],
+        what: str,
+        timeout: float,
+    ) -> None:
         """Wait, with the lock held, until done() or until waiting has become pointless."""
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
         while not done():
             missing = [member for member in members if member not in box]
-            for member in missing:
-                if self._gone.get(member) is not None:
-                    raise CommTimeout(f"rank {rank} can not go on: rank {member} has failed") from self._gone[member]
-            left = deadline - time.monotonic()
-            if left <= 0 or (missing and all(member in self._gone for member in missing)):
-                raise CommTimeout(
-                    f"rank {rank} waited {timeout - max(left, 0):.3g} s for ranks {missing}, "
-                    f"which did not take part in the same call"
-                )
-            self._changed.wait(left)
+            waited = time.monotonic() - begun
+            failed = next((self._gone[member] for member in missing if self._gone.get(member) is not None), None)
+            if failed is not None or waited >= timeout or (missing and all(member in self._gone for member in missing)):
+                places = [members.index(member) for member in missing]
+                raise records.absent(what, members.index(rank), places, len(members), waited) from failed
+            self._changed.wait(timeout - waited)
 
-    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+    def exchange(
+        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
+    ) -> list[Any]:
         with self._changed:
             box = self._mail.setdefault(key, {})
             box[rank] = value
             self._changed.notify_all()
-            self._await(rank, members, box, lambda: len(box) == len(members), timeout)
+            self._await(rank, members, box, lambda: all(member in box for member in members), what, timeout)
+            self._leave(key, box, len(members))
             return [box[member] for member in members]
+
+    def _leave(self, key: Hashable, box: dict[Any, Any], members: int) -> None:
+        """The last of the members to leave throws the box away."""
+        box["left"] = box.get("left", 0) + 1
+        if box["left"] == members:
+            self._mail.pop(key, None)
 
     # -- memory
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
-        torch.cuda.current_stream(self._devices[rank]).synchronize()
+        # on a stream of its own, so that it works while the rank's stream is being captured
+        stream = self._setup[rank]
+        with torch.cuda.stream(stream):
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
+        stream.synchronize()
         return memory
+
+    def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
+        stream = self._setup[rank]
+        with torch.cuda.stream(stream):
+            table = torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
+        stream.synchronize()
+        return table
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64).pin_memory()
@@ -117,8 +143,11 @@ class CudaWorld:
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
 
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+    def opened(self, group: Group) -> None:
         self.groups[group.world_rank].add(group)
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        pass  # peers read and write each other's memory by address
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
         raise ArgumentError("several nodes on CUDA are not supported yet; use mk.spawn(..., device='cpu')")
@@ -134,56 +163,44 @@ class CudaWorld:
         with self._changed:
             turn = self._launches.get((rank, group.name), 0)
             self._launches[rank, group.name] = turn + 1
-            box = self._mail.setdefault((group.name, "launch", turn), {})
+            key = (group.name, "launch", turn)
+            box = self._mail.setdefault(key, {})
             box[rank] = (launch, stream)
             self._changed.notify_all()
 
             def ready() -> bool:
                 # a rank that has ended will not come: the others find out in the kernel
                 if "made" not in box and all(m in box or self._gone.get(m, self) is None for m in group.members):
-                    self._make({member: box[member] for member in group.members if member in box})
-                    box["made"] = True  # type: ignore[index]
+                    present = {member: box[member] for member in group.members if member in box}
+                    self.launch_together(present)
+                    box["made"] = len(present)
                     self._changed.notify_all()
                 return "made" in box
 
-            self._await(rank, group.members, box, ready, group.timeout)
+            self._await(rank, group.members, box, ready, launch.op, group.timeout)
+            self._leave(key, box, box["made"])
 
-    def _make(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
+    def launch_together(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
+        """Load what the launches need, then make them all."""
+        for rank, (launch, stream) in launches.items():
+            key = (self._devices[rank], launch.kernel, launch.variant)
+            if key not in self._loaded:
+                with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+                    compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+                    compiled._init_handles()
+                self._loaded.add(key)
         for rank, (launch, stream) in launches.items():
             with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
-                self._load(rank, launch)
-        for rank, (launch, stream) in launches.items():
-            with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+                last = self._last.get(rank)
                 capturing = torch.cuda.is_current_stream_capturing()
-                if rank in self._last and self._last[rank][0] != stream and not capturing:
-                    stream.wait_event(self._last[rank][1])
+                if last is not None and last[0] != stream and not capturing:
+                    stream.wait_event(last[1])
                 launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
                 if not capturing:
-                    event = torch.cuda.Event()
+                    event = last[1] if last is not None else torch.cuda.Event()
                     event.record(stream)
                     self._last[rank] = (stream, event)
                 self._streams[rank].add(stream)
-
-    def _load(self, rank: int, launch: Launch) -> None:
-        """Compile the kernel for these arguments and load it, unless that was done before."""
-
-        def kind(value: Any) -> Hashable:
-            if isinstance(value, torch.Tensor):
-                return value.dtype, value.data_ptr() % 16 == 0
-            if type(value) is int:
-                return value == 1, value % 16 == 0, value.bit_length() > 31
-            return type(value).__name__ if hasattr(value, "block_shape") else value
-
-        key = (
-            self._devices[rank],
-            launch.kernel,
-            tuple(kind(value) if name.islower() else value for name, value in launch.arguments.items()),
-            tuple(launch.options.values()),
-        )
-        if key not in self._loaded:
-            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-            compiled._init_handles()
-            self._loaded.add(key)
 
     def synchronize(self, rank: int) -> None:
         torch.cuda.current_stream(self._devices[rank]).synchronize()
@@ -228,13 +245,17 @@ def spawn(
         finally:
             world.ended(rank, failure)
 
+    # threads hand over to each other at every call; the usual 5 ms would be longer than the calls
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
     threads = [threading.Thread(target=run, args=(rank,), name=f"mkernel rank {rank}") for rank in everyone]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(interval)
     if failures:
-        _, rank, failure = min(failures, key=lambda entry: entry[0])
+        _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
         if hasattr(failure, "add_note"):
             failure.add_note(f"raised on rank {rank}")
         raise failure

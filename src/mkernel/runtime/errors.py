@@ -33,6 +33,11 @@ class CommTimeout(MKernelError, RuntimeError):
     def record(self) -> WaitRecord | None:
         return self.records[0] if self.records else None
 
+    @property
+    def is_cause(self) -> bool:
+        """Did a wait of this rank run out, rather than end because another rank's had?"""
+        return self.record is not None and self.record.timed_out
+
 
 class TransportError(MKernelError, RuntimeError):
     """The network could not do what it was asked to do."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,9 @@ from mkernel.runtime.topology import Topology
 from mkernel.runtime.world import Launch, World
 
 RING_CAPACITY = 256  # requests; a power of two
+PLANS_KEPT = 1024
+
+Plan = TypeVar("Plan")
 
 _current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
 
@@ -42,6 +45,15 @@ class Workspace:
         return self.segment.memory[start : start + self.half_bytes]
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """What nobody may read once a launch is over: byte ranges of the half that it used. The simulator
+    poisons them then, so that a later read that comes too early shows."""
+
+    workspace: Workspace
+    ranges: Sequence[tuple[int, int]]
+
+
 class Group:
     """A set of ranks that call operators together.
 
@@ -64,9 +76,10 @@ class Group:
         self._closed = False
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
-        self._keep: list[torch.Tensor] = []
+        self._plans: dict[Hashable, Any] = {}
         self.heap = Heap(self)
         self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
+        self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
         if self.nodes > 1:
             ring = world.host_words(
@@ -77,6 +90,7 @@ class Group:
         self._control = self.heap.allocate(ALIGNMENT)
         if self._ring is not None:
             world.start_proxy(self, self._ring)
+        world.opened(self)
 
     # -- what a user asks for
 
@@ -151,7 +165,7 @@ class Group:
 
     def check(self) -> None:
         """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait."""
-        if self._broken is None:
+        if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
                 more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
@@ -177,21 +191,31 @@ class Group:
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
         self._exchanges += 1
-        key = (self.name, self._exchanges, what)
-        return self.world.exchange(self.world_rank, self.members, key, value, self.timeout)
+        key = (self.name, self._exchanges)
+        return self.world.exchange(self.world_rank, self.members, key, what, value, self.timeout)
 
     def agree(self, what: str, **values: Hashable) -> None:
         """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""
         key = (what, tuple(values.items()))
         if key in self._agreed:
             return
-        for rank, theirs in enumerate(self.exchange("agree", key)):
+        for rank, theirs in enumerate(self.exchange(what, key)):
             if theirs != key:
                 raise ArgumentError(
                     f"{what}: all ranks of the group must call it alike; rank {self.rank} has "
                     f"{_words(key)}, rank {rank} has {_words(theirs)}"
                 )
         self._agreed.add(key)
+
+    def planned(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """The plan that was made for this key, or a new one. Plans are kept: the same object comes
+        back for the same key."""
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= PLANS_KEPT:
+                self._plans.clear()
+            plan = self._plans[key] = make()
+        return plan
 
     def workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
         """The operator's workspace on the current stream, at least this large. Collective when it
@@ -222,9 +246,7 @@ class Group:
         table[words.SEGMENT.value] = segment.number
         table[words.OP.value] = records.OPS.index(op)
         table += segment.addresses + self._control.addresses
-        context = self.world.allocate(self.world_rank, len(table) * 8).view(torch.int64)
-        context.copy_(torch.tensor(table, dtype=torch.int64))
-        self.world.synchronize(self.world_rank)
+        context = self.world.upload(self.world_rank, table)
         return Workspace(segment, signal_words, half_bytes, state, context)
 
     def launch(self, launch: Launch) -> None:

@@ -42,3 +42,8 @@ def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: 
 def matmul_precision(dtype: torch.dtype) -> str:
     """fp32 is multiplied as fp32, unless the user allowed tf32 in PyTorch."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def layout(tensor: torch.Tensor) -> tuple:
+    """Everything about a tensor that a plan depends on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % BYTES == 0

@@ -39,10 +39,25 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: b
     return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
 
 
-def copiers_for(pushed: int, compute_seconds: float, ctas: int) -> int:
-    """How many CTAs should push so many bytes, to be done well before the compute is."""
-    wanted = math.ceil(pushed / PUSH_RATE / max(0.6 * compute_seconds, 1e-9))
-    return min(max(wanted, 1), max(ctas // 4, 1))
+def copiers_for(pushed: int, compute_seconds: float, link: float, ctas: int) -> int:
+    """How many CTAs should push so many bytes: enough to be done just before the compute is, and not
+    more than the link can use. Every one of them is lost to the compute."""
+    in_time = math.ceil(pushed / PUSH_RATE / max(0.9 * compute_seconds, 1e-9))
+    useful = math.ceil(link / PUSH_RATE) + 1
+    return max(min(in_time, useful, ctas // 4), 1)
+
+
+def join_round_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
+    """When the helpers should join the compute, if their transfers take `done` rounds: as late as
+    possible without adding a round, since a helper that is late holds up the last round."""
+
+    def rounds(join: int) -> int:
+        return join + math.ceil(max(tiles - join * (ctas - helpers), 0) / ctas)
+
+    latest = done
+    while rounds(latest + 1) == rounds(done) and (latest + 1) * (ctas - helpers) <= tiles:
+        latest += 1
+    return latest
 
 
 def rows_per_chunk(m: int, tile_m: int, copiers: int) -> int:

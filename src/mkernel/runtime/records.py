@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mkernel.lang import context, roles, signals
+from mkernel.runtime.errors import CommTimeout
 
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
@@ -43,12 +45,24 @@ class WaitRecord:
             "arrived": f"chunk {self.index} of rank {self.peer}'s rows",
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
+            "call": f"rank {self.peer} to make the same call",
         }[self.signal]
         how = "timed out" if self.timed_out else "gave up with the group"
+        who = f"role {self.role}, CTA {self.cta}" if self.cta >= 0 else f"its {self.role} code"
         return (
-            f"{self.op}: rank {self.rank}, role {self.role}, CTA {self.cta} waited {self.seconds:.3g} s for {what}: "
+            f"{self.op}: rank {self.rank}, {who} waited {self.seconds:.3g} s for {what}: "
             f"signal '{self.signal}' is {self.seen}, expected {self.expected} ({how})"
         )
+
+
+def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: float) -> CommTimeout:
+    """The error of a rank whose host code waited for others to make the same call."""
+    found = [
+        WaitRecord(True, what, rank, "host", -1, "call", peer, 0, size - len(missing), size, seconds)
+        for peer in missing
+    ]
+    more = f" Missing are ranks {list(missing)}." if len(missing) > 1 else ""
+    return CommTimeout(f"{found[0]}.{more}", found)
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from mkernel.runtime.group import Group
+    from mkernel.runtime.group import Group, Scratch
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Launch:
     grid: int
     arguments: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    # memory that nobody may read once the launch is over: (state words, halves by epoch parity)
-    scratch: tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]] | None = None
+    # launches of one variant run the same binary
+    variant: Hashable = None
+    scratch: Scratch | None = None
 
 
 class World(Protocol):
@@ -56,14 +57,23 @@ class World(Protocol):
     def ctas(self, rank: int) -> int:
         """How many CTAs of one launch fit on the rank's share of its GPU at the same time."""
 
-    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
-        """Every member gives a value and gets all, in the order of members. Blocks the caller."""
+    def exchange(
+        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
+    ) -> list[Any]:
+        """Every member gives a value and gets all, in the order of members. Blocks the caller. `what`
+        is the call that needs it, for the error when a member does not come."""
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         """Zeroed bytes that other ranks of the node can address."""
 
+    def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
+        """64-bit words in the memory of the rank's device."""
+
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         """Zeroed 64-bit words that both the host and the rank's kernels can address."""
+
+    def opened(self, group: Group) -> None:
+        """A group was made on this rank."""
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         """A group has, or no longer has (None), a segment of its heap on this rank."""

@@ -46,7 +46,7 @@ class Cta(Protocol):
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
     def store(self, addresses: Any, values: Any, mask: Any) -> None: ...
     def barrier(self) -> None: ...
-    def atomic(self, address: int, acquire: bool, release: bool, adds_nothing: bool, act: Callable[[], Any]) -> Any: ...
+    def atomic(self, address: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]) -> Any: ...
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
     def on_dot(self) -> None: ...
@@ -125,13 +125,14 @@ class Builder(base.InterpreterBuilder):
 
     def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
         operation = self.ir_rmw_op_to_interpreter_rmw_op[rmwOp]
-        adds_nothing = rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()
+        # waiting CTAs read by adding nothing, and keep the newest time by a maximum
+        only_looks = (rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()) or rmwOp == _ir.ATOMIC_OP.MAX
         relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
 
         def act():
             return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, relaxed)
 
-        return base.TensorHandle(self._atomic(ptr, sem, adds_nothing, act), val.dtype.scalar)
+        return base.TensorHandle(self._atomic(ptr, sem, only_looks, act), val.dtype.scalar)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
         relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
@@ -141,11 +142,11 @@ class Builder(base.InterpreterBuilder):
 
         return base.TensorHandle(self._atomic(ptr, sem, False, act), cmp.dtype.scalar)
 
-    def _atomic(self, ptr, sem, adds_nothing, act):
+    def _atomic(self, ptr, sem, only_looks, act):
         both = sem == _ir.MEM_SEMANTIC.ACQUIRE_RELEASE
         acquire = both or sem == _ir.MEM_SEMANTIC.ACQUIRE
         release = both or sem == _ir.MEM_SEMANTIC.RELEASE
-        return self.running().atomic(int(ptr.data.reshape(-1)[0]), acquire, release, adds_nothing, act)
+        return self.running().atomic(int(ptr.data.reshape(-1)[0]), acquire, release, only_looks, act)
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         if "%globaltimer" in inlineAsm:

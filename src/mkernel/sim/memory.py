@@ -73,6 +73,7 @@ class Memory:
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
+        self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
         self.history: deque[Overwritten] = deque(maxlen=HISTORY)
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -250,6 +251,7 @@ class Memory:
         before = _native_load(addresses, values.dtype)
         _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
         self.writes += 1
+        self.progress += 1
         low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
         self.history.append(Overwritten(self.writes, addresses, before, low, high, writer))
 
@@ -258,6 +260,7 @@ class Memory:
         places = np.arange(address, address + data.size, dtype=np.uint64)
         self.write(places, np.ascontiguousarray(data))
 
-    def changed(self) -> None:
+    def changed(self, progress: bool) -> None:
         """An atomic changed memory."""
         self.writes += 1
+        self.progress += progress

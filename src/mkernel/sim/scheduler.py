@@ -27,6 +27,7 @@ from mkernel.sim.memory import Memory, View
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time
 LAST_TICK = 10**17
+START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class CtaTask(Task):
         self._polled("clock", self.scheduler.clock)
         return self.scheduler.clock
 
-    def atomic(self, address: int, acquire: bool, release: bool, adds_nothing: bool, act: Callable[[], Any]) -> Any:
+    def atomic(self, address: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]) -> Any:
         scheduler, memory = self.scheduler, self.scheduler.memory
         scheduler.pause(self)
         memory.check(address, address + 4, "an atomic operation")
@@ -165,11 +166,12 @@ class CtaTask(Task):
         memory.commit_stores_to(self.view, address, 8)
         before = act()
         value = int(before.reshape(-1)[0])
-        if adds_nothing or self._unchanged(address, before):
+        if self._unchanged(address, before):
             self._polled(address, value)
         else:
-            memory.changed()
-            self.polled.clear()
+            memory.changed(progress=not only_looks)
+            if not only_looks:
+                self.polled.clear()
         if acquire:
             memory.acquire(self.view)
         return before
@@ -194,7 +196,7 @@ class Scheduler:
         self.options = options
         self.builder = builder
         self.memory = Memory(self.rng)
-        self.clock = 0
+        self.clock = START_OF_TIME
         self.steps = 0
         self.tasks: list[Task] = []
         self.late = dict(options.late)
@@ -203,7 +205,7 @@ class Scheduler:
         self.stay = self.rng.choice((0.1, 0.5, 0.9))
         self.leak = self.rng.choice((0.0, 0.1, 0.5))
         self._tick = FIRST_TICK
-        self._writes_at_tick = -1
+        self._progress_at_tick = -1
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
@@ -238,8 +240,6 @@ class Scheduler:
             task.resume()
             if task.done:
                 self.tasks.remove(task)
-                if task.failure is not None:
-                    raise task.failure
                 on_done(task)
 
     def _choose(self, ready: list[Task]) -> Task:
@@ -256,13 +256,13 @@ class Scheduler:
         if any(steps > self.steps for steps in self.late.values()):
             self.steps = min(steps for steps in self.late.values() if steps > self.steps)
             return
-        if self.memory.writes != self._writes_at_tick:
+        if self.memory.progress != self._progress_at_tick:
             self._tick = FIRST_TICK
         if self._tick > LAST_TICK:
             raise Deadlock("no task can run: " + "; ".join(task.where() for task in self.tasks))
         self.clock += self._tick
         self._tick *= 2
-        self._writes_at_tick = self.memory.writes
+        self._progress_at_tick = self.memory.progress
 
     def close(self) -> None:
         """End every task that is still there, without running any of its code."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from greenlet import greenlet
 
+from mkernel.runtime import records
 from mkernel.runtime.errors import CommTimeout
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.world import Launch, Links
@@ -80,7 +81,9 @@ class SimWorld:
         self.options = options
         self.scheduler = Scheduler(seed, options, builder)
         self.traffic = Traffic(self.size)
+        self._timeouts: list[CommTimeout] = []
         self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
         self._owners: dict[int, tuple[int, int]] = {}  # start of a heap segment -> its end and its rank
@@ -99,16 +102,18 @@ class SimWorld:
 
     # -- the ranks' Python code
 
-    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+    def exchange(
+        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
+    ) -> list[Any]:
         box = self._mail.setdefault(key, {})
         box[rank] = value
         host = self.scheduler.current_host()
-        arrived = host.block(lambda: len(box) == len(members), f"the other ranks ({key})", timeout)
-        if not arrived:
-            missing = [member for member in members if member not in box]
-            raise CommTimeout(
-                f"rank {rank} waited {timeout} s for ranks {missing}, which did not take part in the same call"
-            )
+        if not host.block(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
+            missing = [place for place, member in enumerate(members) if member not in box]
+            raise records.absent(what, members.index(rank), missing, len(members), timeout)
+        self._read[key] = self._read.get(key, 0) + 1
+        if self._read[key] == len(members):
+            del self._mail[key], self._read[key]
         return [box[member] for member in members]
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -122,6 +127,8 @@ class SimWorld:
             )
         finally:
             self.scheduler.close()
+        if self._timeouts:
+            raise min(self._timeouts, key=lambda timeout: not timeout.is_cause)
         return [host.result for host in hosts]
 
     # -- memory
@@ -133,6 +140,11 @@ class SimWorld:
         self._allow(memory)
         return memory
 
+    def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
+        table = self.host_words(rank, len(words))
+        table.copy_(torch.tensor(words, dtype=torch.int64))
+        return table
+
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return self.allocate(rank, count * 8).view(torch.int64)
 
@@ -143,6 +155,9 @@ class SimWorld:
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+    def opened(self, group: Group) -> None:
+        pass
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         key = (group.name, segment, group.world_rank)
@@ -212,6 +227,11 @@ class SimWorld:
             self.scheduler.current_host().block(idle, "its streams")
 
     def _task_done(self, task: Task) -> None:
+        if task.failure is not None:
+            # ranks that time out together: all may tell, then the one whose wait ran out is raised
+            if not isinstance(task.failure, CommTimeout):
+                raise task.failure
+            self._timeouts.append(task.failure)
         if not isinstance(task, CtaTask):
             return
         running: RunningLaunch = task.launch
@@ -223,10 +243,11 @@ class SimWorld:
     def _launch_done(self, running: RunningLaunch) -> None:
         for view in running.views:
             self.scheduler.memory.drain(view)
-        if running.spec.scratch is not None:
-            state, halves = running.spec.scratch
-            for region in halves[int(state[0]) % 2]:
-                region.view(torch.uint8).fill_(POISON)
+        scratch = running.spec.scratch
+        if scratch is not None:
+            used = scratch.workspace.half(int(scratch.workspace.state[0]) % 2)
+            for start, end in scratch.ranges:
+                used[start:end] = POISON
         for start in running.borrowed:
             self.scheduler.memory.forbid(start)
         running.done = True
@@ -240,7 +261,9 @@ class SimWorld:
 class InlineWorld(SimWorld):
     """One simulated rank in the caller's own code, with no tasks around it: for mk.init()."""
 
-    def exchange(self, rank: int, members: Sequence[int], key: Hashable, value: Any, timeout: float) -> list[Any]:
+    def exchange(
+        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
+    ) -> list[Any]:
         return [value]
 
     def launch(self, rank: int, launch: Launch) -> None:

@@ -1,0 +1,99 @@
+"""Benchmarks: an operator beside the library and beside the host-driven way, in one run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group
+from mkernel.runtime.spawn import spawn
+from mkernel.runtime.world import Links
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEFAULT_SHAPES = [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)]
+REPEATS = 60
+
+
+def run(
+    op: str,
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    ranks: int,
+    dtype: torch.dtype,
+    link: float | None,
+    config: Config | None = None,
+    repeats: int = REPEATS,
+) -> list[dict[str, Any]]:
+    """Measure shapes (m_total, n, k). `link`: GB/s of a whole GPU's link; ranks that share a GPU get
+    their share of it, as they get their share of its SMs. None does not pace."""
+    from mkernel.bench import all_gather_matmul
+
+    measure = {"all_gather_matmul": all_gather_matmul.measure}[op]
+    sharing = -(-ranks // torch.cuda.device_count())
+    links = Links(nvlink=link / sharing) if link and ranks > 1 else Links()
+
+    def on_rank(group: Group, shape: tuple[int, int, int]) -> dict[str, Any]:
+        return measure(group, *shape, dtype, config, repeats)
+
+    results = []
+    for shape in shapes:
+        results.append(
+            spawn(on_rank, shape, nodes=1, gpus_per_node=ranks, device="cuda", links=links, timeout=600.0)[0]
+        )
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main(
+    op: str,
+    shapes: list[tuple[int, int, int]] | None,
+    ranks: int,
+    nodes: int,
+    dtype: str,
+    link: float | None,
+    json_path: str | None,
+) -> int:
+    """What `mkernel bench` does. Returns the exit code."""
+    if not torch.cuda.is_available():
+        print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
+        return 1
+    if nodes != 1:
+        print("mkernel bench: several nodes on CUDA are not supported yet.")
+        return 2
+    header = (
+        f"{'m_total':>8} {'n':>6} {'k':>6} {'fused':>8} {'cuBLAS':>8} {'wire':>8} {'host-driven':>11} {'speed-up':>8} "
+    )
+    print(header + f"{'floor fraction':>14} {'max error':>9} {'bound':>7}   (times in ms)")
+    results = []
+    for shape in shapes or DEFAULT_SHAPES:
+        result = run(op, [shape], ranks=ranks, dtype=DTYPES[dtype], link=link)[0]
+        results.append(result)
+        mark = "  emulated" if result["emulated"] else ""
+        wrong = "" if result["max_error"] <= result["error_bound"] else "  WRONG RESULT"
+        print(
+            f"{result['m_total']:8} {result['n']:6} {result['k']:6} {result['fused_ms']:8.3f} "
+            f"{result['library_ms']:8.3f} {result['wire_ms']:8.3f} {result['host_driven_ms']:11.3f} "
+            f"{result['speedup']:8.2f} {result['floor_fraction']:14.3f} {result['max_error']:9.2g} "
+            f"{result['error_bound']:7.2g}{mark}{wrong}",
+            flush=True,
+        )
+    if json_path is not None:
+        with open(json_path, "w") as file:
+            json.dump({"machine": machine(), "results": results}, file, indent=1)
+    return 0 if all(result["max_error"] <= result["error_bound"] for result in results) else 1

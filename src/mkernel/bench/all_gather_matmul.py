@@ -1,0 +1,103 @@
+"""all_gather_matmul beside what it replaces: copy everything, then call cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mkernel.bench.timing import Link, Stopwatch
+from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
+from mkernel.runtime.config import Config
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+
+
+def measure(
+    group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """One shape; runs on every rank, the same figures come back on each."""
+    device = group.device
+    rows = m_total // group.size
+    generator = torch.Generator(device).manual_seed(group.rank)
+    a = torch.randn(rows, k, device=device, dtype=dtype, generator=generator)
+    w = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
+    out = torch.empty(m_total, n, device=device, dtype=dtype)
+    torch.cuda.current_stream(device).synchronize()
+    parts = group.exchange("a", a)
+    gathered = torch.empty(m_total, k, device=device, dtype=dtype)
+
+    rate = group.world.links.nvlink
+    moved = (group.size - 1) * rows * k * a.element_size()
+    wire_ms = moved / (rate * 1e6) if rate else 0.0
+    link = Link(device)
+
+    def library() -> None:
+        torch.mm(gathered, w.t(), out=out)
+
+    def host_driven() -> None:
+        link.open()
+        for source, part in enumerate(parts):
+            gathered[source * rows : (source + 1) * rows].copy_(part)
+        link.hold(int(wire_ms * 1e6))
+        torch.mm(gathered, w.t(), out=out)
+
+    stream = torch.cuda.current_stream(device)
+    host_driven()
+    stream.synchronize()
+    launch = prepare(group, a, w.t(), out, None, config)
+    everyone = group.exchange("ready", (launch, stream, library, host_driven))
+    times: dict[str, float] = {}
+    if group.rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        times = _time(group.world, everyone, repeats)
+    times = group.exchange("times", times)[0]
+
+    out.fill_(float("nan"))
+    all_gather_matmul(a, w.t(), out=out, config=config)
+    group.synchronize()
+    exact = torch.cat(list(parts)).double() @ w.double().t()
+    error = (out.double() - exact).abs().max().item()
+    bound = 4 * k**0.5 * torch.finfo(dtype).eps
+    floor_ms = max(times["library"], wire_ms)
+    return {
+        "op": "all_gather_matmul",
+        "m_total": m_total,
+        "n": n,
+        "k": k,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ranks": group.size,
+        "nodes": group.nodes,
+        "gpus": torch.cuda.device_count(),
+        "link_gb_per_s": rate,
+        "emulated": group.size > torch.cuda.device_count() or rate is not None,
+        "fused_ms": times["fused"],
+        "library_ms": times["library"],
+        "wire_ms": wire_ms,
+        "host_driven_ms": times["host_driven"],
+        "speedup": times["host_driven"] / times["fused"],
+        "floor_fraction": floor_ms / times["fused"],
+        "max_error": error if error == error else float("inf"),
+        "error_bound": bound,
+        "plan": str(explain(a, w.t(), out=out, config=config)),
+    }
+
+
+def _time(world: CudaWorld, everyone: Sequence[Any], repeats: int) -> dict[str, float]:
+    """Median milliseconds of the three ways, on the streams of all ranks."""
+    streams = [stream for _, stream, _, _ in everyone]
+
+    def fused() -> None:
+        world.launch_together({rank: (launch, stream) for rank, (launch, stream, _, _) in enumerate(everyone)})
+
+    def on_all(which: int) -> Callable[[], None]:
+        def run() -> None:
+            for entry in everyone:
+                with torch.cuda.stream(entry[1]):
+                    entry[which]()
+
+        return run
+
+    calls = {"library": on_all(2), "fused": fused, "host_driven": on_all(3)}
+    return Stopwatch(streams).medians(calls, repeats)

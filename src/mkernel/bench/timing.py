@@ -1,0 +1,84 @@
+"""Timing several ranks that share this process: one call on every rank's stream, timed together.
+
+Rank 0 drives the streams of all ranks, so that no hand-over between threads is in the measurement.
+Calls follow each other without the host waiting for any of them, as in a training step, so the GPU
+runs at the clocks it can sustain. Each call is timed from a common start on all ranks' streams to the
+end of the last rank. Before the start the L2 cache is cleared. Every call is a new epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.device import clock
+
+HEAD_START = 20_000_000  # clock cycles that the host gets to run ahead, about 10 ms
+ROUNDS = 2
+
+
+@triton.jit
+def _stamp(start):
+    tl.store(start, clock())
+
+
+@triton.jit
+def _hold(start, nanoseconds):
+    begun = tl.load(start)
+    while clock() - begun < nanoseconds:
+        pass
+
+
+class Link:
+    """A paced link for host-driven transfers: whatever ran since `open` lasts as long as the bytes
+    would take at the given rate."""
+
+    def __init__(self, device: torch.device):
+        self._start = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def open(self) -> None:
+        _stamp[(1,)](self._start, num_warps=1)
+
+    def hold(self, nanoseconds: int) -> None:
+        _hold[(1,)](self._start, nanoseconds, num_warps=1)
+
+
+class Stopwatch:
+    """Times calls on the streams of all ranks."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]):
+        self.streams = streams
+        self._main = torch.cuda.Stream(streams[0].device)
+        with torch.cuda.stream(self._main):
+            self._cache = torch.empty(256 * 2**20, dtype=torch.uint8, device=streams[0].device)
+
+    def time(self, call: Callable[[], object], repeats: int) -> list[float]:
+        """Milliseconds of each of `repeats` calls, after as many that only warm the GPU up."""
+        spans = []
+        with torch.cuda.stream(self._main):
+            torch.cuda._sleep(HEAD_START)
+        for _ in range(2 * repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self._main):
+                self._cache.zero_()
+            start.record(self._main)
+            for stream in self.streams:
+                stream.wait_event(start)
+            call()
+            for stream in self.streams:
+                self._main.wait_stream(stream)
+            end.record(self._main)
+            spans.append((start, end))
+        self._main.synchronize()
+        return [start.elapsed_time(end) for start, end in spans[repeats:]]
+
+    def medians(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+        """The median time of each call, measured in turn so that all see the same clocks and heat."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                times[name] += self.time(call, max(repeats // ROUNDS, 1))
+        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
