@@ -1,9 +1,13 @@
 """Timing several ranks that share this process: one call on every rank's stream, timed together.
 
 Rank 0 drives the streams of all ranks, so that no hand-over between threads is in the measurement.
-Calls follow each other without the host waiting for any of them, as in a training step, so the GPU
-runs at the clocks it can sustain. Each call is timed from a common start on all ranks' streams to the
-end of the last rank. Before the start the L2 cache is cleared. Every call is a new epoch.
+Calls follow each other without the host waiting for any of them. Each call is timed from a common
+start on all ranks' streams to the end of the last rank. Before the start the L2 cache is cleared.
+Every call is a new epoch.
+
+Two regimes, because a GPU that multiplies for longer than some 20 ms reaches its power limit and
+lowers its clocks: `bursts` are short and give the same times within 1% again and again; `sustained`
+is what a long training step sees, and varies by 3% from run to run.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import triton.language as tl
 from mkernel.lang.device import clock
 
 HEAD_START = 20_000_000  # clock cycles that the host gets to run ahead, about 10 ms
-ROUNDS = 2
 
 
 @triton.jit
@@ -75,10 +78,17 @@ class Stopwatch:
         self._main.synchronize()
         return [start.elapsed_time(end) for start, end in spans[repeats:]]
 
-    def medians(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-        """The median time of each call, measured in turn so that all see the same clocks and heat."""
+    def bursts(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+        """The median time of each call at full clocks, in short bursts by turns."""
+        return self._medians(calls, 4, repeats // 4)
+
+    def sustained(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+        """The median time of each call at the clocks that the GPU can sustain."""
+        return self._medians(calls, repeats, 1)
+
+    def _medians(self, calls: Mapping[str, Callable[[], object]], length: int, rounds: int) -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for name, call in calls.items():
-                times[name] += self.time(call, max(repeats // ROUNDS, 1))
+                times[name] += self.time(call, length)
         return {name: sorted(values)[len(values) // 2] for name, values in times.items()}

@@ -48,7 +48,6 @@ class CudaWorld:
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in range(size)}
         self._loaded: set[Hashable] = set()
-        self._setup = [torch.cuda.Stream(device) for device in self._devices]
         self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
         self._let_devices_see_each_other()
 
@@ -123,19 +122,12 @@ class CudaWorld:
     # -- memory
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        # on a stream of its own, so that it works while the rank's stream is being captured
-        stream = self._setup[rank]
-        with torch.cuda.stream(stream):
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
-        stream.synchronize()
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
+        torch.cuda.current_stream(self._devices[rank]).synchronize()
         return memory
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
-        stream = self._setup[rank]
-        with torch.cuda.stream(stream):
-            table = torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
-        stream.synchronize()
-        return table
+        return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64).pin_memory()
@@ -156,6 +148,9 @@ class CudaWorld:
 
     def stream_key(self, rank: int) -> Hashable:
         return torch.cuda.current_stream(self._devices[rank]).cuda_stream
+
+    def capturing(self, rank: int) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def launch(self, rank: int, launch: Launch) -> None:
         group = launch.group

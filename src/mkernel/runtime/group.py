@@ -224,6 +224,11 @@ class Group:
         have = self._workspaces.get(key)
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
             return have
+        if self.world.capturing(self.world_rank):
+            raise ArgumentError(
+                f"{op}: the first call of a size on a stream allocates memory, which can not be captured into a graph. "
+                f"Call it once on the same stream before: torch.cuda.graph(graph, stream=that_stream)"
+            )
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
             half_bytes = max(half_bytes, have.half_bytes)

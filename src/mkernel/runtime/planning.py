@@ -11,8 +11,8 @@ from mkernel.runtime.config import Settings
 from mkernel.runtime.errors import ArgumentError
 
 # Measured on an H200: what one CTA pushes to its peers beside a GEMM, and what one CTA multiplies.
-PUSH_RATE = 37e9  # bytes/s
-CTA_RATE = {torch.bfloat16: 5.3e12, torch.float16: 5.3e12, torch.float32: 0.3e12}  # FLOP/s
+PUSH_RATE = 33e9  # bytes/s
+CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
 
 

@@ -84,6 +84,9 @@ class World(Protocol):
     def stream_key(self, rank: int) -> Hashable:
         """Names the stream that the rank's next launch goes to."""
 
+    def capturing(self, rank: int) -> bool:
+        """Is the rank's current stream being captured into a graph?"""
+
     def launch(self, rank: int, launch: Launch) -> None:
         """Queue a kernel on the rank's current stream."""
 

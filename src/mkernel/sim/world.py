@@ -197,6 +197,9 @@ class SimWorld:
         stack = self._streams[rank]
         return stack[-1] if stack else "default"
 
+    def capturing(self, rank: int) -> bool:
+        return False
+
     def launch(self, rank: int, launch: Launch) -> None:
         running = RunningLaunch(self, rank, launch)
         self._lend(running, launch.arguments)
