@@ -1,0 +1,254 @@
+"""Signals: data first, then signal; every wait ends, and what was waited for is written down."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import mkernel as mk
+from mkernel.lang import context as words
+from mkernel.lang import roles, signals
+from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.runtime import records
+
+from .harness import SOON, launch, simulate, workspace_of
+
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def pass_on(context, data_start, out):
+    """Rank r writes a block to rank r+1 and signals it; everybody waits for its own and copies it out."""
+    rank = rank_of(context)
+    size = tl.load(context + words.SIZE).to(tl.int32)
+    epoch = current_epoch(context)
+    peer = (rank + 1) % size
+    place = tl.arange(0, BLOCK)
+    tl.store(segment_of(context, peer, tl.int64) + data_start + place, place + 100 * rank + 1000 * epoch)
+    notify(segment_of(context, peer, tl.int64) + rank, epoch)
+    before = (rank + size - 1) % size
+    mine = segment_of(context, rank, tl.int64)
+    there = wait(context, mine + before, epoch, COMPUTE, ARRIVED, before, 0)
+    tl.store(out + place, tl.load(mine + data_start + place))
+    tl.store(out + BLOCK, there.to(tl.int64))
+    finish(context, epoch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_data_is_there_when_the_signal_is(seed):
+    def rank(group):
+        workspace = workspace_of(group)
+        out = torch.zeros(BLOCK.value + 1, dtype=torch.int64)
+        launch(group, workspace, pass_on, data_start=workspace.data_start // 8, out=out)
+        return out.tolist()
+
+    for number, out in enumerate(simulate(rank, gpus=3, seed=seed)):
+        before = (number - 1) % 3
+        assert out == [place + 100 * before + 1000 for place in range(BLOCK.value)] + [1]
+
+
+def test_signals_hold_the_epoch_and_only_grow():
+    def rank(group):
+        workspace = workspace_of(group)
+        out = torch.zeros(BLOCK.value + 1, dtype=torch.int64)
+        seen = []
+        for _ in range(5):
+            launch(group, workspace, pass_on, data_start=workspace.data_start // 8, out=out)
+            group.barrier()  # the data has one place only
+            signal = workspace.segment.memory.view(torch.int64)[(group.rank - 1) % group.size]
+            seen.append((int(signal), int(out[0]) // 1000, int(workspace.state[words.EPOCH.value])))
+            group.barrier()
+        return seen
+
+    for seen in simulate(rank, gpus=2, seed=3):
+        assert seen == [(epoch, epoch, epoch) for epoch in range(1, 6)]
+
+
+@triton.jit
+def wait_for(context, index, expected, out, ROLE: tl.constexpr, KIND: tl.constexpr, peer, number):
+    mine = segment_of(context, rank_of(context), tl.int64)
+    there = wait(context, mine + index, expected, ROLE, KIND, peer, number)
+    tl.store(out, there.to(tl.int64))
+
+
+@pytest.mark.parametrize(("signal", "expected"), [(5, 5), (6, 5), (5, -1), (1 << 40, (1 << 40) - 1)])
+def test_a_signal_that_is_large_enough_is_not_waited_for(signal, expected):
+    def rank(group):
+        workspace = workspace_of(group)
+        workspace.segment.memory.view(torch.int64)[3] = signal
+        out = torch.zeros(1, dtype=torch.int64)
+        # also when the group has given up already
+        group._control.memory.view(torch.int64)[0] = 1
+        launch(group, workspace, wait_for, index=3, expected=expected, out=out, ROLE=2, KIND=1, peer=0, number=0)
+        return int(out), group.world.scheduler.clock
+
+    (found, clock), (again, _) = simulate(rank, gpus=2)
+    assert (found, again) == (1, 1)
+    assert clock == simulate(lambda group: group.world.scheduler.clock)[0], "time went by"
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "expected"),
+    [
+        (roles.SEND, signals.ENTERED, 4),
+        (roles.INTRA, signals.ARRIVED, 1 << 40),
+        (roles.COMPUTE, signals.RING_SPACE, 4),
+        (roles.COMPUTE, signals.SENT, 4),
+    ],
+)
+def test_a_timeout_is_written_down(role, kind, expected):
+    def rank(group):
+        workspace = workspace_of(group)
+        workspace.segment.memory.view(torch.int64)[7] = 3
+        out = torch.full((1,), -1, dtype=torch.int64)
+        arguments = dict(index=7, expected=expected, out=out, ROLE=role, KIND=kind, peer=11, number=13)
+        with pytest.raises(mk.CommTimeout) as caught:
+            launch(group, workspace, wait_for, grid=1, **arguments)
+        return int(out), caught.value, group._control.memory.view(torch.int64)[0].item()
+
+    ((found, error, flag),) = simulate(rank, timeout=SOON)
+    assert found == 0
+    assert flag == 1
+    record = error.record
+    assert error.records == (record,)
+    assert record.timed_out
+    assert record.op == "all_gather_matmul"
+    assert record.rank == 0
+    assert record.role == records.ROLES[role.value]
+    assert record.cta == 0
+    assert record.signal == records.SIGNALS[kind.value]
+    assert (record.peer, record.index, record.seen, record.expected) == (11, 13, 3, expected)
+    assert SOON < record.seconds < 100 * SOON
+    assert str(record) in str(error)
+
+
+@triton.jit
+def wait_in_every_cta(context, expected):
+    cta = tl.program_id(0)
+    mine = segment_of(context, rank_of(context), tl.int64)
+    wait(context, mine + cta, expected, COMPUTE, ARRIVED, 100 + cta, 200 + cta)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_cta_has_a_record_of_its_own(seed):
+    grid = 6
+
+    def rank(group):
+        workspace = workspace_of(group)
+        signal = workspace.segment.memory.view(torch.int64)
+        signal[:grid] = torch.arange(grid)
+        with pytest.raises(mk.CommTimeout) as caught:
+            launch(group, workspace, wait_in_every_cta, grid=grid, expected=9)
+        return group._records.view(-1, records.WORDS).clone(), caught.value
+
+    ((table, error),) = simulate(rank, seed=seed, timeout=SOON)
+    assert (table[:grid, 0] != 0).all()
+    assert (table[grid:] == 0).all()
+    assert table[:grid, 4].tolist() == list(range(grid))
+    assert table[:grid, 6].tolist() == [100 + cta for cta in range(grid)]
+    assert table[:grid, 7].tolist() == [200 + cta for cta in range(grid)]
+    assert table[:grid, 8].tolist() == list(range(grid))
+    assert (table[:grid, 9] == 9).all()
+    assert len(error.records) == grid
+    assert error.record.timed_out
+    assert f"{grid - 1} more waits" in str(error)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_times_out_takes_the_others_along(seed):
+    """Rank 1 alone has a short timeout: the others leave because it tells them to."""
+    grid = 3
+
+    def rank(group):
+        workspace = workspace_of(group)
+        if group.rank == 1:
+            workspace.context[words.TIMEOUT.value] = int(SOON * 1e9)
+        try:
+            launch(group, workspace, wait_in_every_cta, grid=grid, expected=1)
+        except mk.CommTimeout as error:
+            return error.records
+        raise AssertionError("the wait ended with no error")
+
+    found = simulate(rank, gpus=3, seed=seed, timeout=1000.0)
+    for number, left in enumerate(found):
+        assert [record.rank for record in left] == [number] * grid
+        assert sorted(record.cta for record in left) == list(range(grid))
+        assert all(record.seconds < 500 for record in left)
+        if number != 1:
+            assert not any(record.timed_out for record in left)
+    assert found[1][0].timed_out
+
+
+def test_ranks_of_another_node_find_out_by_themselves():
+    def rank(group):
+        workspace = workspace_of(group)
+        try:
+            launch(group, workspace, wait_in_every_cta, grid=1, expected=1)
+        except mk.CommTimeout as error:
+            return error.record
+
+    assert all(record.timed_out for record in simulate(rank, nodes=2, gpus=1, timeout=SOON))
+
+
+@triton.jit
+def wait_twice(context):
+    mine = segment_of(context, rank_of(context), tl.int64)
+    wait(context, mine, 1, COMPUTE, ARRIVED, 0, 1)
+    wait(context, mine + 1, 1, COMPUTE, ARRIVED, 0, 2)
+
+
+def test_the_wait_that_timed_out_is_not_forgotten():
+    """A kernel runs on after a timeout, and its next waits fail at once; those are not the reason."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        with pytest.raises(mk.CommTimeout) as caught:
+            launch(group, workspace, wait_twice)
+        return caught.value.record
+
+    (record,) = simulate(rank, timeout=SOON)
+    assert record.index == 1
+    assert record.timed_out
+    assert record.seconds > SOON
+
+
+def test_a_wait_is_timed_from_its_own_beginning():
+    """However long ago the kernels of this workspace looked at the clock."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        out = torch.zeros(BLOCK.value + 1, dtype=torch.int64)
+        for _ in range(3):
+            launch(group, workspace, pass_on, data_start=workspace.data_start // 8, out=out)
+            group.barrier()
+            group.world.scheduler.clock += 3600 * 10**9
+            group.barrier()
+        return int(out[-1])
+
+    for seed in range(4):
+        assert simulate(rank, gpus=2, seed=seed, timeout=1.0) == [1, 1]
+
+
+def test_a_launch_after_a_timeout_ends_at_once():
+    def rank(group):
+        workspace = workspace_of(group)
+        took = []
+        for _ in range(2):
+            before = group.world.scheduler.clock
+            with pytest.raises(mk.CommTimeout):
+                launch(group, workspace, wait_in_every_cta, grid=2, expected=1)
+            took.append(group.world.scheduler.clock - before)
+        return took
+
+    ((first, second),) = simulate(rank, timeout=1e-2)
+    assert second < first / 10
+
+
+def test_kinds_and_reasons_differ():
+    kinds = [signals.ENTERED, signals.ARRIVED, signals.RING_SPACE, signals.SENT]
+    assert len({kind.value for kind in kinds}) == 4
+    assert set(records.SIGNALS) == {kind.value for kind in kinds}
+    assert signals.TIMED_OUT.value != signals.TOLD_TO_LEAVE.value
+    assert 0 not in (signals.TIMED_OUT.value, signals.TOLD_TO_LEAVE.value)

@@ -1,0 +1,98 @@
+"""Wait records: what a person reads when a wait was given up."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import mkernel as mk
+from mkernel.lang import roles, signals
+from mkernel.runtime import records
+
+RECORD = mk.WaitRecord(
+    timed_out=True,
+    op="all_gather_matmul",
+    rank=3,
+    role="compute",
+    cta=17,
+    signal="arrived",
+    peer=5,
+    index=21,
+    seen=8,
+    expected=9,
+    seconds=30.5,
+)
+
+
+def test_a_record_reads_well():
+    assert str(RECORD) == (
+        "all_gather_matmul: rank 3, role compute, CTA 17 waited 30.5 s for chunk 21 of rank 5's rows: "
+        "signal 'arrived' is 8, expected 9 (timed out)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("signal", "words"),
+    [
+        ("entered", "rank 5 to enter the epoch"),
+        ("arrived", "chunk 21 of rank 5's rows"),
+        ("ring space", "take a request out of the full ring"),
+        ("sent", "finish sending"),
+    ],
+)
+def test_every_signal_has_words(signal, words):
+    assert words in str(dataclasses.replace(RECORD, signal=signal))
+
+
+def test_who_followed_is_told_apart():
+    assert "gave up with the group" in str(dataclasses.replace(RECORD, timed_out=False))
+    assert "timed out" not in str(dataclasses.replace(RECORD, timed_out=False))
+
+
+def table_of(*rows: list[int]) -> torch.Tensor:
+    table = torch.zeros(records.MAX_CTAS, records.WORDS, dtype=torch.int64)
+    for row in rows:
+        table[row[4], : len(row)] = torch.tensor(row)
+    return table.view(-1)
+
+
+def row(reason, cta, nanoseconds, kind=signals.ARRIVED, role=roles.INTRA):
+    return [reason.value, 0, 2, role.value, cta, kind.value, 1, 40 + cta, 6, 7, nanoseconds]
+
+
+def test_an_empty_table_has_no_records():
+    assert records.read(table_of()) == []
+
+
+def test_those_that_timed_out_come_first_the_longest_before():
+    table = table_of(
+        row(signals.TOLD_TO_LEAVE, 0, 9_000_000_000),
+        row(signals.TIMED_OUT, 5, 1_000_000_000),
+        row(signals.TIMED_OUT, 1023, 2_500_000_000, role=roles.SEND, kind=signals.SENT),
+    )
+    found = records.read(table)
+    assert [record.cta for record in found] == [1023, 5, 0]
+    assert [record.timed_out for record in found] == [True, True, False]
+    assert found[0] == mk.WaitRecord(True, "all_gather_matmul", 2, "send", 1023, "sent", 1, 40 + 1023, 6, 7, 2.5)
+
+
+@pytest.mark.parametrize("kind", [signals.ENTERED, signals.ARRIVED, signals.RING_SPACE, signals.SENT])
+@pytest.mark.parametrize("role", [roles.SEND, roles.INTRA, roles.COMPUTE])
+def test_everything_that_a_kernel_can_write_can_be_read(kind, role):
+    (record,) = records.read(table_of(row(signals.TIMED_OUT, 1, 1, kind, role)))
+    assert str(record)
+
+
+def test_an_error_carries_its_records():
+    error = mk.CommTimeout("words", [RECORD])
+    assert error.record is RECORD
+    assert error.records == (RECORD,)
+    assert isinstance(error, (mk.MKernelError, RuntimeError))
+    assert mk.CommTimeout("words").record is None
+
+
+def test_errors_are_what_they_say():
+    assert issubclass(mk.ArgumentError, ValueError)
+    assert issubclass(mk.Deadlock, mk.SimulatorError)
+    for error in (mk.ArgumentError, mk.CommTimeout, mk.SimulatorError, mk.TransportError):
+        assert issubclass(error, mk.MKernelError)

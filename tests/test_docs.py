@@ -1,0 +1,56 @@
+"""The documentation: its Python runs, its links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_of(page):
+    """The page's Python blocks as one program, each line where it is in the page."""
+    program, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        program.append(line if inside and not fence else "")
+        if fence:
+            inside = not inside and line.strip() == "```python"
+    return "\n".join(program) + "\n"
+
+
+def title(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page).strip()], ids=title)
+def test_python_runs(page, tmp_path):
+    # a file, since Triton reads the source of kernels; with the page's line numbers
+    path = tmp_path / f"{page.stem}.py"
+    path.write_text(python_of(page))
+    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, f"{title(page)}:\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_links(page):
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{title(page)}: [{text}] leads to {target}, which is not there"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in headings}
+            assert heading in anchors, f"{title(page)}: there is no heading #{heading} in {path or page.name}"
+
+
+def test_python_is_marked_as_such():
+    """`python` is what is run: no other name for it."""
+    for page in PAGES:
+        kinds = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+        assert not [kind for kind in kinds if kind.lower().startswith("py") and kind != "python"], title(page)
