@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import triton.language as tl
+
 import mkernel as mk
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.world import Launch
@@ -39,12 +41,16 @@ def launch(group: Group, workspace: Workspace, kernel: Any, grid: int = 1, **arg
 
 @contextmanager
 def as_cta(program_id: int = 0, num_programs: int = 1) -> Iterator[Callable[..., Any]]:
-    """Inside, jit functions that touch no memory can be called: call(function, *numbers) -> numbers."""
+    """Inside, jit functions that touch no memory can be called: call(function, *numbers) -> numbers.
+
+    Numbers that a kernel knows when it is compiled are given as tl.constexpr, or by name.
+    """
     with interpreting() as builder:
         builder.cta = SimpleNamespace(program_id=program_id, num_programs=num_programs)
 
         def call(function: Any, *numbers: int, **constants: Any) -> Any:
-            result = function(*(semantic.to_tensor(number) for number in numbers), **constants)
+            arguments = (x.value if isinstance(x, tl.constexpr) else semantic.to_tensor(x) for x in numbers)
+            result = function(*arguments, **constants)
             return tuple(int(part) for part in result) if isinstance(result, tuple) else int(result)
 
         yield call

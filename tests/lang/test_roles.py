@@ -1,115 +1,94 @@
-"""Roles: every tile is computed exactly once, whoever helps and whenever they join."""
+"""Roles: every tile is computed exactly once, helpers take what was left for them and nothing else."""
 
 import pytest
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mkernel.lang.roles import COMPUTE, INTRA, SEND, first_round, rounds_before, tile_in_round, worker_of
+from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
 
 from .harness import as_cta
 
 
-def tiles_of(cta: int, ctas: int, helpers: int, join_round: int, before: int, start: int | None = None) -> list[int]:
-    """Tiles below `before` that a CTA computes, from its first round on or from round `start`."""
+def own_tiles(cta: int, ctas: int, helpers: int, own: int, left: int) -> list[int]:
     with as_cta(cta, ctas) as call:
-        worker = call(worker_of, cta, helpers)
-        first = call(first_round, cta, helpers, join_round) if start is None else start
-        last = call(rounds_before, before, cta, helpers, join_round)
-        return [call(tile_in_round, round, worker, helpers, join_round) for round in range(first, last)]
+        return list(range(*call(own_tiles_of, cta, tl.constexpr(helpers), own, left)))
+
+
+def other_tiles(cta: int, ctas: int, helpers: int, before: int, tiles: int) -> list[int]:
+    with as_cta(cta, ctas) as call:
+        return list(range(*call(other_tiles_of, cta, tl.constexpr(helpers), before, tiles)))
 
 
 @st.composite
 def launches(draw):
     ctas = draw(st.integers(1, 9))
-    helpers = draw(st.integers(0, ctas))
-    join_round = 0 if helpers == ctas else draw(st.integers(0, 5))
-    return ctas, helpers, join_round
+    return ctas, draw(st.integers(0, ctas - 1))
 
 
 @settings(max_examples=80, deadline=None)
-@given(launch=launches(), tiles=st.integers(0, 50))
-@example(launch=(4, 4, 0), tiles=17)  # all CTAs help, nobody waits for them
-@example(launch=(4, 4, 0), tiles=0)
-@example(launch=(1, 1, 0), tiles=5)
-@example(launch=(1, 0, 0), tiles=5)
-@example(launch=(8, 3, 2), tiles=3)  # fewer tiles than CTAs
-@example(launch=(8, 3, 2), tiles=0)
-@example(launch=(8, 3, 2), tiles=10)  # exactly the rounds without helpers
-@example(launch=(8, 3, 2), tiles=11)
-@example(launch=(8, 3, 100), tiles=40)  # helpers never come
-def test_every_tile_is_computed_once(launch, tiles):
-    ctas, helpers, join_round = launch
-    done = [tile for cta in range(ctas) for tile in tiles_of(cta, ctas, helpers, join_round, tiles)]
-    assert sorted(done) == list(range(tiles))
+@given(launch=launches(), own=st.integers(0, 40), left=st.integers(0, 40))
+@example(launch=(1, 0), own=5, left=0)
+@example(launch=(2, 1), own=5, left=5)  # all of them are left to the helper
+@example(launch=(4, 3), own=2, left=2)  # fewer than helpers
+@example(launch=(8, 3), own=3, left=1)  # fewer than CTAs
+@example(launch=(8, 3), own=0, left=0)
+def test_every_own_tile_is_computed_once(launch, own, left):
+    ctas, helpers = launch
+    left = min(left, own) if helpers else 0
+    parts = [own_tiles(cta, ctas, helpers, own, left) for cta in range(ctas)]
+    assert sorted(tile for part in parts for tile in part) == list(range(own))
+    helped = sorted(tile for part in parts[:helpers] for tile in part)
+    assert helped == list(range(own - left, own)), "the last ones are the helpers'"
+
+
+@settings(max_examples=80, deadline=None)
+@given(launch=launches(), before=st.integers(0, 40), tiles=st.integers(0, 40))
+@example(launch=(1, 0), before=0, tiles=3)
+@example(launch=(9, 8), before=7, tiles=3)
+@example(launch=(9, 2), before=7, tiles=3)
+@example(launch=(9, 2), before=14, tiles=0)
+def test_every_other_tile_is_computed_once_and_not_by_helpers(launch, before, tiles):
+    ctas, helpers = launch
+    parts = [other_tiles(cta, ctas, helpers, before, tiles) for cta in range(ctas)]
+    assert sorted(tile for part in parts for tile in part) == list(range(tiles))
+    assert not any(parts[:helpers])
 
 
 @settings(max_examples=60, deadline=None)
-@given(launch=launches(), tiles=st.integers(0, 40), own=st.integers(0, 40))
-@example(launch=(3, 3, 0), tiles=9, own=3)
-@example(launch=(5, 2, 2), tiles=20, own=6)  # the first part ends with the last round without helpers
-@example(launch=(5, 2, 2), tiles=20, own=7)
-@example(launch=(5, 2, 3), tiles=4, own=2)
-def test_two_parts_of_a_launch_are_cut_cleanly(launch, tiles, own):
-    """As in all_gather_matmul: own tiles first, then the others, from the round where the CTA was."""
-    ctas, helpers, join_round = launch
-    own = min(own, tiles)
-    done = []
-    for cta in range(ctas):
-        first_part = tiles_of(cta, ctas, helpers, join_round, own)
-        with as_cta(cta, ctas) as call:
-            first = call(first_round, cta, helpers, join_round)
-            middle = max(call(rounds_before, own, cta, helpers, join_round), first)
-        second_part = tiles_of(cta, ctas, helpers, join_round, tiles, start=middle)
-        assert all(tile < own for tile in first_part)
-        assert all(tile >= own for tile in second_part)
-        done += first_part + second_part
-    assert sorted(done) == list(range(tiles))
+@given(launch=launches(), own=st.integers(0, 30), left=st.integers(0, 30), others=st.integers(0, 60))
+@example(launch=(5, 2), own=7, left=2, others=11)
+def test_both_parts_together_go_round_the_compute_ctas(launch, own, left, others):
+    """The second part goes on with the CTA that is next, so that no CTA gets two tiles more than another."""
+    ctas, helpers = launch
+    left = min(left, own) if helpers else 0
+    before = own - left
+    for cta in range(helpers, ctas):
+        first, second = own_tiles(cta, ctas, helpers, own, left), other_tiles(cta, ctas, helpers, before, others)
+        mine = first + [before + tile for tile in second]
+        assert mine == list(range(cta - helpers, before + others, ctas - helpers))
 
 
-@settings(max_examples=40, deadline=None)
-@given(launch=launches(), tile=st.integers(0, 40))
-def test_rounds_before_counts_exactly_the_rounds_with_lower_tiles(launch, tile):
-    ctas, helpers, join_round = launch
-    for cta in range(ctas):
-        with as_cta(cta, ctas) as call:
-            worker = call(worker_of, cta, helpers)
-            first = call(first_round, cta, helpers, join_round)
-            before = call(rounds_before, tile, cta, helpers, join_round)
-            assert before >= first
-            # tiles rise from round to round, so it is enough to look at both sides of the cut
-            if before > first:
-                assert call(tile_in_round, before - 1, worker, helpers, join_round) < tile
-            assert call(tile_in_round, before, worker, helpers, join_round) >= tile
+def test_helpers_share_what_was_left_evenly():
+    assert [own_tiles(cta, 8, 3, 20, 7) for cta in range(3)] == [[13, 16, 19], [14, 17], [15, 18]]
+    assert own_tiles(0, 8, 3, 20, 0) == []
 
 
-@pytest.mark.parametrize("helpers", [0, 1, 3, 8])
-def test_workers_are_numbered_compute_first(helpers):
-    ctas = 8
-    workers = []
-    for cta in range(ctas):
-        with as_cta(cta, ctas) as call:
-            workers.append(call(worker_of, cta, helpers))
-    assert sorted(workers) == list(range(ctas))
-    assert workers[helpers:] == list(range(ctas - helpers))
-
-
-@pytest.mark.parametrize("join_round", [0, 1, 4])
-def test_helpers_start_in_the_join_round_and_others_at_once(join_round):
-    with as_cta(0, 6) as call:
-        assert [call(first_round, cta, 2, join_round) for cta in range(6)] == [join_round] * 2 + [0] * 4
-
-
-def test_helpers_get_no_tile_when_they_would_come_too_late():
-    assert tiles_of(0, 4, 1, 3, 9) == []
-    assert tiles_of(0, 4, 1, 3, 12) == []
-    assert tiles_of(0, 4, 1, 3, 13) == [12]
-
-
-def test_a_cta_takes_its_tiles_in_rising_order():
-    for cta in range(7):
-        tiles = tiles_of(cta, 7, 3, 2, 60)
+@pytest.mark.parametrize("cta", range(6))
+def test_a_cta_takes_its_tiles_in_rising_order(cta):
+    for tiles in (own_tiles(cta, 6, 2, 50, 12), other_tiles(cta, 6, 2, 38, 100)):
         assert tiles == sorted(tiles)
-        assert len(tiles) > 5
+        assert tiles or cta < 2
+
+
+def test_many_tiles():
+    own, others = 1 << 20, 7 << 20
+    with as_cta(131, 132) as call:
+        first, end, step = call(own_tiles_of, 131, tl.constexpr(3), own, 1000)
+        assert (first, end, step) == (128, own - 1000, 129)
+        first, end, step = call(other_tiles_of, 131, tl.constexpr(3), own - 1000, others)
+        assert (own - 1000 + first) % 129 == 128
+        assert (end, step) == (others, 129)
 
 
 def test_roles_differ():

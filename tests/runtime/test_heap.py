@@ -292,6 +292,24 @@ def test_no_group_survives_a_failure():
     assert [ref() for ref in groups] == [None] * len(groups)
 
 
+def test_a_closed_group_leaves_nothing_running():
+    """Groups of several nodes have a network proxy, which must end with them."""
+
+    def rank(group):
+        group.barrier()
+        before = len(group.world.scheduler.tasks)
+        for _ in range(3):
+            part = group.split(0)
+            part.close()
+        seen = weakref.ref(part)
+        del part
+        gc.collect()
+        group.barrier()
+        return len(group.world.scheduler.tasks) - before, seen() is None
+
+    assert simulate(rank, nodes=2, gpus=1) == [(0, True)] * 2
+
+
 def test_a_subgroup_ends_with_its_last_reference():
     def rank(group):
         part = group.split(0)

@@ -91,6 +91,20 @@ def test_an_error_carries_its_records():
     assert mk.CommTimeout("words").record is None
 
 
+def test_the_cause_is_told_from_what_followed():
+    assert mk.CommTimeout("words", [RECORD]).is_cause
+    assert not mk.CommTimeout("words", [dataclasses.replace(RECORD, timed_out=False)]).is_cause
+    assert not mk.CommTimeout("words").is_cause
+
+
+def test_ranks_that_did_not_come_have_records_too():
+    error = records.absent("barrier", rank=2, missing=[1, 3], size=4, seconds=1.5)
+    assert [(record.rank, record.peer) for record in error.records] == [(2, 1), (2, 3)]
+    assert (error.record.signal, error.record.seen, error.record.expected) == ("call", 2, 4)
+    for words in ("barrier", "rank 2", "rank 1", "1.5 s", "[1, 3]"):
+        assert words in str(error)
+
+
 def test_errors_are_what_they_say():
     assert issubclass(mk.ArgumentError, ValueError)
     assert issubclass(mk.Deadlock, mk.SimulatorError)

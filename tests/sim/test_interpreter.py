@@ -303,6 +303,22 @@ def test_a_truth_value_as_argument(flag, expected):
     assert out.item() == expected
 
 
+def kernel_with(step: tl.constexpr):
+    @triton.jit
+    def kernel(out):
+        tl.store(out, step + 1)
+
+    return kernel
+
+
+def test_kernels_may_use_constants_around_them():
+    """Triton's compiler knows the names of the function that a kernel was defined in."""
+    for step in (4, 7):
+        out = torch.zeros(1, dtype=torch.int32)
+        run(kernel_with(tl.constexpr(step)), out=out)
+        assert out.item() == step + 1
+
+
 def in_a_new_process(source: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],

@@ -1,14 +1,16 @@
-"""Roles: what a CTA does follows from its program id, and who computes which tile from a schedule.
+"""Roles: what a CTA does follows from its program id, and so do the tiles that it computes.
 
 The CTAs of a launch are numbered by role, those that others wait for first: `send` (post requests
 to other nodes), `intra` (copy over NVLink), then `compute`. Within a rank no CTA waits for one with
 a higher program id, so a launch would finish even if its CTAs ran one after the other.
 
-A CTA whose transfers are done joins the compute. Who computes what is fixed before the launch: in
-the first `join_round` rounds the tiles go round the compute CTAs only, afterwards round all CTAs.
-The alternative, an atomic counter that hands out tiles, was measured and lost: its `while` loop
-keeps Triton from overlapping one tile's store with the next tile's loads (0.86-0.89 of the floor
-against 0.92 for 4 ranks), and it makes the order of tiles differ from run to run.
+A CTA whose transfers are done joins the compute. It takes tiles of the rank's own rows, which were
+left for it: those need nothing from anybody. If it took tiles of other ranks' rows, it would wait for
+copies that higher program ids of those ranks make, and two ranks could wait for each other.
+
+Who computes what is fixed before the launch. The alternative, an atomic counter that hands out
+tiles, was measured and lost: its `while` loop keeps Triton from overlapping one tile's store with
+the next tile's loads, and it makes the order of tiles differ from run to run.
 """
 
 import triton
@@ -20,36 +22,22 @@ COMPUTE = tl.constexpr(2)
 
 
 @triton.jit
-def worker_of(cta, helpers):
-    """The CTA's number among the workers: the compute CTAs come first, the helpers (send and intra
-    CTAs, which have the lowest program ids) behind them."""
-    return tl.where(cta < helpers, tl.num_programs(0) - helpers + cta, cta - helpers)
+def own_tiles_of(cta, helpers, own, left):
+    """(first, end, step): which of the rank's `own` tiles this CTA computes. The last `left` of them
+    are for the helpers, the CTAs with the lowest program ids; the others go round the compute CTAs."""
+    compute = tl.num_programs(0) - helpers
+    helps = cta < helpers
+    first = tl.where(helps, own - left + cta, cta - helpers)
+    end = tl.where(helps, own, own - left)
+    step = tl.where(helps, max(helpers, 1), compute)
+    return first, end, step
 
 
 @triton.jit
-def first_round(cta, helpers, join_round):
-    """The round in which this CTA computes its first tile."""
-    return tl.where(cta < helpers, join_round, 0)
-
-
-@triton.jit
-def tile_in_round(round, worker, helpers, join_round):
-    """The number of the tile that `worker` computes in `round`."""
-    ctas = tl.num_programs(0)
-    early = round * (ctas - helpers) + worker
-    late = join_round * (ctas - helpers) + (round - join_round) * ctas + worker
-    return tl.where(round < join_round, early, late)
-
-
-@triton.jit
-def rounds_before(tile, cta, helpers, join_round):
-    """How many rounds this CTA's tiles with numbers below `tile` take, counted from round 0; so
-    `range(first_round, rounds_before(tiles))` are its rounds in a launch of `tiles` tiles."""
-    ctas = tl.num_programs(0)
-    worker = worker_of(cta, helpers)
-    alone = ctas - helpers
-    shared = join_round * alone
-    late = join_round + (tl.maximum(tile - shared - worker, 0) + ctas - 1) // ctas
-    early = (tl.maximum(tile - worker, 0) + tl.maximum(alone, 1) - 1) // tl.maximum(alone, 1)
-    rounds = tl.where(tile > shared, late, early)
-    return tl.where((tile <= shared) & (cta < helpers), first_round(cta, helpers, join_round), rounds)
+def other_tiles_of(cta, helpers, before, tiles):
+    """(first, end, step): which of the other `tiles` this CTA computes. They go on round the compute
+    CTAs where the first `before` tiles ended; helpers get none."""
+    compute = tl.num_programs(0) - helpers
+    turn = (cta - helpers + compute - before % compute) % compute
+    first = tl.where(cta < helpers, tiles, turn)
+    return first, tiles, compute

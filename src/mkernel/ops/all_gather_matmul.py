@@ -13,7 +13,8 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
   chunk. Then it does the same with the rows that arrive from other nodes, so the node spreads them.
 - `compute`: takes tiles in the order in which their rows arrive: its own rows, those of the node,
   those of other nodes. Before the first use of rows it waits for their chunks.
-- send and intra CTAs join the compute in round `join_round` (see lang/roles.py).
+- send and intra CTAs join the compute when they are done, with tiles of the rank's own rows that were
+  left for them (see lang/roles.py).
 
 What is signalled. `entered[rank]`: that rank has begun epoch e, so it has left e-1. `arrived[parity,
 rank, chunk]`: the chunk of that rank's rows is in my workspace. Both hold epochs and only grow.
@@ -32,7 +33,7 @@ the launch of any rank waits only for launches of the same epoch or the one befo
 timeout all the same.
 
 What it costs. FLOPs 2*world*m*n*k; each rank writes (gpus-1)*nodes*m*k elements over NVLink and
-(nodes-1)*m*k over the network, and its CTAs that copy are lost to the compute until `join_round`.
+(nodes-1)*m*k over the network, and its CTAs that copy are lost to the compute until they join it.
 Workspace: 2*world*m*k elements per rank.
 
 Ways that lost. Pulling (each rank reads from its peers) needs a's rows in the symmetric heap and
@@ -56,7 +57,7 @@ from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.requests import post, wait_sent
-from mkernel.lang.roles import COMPUTE, INTRA, SEND, first_round, rounds_before, tile_in_round, worker_of
+from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -211,29 +212,29 @@ def _compute(
     context, rows_of_a, a, a_stride, b, c, gathered_out,
     epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
     b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
-    first, last, worker, helpers, join_round, tiles_before,
-    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, OWN: tl.constexpr, GATHERED_OUT: tl.constexpr,
+    first, end, step,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    OWN: tl.constexpr, STAGED: tl.constexpr, GATHERED_OUT: tl.constexpr,
     A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of rounds first..last-1. OWN: they are all of this rank's rows, which are
-    read where the caller has them; else rows are read from the workspace, as they arrive there.
-    `tiles_before` is the number of tiles of rows that are not read from the workspace."""
+    """Compute tiles first, first+step, ... below end. OWN: they are tiles of this rank's rows, which
+    are read where the caller has them; else rows are read from the workspace, as they arrive there:
+    those of all other ranks, and this rank's own too if they were STAGED there."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
     blocks = tl.cdiv(m, TILE_M)
     column_blocks = tl.cdiv(n, TILE_N)
-    for round in tl.range(first, last):
-        tile = tile_in_round(round, worker, helpers, join_round)
+    skipped = 0 if STAGED else 1  # ranks whose rows do not come through the workspace
+    for tile in tl.range(first, end, step):
         if OWN:
             source = rank
             block, column_block = grouped(tile, blocks, column_blocks, GROUP)
         else:
-            places_before = tiles_before // column_blocks
-            place, column_block = grouped(tile - tiles_before, blocks * SIZE - places_before, column_blocks, GROUP)
-            source, block = arriving(place + places_before, rank, blocks, SIZE, GPUS)
+            place, column_block = grouped(tile, blocks * (SIZE - skipped), column_blocks, GROUP)
+            source, block = arriving(place + blocks * skipped, rank, blocks, SIZE, GPUS)
         row = block * TILE_M
         column = column_block * TILE_N
         missing = 0.0
@@ -288,7 +289,7 @@ def all_gather_matmul_kernel(
     context,
     own, a, a_stride, a_column_stride, a_segment, a_offset, gathered, b, b_row_stride, b_column_stride,
     c, c_row_stride, c_column_stride, gathered_out, gathered_stride,
-    m, n, k, row_stride, data_start, half, chunk_rows, chunks, join_round, nanoseconds_per_mib,
+    m, n, k, row_stride, data_start, half, chunk_rows, chunks, join_tiles, nanoseconds_per_mib,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     SENDERS: tl.constexpr, INTRAS: tl.constexpr, STAGED: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr,
     GATHERED_OUT: tl.constexpr, PACED: tl.constexpr,
@@ -315,28 +316,28 @@ def all_gather_matmul_kernel(
             DTYPE, SIZE, GPUS, FLAT, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
 
-    own_tiles = tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
-    tiles_before = own_tiles * 0 if STAGED else own_tiles
-    worker = worker_of(cta, helpers)
-    first = first_round(cta, helpers, join_round)
+    tiles = tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
+    before = tiles * 0
     if not STAGED:
-        middle = tl.maximum(rounds_before(own_tiles, cta, helpers, join_round), first)
+        left = tl.minimum(join_tiles * helpers, tiles)
+        before = tiles - left
+        first, end, step = own_tiles_of(cta, helpers, tiles, left)
         _compute(
             context, own, a, a_stride, b, c, gathered_out,
             epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
             b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
-            first, middle, worker, helpers, join_round, tiles_before,
-            DTYPE, SIZE, GPUS, True, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
+            first, end, step,
+            DTYPE, SIZE, GPUS, True, STAGED, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
             PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
-        first = middle
     if STAGED or SIZE > 1:
+        first, end, step = other_tiles_of(cta, helpers, before, tiles * (SIZE if STAGED else SIZE - 1))
         _compute(
             context, gathered, a, a_stride, b, c, gathered_out,
             epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
             b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
-            first, rounds_before(own_tiles * SIZE, cta, helpers, join_round), worker, helpers, join_round, tiles_before,
-            DTYPE, SIZE, GPUS, False, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
+            first, end, step,
+            DTYPE, SIZE, GPUS, False, STAGED, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
             PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
     finish(context, epoch)
@@ -363,7 +364,7 @@ class Plan:
         c = self.config
         head = (
             f"all_gather_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs "
-            f"({c.send_ctas} send, {c.intra_ctas} intra, joining the compute in round {c.join_round}), "
+            f"({c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done), "
             f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
@@ -417,10 +418,12 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
     intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, link, most) if gpus > 1 else 0)
     helpers = send_ctas + intra_ctas
-    ctas = pick("ctas", max(min(most, tiles + helpers), helpers, 1))
+    ctas = pick("ctas", min(most, max(tiles, 1) + helpers))
     push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
     done = math.ceil(push_seconds / tile_seconds) + 1 if group.device.type == "cuda" else 1
-    join_round = pick("join_round", planning.join_round_for(tiles, ctas, helpers, done) if ctas > helpers > 0 else 0)
+    join_tiles = pick(
+        "join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if helpers and not staged else 0
+    )
     reasons.append(
         f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
         f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
@@ -428,7 +431,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     resolved = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
         stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
-        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_round=0 if ctas == helpers else join_round,
+        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=join_tiles,
         chunk_rows=pick("chunk_rows", planning.rows_per_chunk(m, tile_m, intra_ctas)),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip
@@ -488,7 +491,7 @@ def _launch(
         c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
         gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
         m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
-        chunk_rows=c.chunk_rows, chunks=plan.chunks, join_round=c.join_round,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, join_tiles=c.join_tiles,
         nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,

@@ -12,7 +12,7 @@ class Config:
     tile_m, tile_n, tile_k: the tile of the GEMM. group_m: row blocks that are computed together, so
     that CTAs share what they load. stages, warps: Triton's num_stages and num_warps.
     ctas: CTAs of a launch; send_ctas, intra_ctas: how many of them post to the network and copy over
-    NVLink. join_round: after how many rounds of tiles those join the compute.
+    NVLink; the others compute. join_tiles: how many tiles each of those computes when it is done.
     chunk_rows: rows that are transferred and signalled at a time.
     copy_bytes: bytes that a copying CTA has in flight.
     """
@@ -26,7 +26,7 @@ class Config:
     ctas: int | None = None
     send_ctas: int | None = None
     intra_ctas: int | None = None
-    join_round: int | None = None
+    join_tiles: int | None = None
     chunk_rows: int | None = None
     copy_bytes: int | None = None
 
@@ -44,6 +44,6 @@ class Settings:
     ctas: int
     send_ctas: int
     intra_ctas: int
-    join_round: int
+    join_tiles: int
     chunk_rows: int
     copy_bytes: int

@@ -48,18 +48,14 @@ def copiers_for(pushed: int, compute_seconds: float, link: float, ctas: int) -> 
     return max(min(in_time, useful, ctas // 4), 1)
 
 
-def join_round_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
-    """When the helpers should join the compute, if their transfers take `done` rounds: as late as
-    possible without adding a round, since a helper that is late holds up the last round; but in time to
-    take a share of the last one."""
-
-    def rounds(join: int) -> int:
-        return join + math.ceil(max(tiles - join * (ctas - helpers), 0) / ctas)
-
-    latest = done = min(done, max(math.ceil(tiles / (ctas - helpers)) - 2, 0))
-    while rounds(latest + 1) == rounds(done) and (latest + 1) * (ctas - helpers) <= tiles:
-        latest += 1
-    return latest
+def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
+    """How many tiles each helper should compute, if its transfers take as long as `done` tiles, so that
+    all CTAs end together; at least one, since the last round is rarely full."""
+    compute = ctas - helpers
+    rounds = max(math.ceil(tiles / ctas), 1)
+    while compute * rounds + helpers * max(rounds - done, 1) < tiles:
+        rounds += 1
+    return max(rounds - done, 1)
 
 
 def rows_per_chunk(m: int, tile_m: int, copiers: int) -> int:
@@ -86,9 +82,11 @@ def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int)
     for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):
         if getattr(config, name) < least:
             raise ArgumentError(f"config.{name} must be at least {least} for this group and these tensors")
-    helpers = config.send_ctas + config.intra_ctas
-    if config.ctas < max(helpers, 1):
-        raise ArgumentError(f"config.ctas is {config.ctas}, but send_ctas + intra_ctas need {max(helpers, 1)}")
+    least = config.send_ctas + config.intra_ctas + 1
+    if config.ctas < least:
+        raise ArgumentError(
+            f"config.ctas is {config.ctas}, but must be at least {least}: send_ctas + intra_ctas, and one that computes"
+        )
     if config.ctas > max_ctas:
         raise ArgumentError(
             f"config.ctas is {config.ctas}, but only {max_ctas} CTAs of this rank can run at the same time; "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,17 @@ class SimWorld:
         self.scheduler.add(proxy)
 
     # -- launches
+
+    @contextlib.contextmanager
+    def stream(self, rank: int, name: Hashable) -> Iterator[None]:
+        """Inside, the rank's launches go to a stream of that name, and calls return before they are
+        done, as on a GPU; `group.synchronize()` waits for them. Outside, a call returns when it is
+        done, as calls on CPU tensors do."""
+        self._streams[rank].append(name)
+        try:
+            yield
+        finally:
+            self._streams[rank].pop()
 
     def stream_key(self, rank: int) -> Hashable:
         stack = self._streams[rank]

@@ -1,0 +1,34 @@
+"""Deliberately broken copies of an operator: the device vocabulary and the operator's file are copied
+under another name, with texts replaced, and imported from there."""
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+
+import mkernel
+
+_numbers = itertools.count()
+
+
+def mutated(folder, op, *replacements):
+    """Copy lang/ and ops/<op>.py into a package in `folder`, applying (file, old, new) replacements;
+    `file` is a name like "signals" or the operator's. Returns the copied operator's module."""
+    source = Path(mkernel.__file__).parent
+    name = f"mutant_{next(_numbers)}"
+    package = Path(folder) / name
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    files = {path.stem: path for path in (source / "lang").glob("*.py") if path.stem != "__init__"}
+    files[op] = source / "ops" / f"{op}.py"
+    texts = {stem: path.read_text() for stem, path in files.items()}
+    for stem, old, new in replacements:
+        assert old in texts[stem], f"{stem}.py does not contain {old!r}"
+        texts[stem] = texts[stem].replace(old, new)
+    for stem, text in texts.items():
+        (package / f"{stem}.py").write_text(text.replace("mkernel.lang.", f"{name}."))
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(f"{name}.{op}")
+    finally:
+        sys.path.remove(str(folder))
