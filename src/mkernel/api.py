@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,19 +20,32 @@ def init(
 ) -> Group:
     """Make the group of this process, and make it the current one.
 
-    So far a group of one rank: on the current GPU, or simulated where there is none. Several
-    processes (torchrun) need the network transports, which are not there yet; several ranks in one
-    process are `mk.spawn`.
+    Under torchrun, or with a process group: the group of all its ranks, as processes on CPUs of one
+    machine (several nodes, and GPUs in several processes, need the network transports, which are not
+    there yet). Otherwise a group of one rank: on the current GPU, or simulated where there is none.
+    Several ranks in one process are `mk.spawn`.
+
+    Args:
+        process_group: any torch.distributed process group; the default one if None. It is made, with
+            gloo, if torchrun started this process and nobody has made it yet.
+        transport: how nodes talk to each other; "auto" takes what is there.
+        timeout: seconds that a wait may last.
+        gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """
     if timeout <= 0:
         raise ArgumentError(f"timeout must be more than 0 seconds, got {timeout}")
-    several = process_group is not None and process_group.size() > 1
-    if several or (torch.distributed.is_available() and torch.distributed.is_initialized() and
-                   torch.distributed.get_world_size() > 1):  # fmt: skip
-        raise MKernelError("mk.init() of several processes is not supported yet; mk.spawn runs several ranks in one")
-    if transport != "auto" or gpus_per_node not in (None, 1):
+    distributed = torch.distributed.is_available()
+    if distributed and not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group("gloo")
+    if distributed and torch.distributed.is_initialized() and torch.distributed.get_world_size(process_group) > 1:
+        if torch.cuda.is_available():
+            raise MKernelError("several processes with GPUs are not supported yet; mk.spawn runs several ranks in one")
+        from mkernel.runtime import processes
+
+        group = processes.init(process_group, gpus_per_node, transport, timeout)
+    elif transport != "auto" or gpus_per_node not in (None, 1):
         raise ArgumentError("transport and gpus_per_node are for groups of several processes")
-    if torch.cuda.is_available():
+    elif torch.cuda.is_available():
         from mkernel.runtime.cuda import CudaWorld
         from mkernel.runtime.world import Links
 

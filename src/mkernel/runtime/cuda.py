@@ -126,6 +126,12 @@ class CudaWorld:
         torch.cuda.current_stream(self._devices[rank]).synchronize()
         return memory
 
+    def share(self, rank: int, memory: torch.Tensor) -> int:
+        return memory.data_ptr()
+
+    def address_of(self, rank: int, shared: int) -> int:
+        return shared
+
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
 

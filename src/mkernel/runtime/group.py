@@ -240,7 +240,7 @@ class Group:
 
     def _make_workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
         segment = self.heap.allocate(-(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes)
-        state = self.world.allocate(self.world_rank, 64).view(torch.int64)
+        state = self.world.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank
         table[words.SIZE.value] = self.size

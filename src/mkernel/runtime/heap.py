@@ -60,9 +60,10 @@ class Heap:
             )
         self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
-        addresses = group.exchange("addresses", memory.data_ptr())
+        shared = group.exchange("heap", group.world.share(group.world_rank, memory))
         mapped = [
-            address if group.topology.node_of(rank) == group.node else 0 for rank, address in enumerate(addresses)
+            group.world.address_of(group.world_rank, theirs) if group.topology.node_of(rank) == group.node else 0
+            for rank, theirs in enumerate(shared)
         ]
         segment = Segment(self._next, memory, mapped)
         self._next += 1

@@ -66,6 +66,12 @@ class World(Protocol):
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         """Zeroed bytes that other ranks of the node can address."""
 
+    def share(self, rank: int, memory: torch.Tensor) -> Any:
+        """What another rank needs to address memory that `allocate` gave."""
+
+    def address_of(self, rank: int, shared: Any) -> int:
+        """The address, for this rank's kernels, of what another rank of its node has shared."""
+
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         """64-bit words in the memory of the rank's device."""
 

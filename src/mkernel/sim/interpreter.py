@@ -129,18 +129,18 @@ class Builder(base.InterpreterBuilder):
         operation = self.ir_rmw_op_to_interpreter_rmw_op[rmwOp]
         # waiting CTAs read by adding nothing, and keep the newest time by a maximum
         only_looks = (rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()) or rmwOp == _ir.ATOMIC_OP.MAX
-        relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
+        order = self.ir_sem_to_interpreter_sem[sem]
 
         def act():
-            return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, relaxed)
+            return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, order)
 
         return base.TensorHandle(self._atomic(ptr, sem, only_looks, act), val.dtype.scalar)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
-        relaxed = self.ir_sem_to_interpreter_sem[_ir.MEM_SEMANTIC.RELAXED]
+        order = self.ir_sem_to_interpreter_sem[sem]
 
         def act():
-            return _native.atomic_cas(ptr.data, cmp.data, val.data, relaxed)
+            return _native.atomic_cas(ptr.data, cmp.data, val.data, order)
 
         return base.TensorHandle(self._atomic(ptr, sem, False, act), cmp.dtype.scalar)
 

@@ -13,6 +13,7 @@ rank that is slow, but alive, never times out.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from mkernel.sim.memory import Memory, View
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time
 LAST_TICK = 10**17
+IDLE_SECONDS = 2e-5
 START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
 
@@ -270,3 +272,18 @@ class Scheduler:
             if not task.greenlet.dead:
                 task.greenlet.throw()
         self.tasks.clear()
+
+
+class RealTimeScheduler(Scheduler):
+    """For a rank whose peers are other processes: when none of its own tasks can run, it is their
+    turn, so the clock is the real one."""
+
+    def __init__(self, seed: int, options: Options, builder: Builder):
+        super().__init__(seed, options, builder)
+        self.clock = time.monotonic_ns()
+        self.on_idle: Callable[[], None] = lambda: None
+
+    def _nothing_can_run(self) -> None:
+        self.on_idle()
+        time.sleep(IDLE_SECONDS)
+        self.clock = time.monotonic_ns()

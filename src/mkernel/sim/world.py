@@ -74,13 +74,15 @@ class RunningLaunch:
 class SimWorld:
     """The simulator's world; see runtime/world.py for what each method promises."""
 
+    scheduler_type = Scheduler
+
     def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
         self.size = nodes * gpus_per_node
         self.gpus_per_node = gpus_per_node
         self.links = Links()
         self.seed = seed
         self.options = options
-        self.scheduler = Scheduler(seed, options, builder)
+        self.scheduler = self.scheduler_type(seed, options, builder)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
         self._mail: dict[Hashable, dict[int, Any]] = {}
@@ -140,6 +142,12 @@ class SimWorld:
         memory = memory[start : start + nbytes]
         self._allow(memory)
         return memory
+
+    def share(self, rank: int, memory: torch.Tensor) -> int:
+        return memory.data_ptr()
+
+    def address_of(self, rank: int, shared: int) -> int:
+        return shared
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         table = self.host_words(rank, len(words))

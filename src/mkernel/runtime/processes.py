@@ -1,0 +1,158 @@
+"""Ranks as processes on CPUs, started by torchrun or anything else that makes a process group.
+
+Each process runs the CTAs of its own rank on the interpreter. What the ranks of a node share lies in
+shared memory; nodes talk over TCP, through the same native proxy that serves GPUs. So everything but
+the GPU itself is the real thing, and can be tried on a laptop.
+
+The process group is only used to start: its store carries what ranks tell each other while they set
+things up. Shared memory has no name in the file system (peers open it through its owner's /proc
+entry), so nothing is left behind, however a process ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import pickle
+import socket
+import time
+import weakref
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mkernel.runtime import records
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.sim.scheduler import Options, RealTimeScheduler
+from mkernel.sim.world import InlineWorld
+
+
+class ProcessWorld(InlineWorld):
+    """The world of processes on CPUs; see runtime/world.py for what each method promises."""
+
+    scheduler_type = RealTimeScheduler
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float
+    ):
+        self.rank = dist.get_rank(process_group)
+        size = dist.get_world_size(process_group)
+        super().__init__(size, 1, self.rank, Options(), None)
+        self._store = dist.PrefixStore(_job_name(), dist.distributed_c10d._get_default_store())
+        self._files: dict[int, int] = {}  # address of shared memory -> its file descriptor
+        self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
+        self._just_mapped: list[torch.Tensor] = []
+        self._last_name: dict[tuple[int, ...], str] = {}
+        if gpus_per_node is not None:
+            if gpus_per_node < 1 or size % gpus_per_node:
+                raise ArgumentError(
+                    f"gpus_per_node is {gpus_per_node}, which does not divide the {size} ranks of the group"
+                )
+            self._nodes = [rank // gpus_per_node for rank in range(size)]
+        else:
+            hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", _host_name(), timeout)
+            self._nodes = [hosts.index(host) for host in hosts]
+        if transport not in ("auto", "tcp"):
+            raise ArgumentError(f"transport must be 'auto' or 'tcp' for processes on CPUs, got {transport!r}")
+
+    def node_of(self, rank: int) -> int:
+        return self._nodes[rank]
+
+    def exchange(
+        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
+    ) -> list[Any]:
+        def name(member: int) -> str:
+            return f"{key!r}/{member}"
+
+        self._store.set(name(rank), pickle.dumps(value))  # type: ignore[arg-type]
+        begun = time.monotonic()
+        values = []
+        for member in members:
+            left = max(timeout - (time.monotonic() - begun), 0.001)
+            try:
+                self._store.wait([name(member)], timedelta(seconds=left))
+            except (RuntimeError, dist.DistError) as silence:
+                missing = [i for i, other in enumerate(members) if not self._store.check([name(other)])]
+                waited = time.monotonic() - begun
+                raise records.absent(what, list(members).index(rank), missing, len(members), waited) from silence
+            values.append(pickle.loads(self._store.get(name(member))))
+        # all members are here, so all have read what was exchanged before
+        previous, self._last_name[tuple(members)] = self._last_name.get(tuple(members)), name(rank)
+        if previous is not None:
+            self._store.delete_key(previous)
+        return values
+
+    # -- memory
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        handle = os.memfd_create("mkernel")
+        os.ftruncate(handle, max(nbytes, 1))
+        memory = self._map(handle, nbytes)
+        self._files[memory.data_ptr()] = handle
+        weakref.finalize(memory.untyped_storage(), _close, self._files, memory.data_ptr())
+        return memory
+
+    def _map(self, handle: int, nbytes: int) -> torch.Tensor:
+        memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        self._allow(memory)
+        return memory
+
+    def host_words(self, rank: int, count: int) -> torch.Tensor:
+        return super().allocate(rank, count * 8).view(torch.int64)
+
+    def share(self, rank: int, memory: torch.Tensor) -> Any:
+        return os.getpid(), self._files[memory.data_ptr()], memory.data_ptr(), memory.numel()
+
+    def address_of(self, rank: int, shared: Any) -> int:
+        process, file, address, nbytes = shared
+        if process == os.getpid():
+            return address
+        handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        try:
+            self._just_mapped.append(self._map(handle, nbytes))
+        finally:
+            os.close(handle)
+        return self._just_mapped[-1].data_ptr()
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        super().register(group, segment, memory)
+        if memory is None:
+            self._mapped.pop((group.name, segment), None)
+        else:
+            self._mapped[group.name, segment] = self._just_mapped
+            self._just_mapped = []
+
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        raise ArgumentError("several nodes of processes need the network transports, which are not there yet")
+
+
+def _close(files: dict[int, int], address: int) -> None:
+    os.close(files.pop(address))
+
+
+_jobs = itertools.count()
+
+
+def _job_name() -> str:
+    """Every mk.init() of a process has its own names in the store; ranks make them in the same order."""
+    return f"mkernel/{next(_jobs)}"
+
+
+def _host_name() -> str:
+    """Names this machine: the same in all of its processes, different from every other machine's."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()}/{file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def init(process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float) -> Group:
+    """The group of all ranks of a process group."""
+    world = ProcessWorld(process_group, gpus_per_node, transport, timeout)
+    return Group(world, range(world.size), world.rank, timeout=timeout, name="world")

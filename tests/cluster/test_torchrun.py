@@ -1,0 +1,101 @@
+"""Several processes on CPUs, started by torchrun, in one node."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+def torchrun(tmp_path, program, ranks, seconds=90, expected=0):
+    """Run a program on so many ranks; what it printed."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    environment = dict(os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {seconds} s:\n{output}")
+    assert process.returncode == expected, output
+    return output
+
+
+CALLS = """
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=60.0)
+    assert (group.size, group.nodes) == ({ranks}, 1)
+    for i, (m, n, k) in enumerate([(33, 20, 17), (5, 40, 32), (33, 20, 17)]):
+        torch.manual_seed(100 * i + group.rank)
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+        y, gathered = mk.all_gather_matmul(a, b, return_gathered=True)
+        everyone = torch.cat(group.exchange("a", a))
+        assert torch.equal(gathered, everyone)
+        error = (y.double() - everyone.double() @ b.double()).abs().max().item()
+        assert error <= 4 * k**0.5 * torch.finfo(a.dtype).eps, error
+    x = mk.empty(16, 16).fill_(1)
+    half = group.split(group.rank % 2)
+    assert (mk.all_gather_matmul(x, x, group=half) == 16).all()
+    group.close()
+    print("right on rank", group.rank)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_in_one_node(tmp_path, ranks):
+    output = torchrun(tmp_path, CALLS.format(ranks=ranks), ranks)
+    assert output.count("right on rank") == ranks
+
+
+def test_silent_process_is_named_and_the_others_go_on(tmp_path):
+    program = """
+        import os, signal, time
+        import torch
+        import mkernel as mk
+
+        group = mk.init(timeout=3.0)
+        a = torch.ones(16, 16)
+        assert (mk.all_gather_matmul(a, a) == 16).all()
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(9.0)
+        else:
+            begun = time.monotonic()
+            try:
+                mk.all_gather_matmul(a, a)
+            except mk.CommTimeout as timeout:
+                assert timeout.record.peer == 1, timeout
+                assert timeout.record.seen < timeout.record.expected
+                assert time.monotonic() - begun < 6.0
+            left = group.subset([0, 2])
+            assert (mk.all_gather_matmul(a, a, group=left) == 16).all()
+            print("went on without rank 1:", group.rank)
+            os._exit(0)
+    """
+    output = torchrun(tmp_path, program, 3)
+    assert output.count("went on without rank 1") == 2
+
+
+def test_nodes_must_divide_the_ranks(tmp_path):
+    program = """
+        import mkernel as mk
+
+        try:
+            mk.init(gpus_per_node=2)
+        except mk.ArgumentError as refusal:
+            assert "does not divide" in str(refusal)
+            print("refused")
+    """
+    assert torchrun(tmp_path, program, 3).count("refused") == 3
