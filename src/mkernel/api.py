@@ -11,6 +11,8 @@ import torch
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current, set_current
+from mkernel.runtime.planning import check_timeout
+from mkernel.runtime.spawn import simulator_is_there
 
 _EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
 
@@ -32,16 +34,15 @@ def init(
         timeout: seconds that a wait may last.
         gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """
-    if timeout <= 0:
-        raise ArgumentError(f"timeout must be more than 0 seconds, got {timeout}")
+    check_timeout(timeout)
     distributed = torch.distributed.is_available()
     if distributed and not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.init_process_group("gloo")
     if distributed and torch.distributed.is_initialized() and torch.distributed.get_world_size(process_group) > 1:
         if torch.cuda.is_available():
             raise MKernelError("several processes with GPUs are not supported yet; mk.spawn runs several ranks in one")
-        from mkernel.runtime import processes
-
+        with simulator_is_there():
+            from mkernel.runtime import processes
         group = processes.init(process_group, gpus_per_node, transport, timeout)
     elif transport != "auto" or gpus_per_node not in (None, 1):
         raise ArgumentError("transport and gpus_per_node are for groups of several processes")
@@ -51,8 +52,8 @@ def init(
 
         group = Group(CudaWorld(1, Links()), [0], 0, timeout=timeout, name="world")
     else:
-        from mkernel.sim.world import single_rank
-
+        with simulator_is_there():
+            from mkernel.sim.world import single_rank
         group = single_rank(timeout)
     set_current(group)
     return group

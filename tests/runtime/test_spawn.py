@@ -129,15 +129,6 @@ def test_arguments_for_several_processes(arguments):
         mk.init(**arguments)
 
 
-def test_several_processes_are_not_there_yet():
-    class Processes:
-        def size(self):
-            return 2
-
-    with pytest.raises(mk.MKernelError, match="several processes"):
-        mk.init(Processes())
-
-
 @triton.jit
 def outside(x):
     if tl.program_id(0) == 1:
@@ -189,6 +180,21 @@ def test_explain_refuses_what_the_operator_refuses():
 def test_explain_needs_a_group():
     with pytest.raises(mk.MKernelError, match="there is no group"):
         mk.explain("all_gather_matmul", torch.ones(4, 5), torch.ones(5, 7))
+
+
+@pytest.mark.parametrize("join_tiles", [2**30, 2**31, 2**40])
+def test_numbers_that_kernels_can_not_count_to(join_tiles):
+    """The kernel multiplies join_tiles by the number of helpers, in 32 bits: such a config is cut or refused."""
+
+    def rank(group):
+        config = mk.Config(join_tiles=join_tiles, intra_ctas=2)
+        try:
+            plan = mk.explain("all_gather_matmul", torch.ones(64, 32), torch.ones(32, 32), config=config)
+        except mk.ArgumentError as error:
+            return "join_tiles" in str(error)
+        return plan.config.join_tiles * (plan.config.send_ctas + plan.config.intra_ctas) < 2**31
+
+    assert mk.spawn(rank, device="cpu") == [True, True]
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 32, 8), (32, 0, 8), (32, 32, 0), (0, 0, 0)])

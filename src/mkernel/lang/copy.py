@@ -46,7 +46,9 @@ def push_rows(
             i = row + tl.arange(0, ROWS)[:, None]
             j = column + tl.arange(0, COLUMNS)[None, :]
             inside = (i < rows) & (j < columns)
-            block = tl.load(source + i.to(tl.int64) * source_stride + j * source_column_stride, mask=inside)
+            block = tl.load(
+                source + i.to(tl.int64) * source_stride + j.to(tl.int64) * source_column_stride, mask=inside
+            )
             for peer in tl.static_range(COUNT):
                 target = segment_of(context, base + (first + peer) % modulus, DTYPE)
                 tl.store(target + offset + i.to(tl.int64) * stride + j, block, mask=inside)

@@ -431,7 +431,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     resolved = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
         stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
-        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=join_tiles,
+        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(join_tiles, tiles),
         chunk_rows=pick("chunk_rows", planning.rows_per_chunk(m, tile_m, intra_ctas)),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip

@@ -144,6 +144,9 @@ class CudaWorld:
     def opened(self, group: Group) -> None:
         self.groups[group.world_rank].add(group)
 
+    def closed(self, group: Group) -> None:
+        pass
+
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         pass  # peers read and write each other's memory by address
 

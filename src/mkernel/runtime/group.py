@@ -71,7 +71,7 @@ class Group:
         self.topology = Topology.of([world.node_of(member) for member in self.members])
         self.device = world.device(world_rank)
         self._exchanges = 0
-        self._subgroups = 0
+        self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: CommTimeout | None = None
         self._closed = False
         self._agreed: set[Hashable] = set()
@@ -127,7 +127,6 @@ class Group:
         """
         votes = self.exchange("split", (color, key))
         if color is None:
-            self._subgroups += 1
             return None
         chosen = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
         return self.subset([rank for _, rank in chosen])
@@ -136,9 +135,9 @@ class Group:
         """A group of some ranks of this one, in the given order. Only they take part, so those that
         are left can go on after a rank was lost."""
         self._check_ranks(ranks)
-        self._subgroups += 1
-        members = [self.members[rank] for rank in ranks]
-        name = (self.name, self._subgroups, tuple(members))
+        members = tuple(self.members[rank] for rank in ranks)
+        self._subgroups[members] = self._subgroups.get(members, 0) + 1
+        name = (self.name, members, self._subgroups[members])
         return Group(self.world, members, self.world_rank, timeout=self.timeout, name=name)
 
     def _check_ranks(self, ranks: Sequence[int]) -> None:
@@ -185,6 +184,7 @@ class Group:
             if self._broken is None:
                 self._workspaces.clear()
                 self.heap.close()
+            self.world.closed(self)
 
     # -- what operators ask for
 

@@ -32,7 +32,7 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: b
     if device.type != "cuda":
         return TileDefaults(32, 32, 32, group_m=2, stages=1, warps=4, copy_bytes=1024)
     if dtype == torch.float32:
-        return TileDefaults(64, 64, 32, group_m=8, stages=3, warps=4, copy_bytes=16384)
+        return TileDefaults(64, 64, 32, group_m=8, stages=3, warps=8, copy_bytes=16384)
     if described and n > 128:
         return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
     # pointers for a 128 x 256 tile do not fit into the registers
@@ -60,8 +60,14 @@ def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
 
 def rows_per_chunk(m: int, tile_m: int, copiers: int) -> int:
     """A tile's rows, or fewer where that would leave copiers without work."""
-    share = -(-m // max(4 * copiers, 1))
+    share = max(-(-m // max(4 * copiers, 1)), 1)
     return tile_m if share >= tile_m else max(1 << (share.bit_length() - 1), min(8, tile_m))
+
+
+def check_timeout(timeout: float) -> None:
+    """Refuse a timeout that is none."""
+    if not (isinstance(timeout, (int, float)) and 0 < timeout < 1e9):
+        raise ArgumentError(f"timeout must be more than 0 seconds, and finite; got {timeout!r}")
 
 
 def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.world import Links
 
 if TYPE_CHECKING:
     from mkernel.sim.scheduler import Options
+
+
+@contextlib.contextmanager
+def simulator_is_there() -> Iterator[None]:
+    """Names the package that an import of the simulator misses."""
+    try:
+        yield
+    except ImportError as missing:
+        raise ArgumentError(f"the simulator needs the package {missing.name}: pip install mkernel[sim]") from missing
 
 
 def spawn(
@@ -39,17 +50,12 @@ def spawn(
     for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
         if not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
-    if timeout <= 0:
-        raise ArgumentError(f"timeout must be more than 0 seconds, got {timeout}")
+    check_timeout(timeout)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        try:
+        with simulator_is_there():
             from mkernel.sim.world import spawn as simulate
-        except ImportError as missing:
-            raise ArgumentError(
-                f"the simulator needs the package {missing.name}: pip install mkernel[sim]"
-            ) from missing
         return simulate(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, seed=seed, timeout=timeout, options=sim)
     if device == "cuda":
         from mkernel.runtime.cuda import spawn as run_on_gpus

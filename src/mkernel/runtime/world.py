@@ -81,6 +81,9 @@ class World(Protocol):
     def opened(self, group: Group) -> None:
         """A group was made on this rank."""
 
+    def closed(self, group: Group) -> None:
+        """A group was closed on this rank."""
+
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         """A group has, or no longer has (None), a segment of its heap on this rank."""
 

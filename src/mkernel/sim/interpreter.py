@@ -46,7 +46,9 @@ class Cta(Protocol):
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
     def store(self, addresses: Any, values: Any, mask: Any) -> None: ...
     def barrier(self) -> None: ...
-    def atomic(self, address: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]) -> Any: ...
+    def atomic(
+        self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
+    ) -> Any: ...
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
     def on_dot(self) -> None: ...
@@ -148,7 +150,8 @@ class Builder(base.InterpreterBuilder):
         both = sem == _ir.MEM_SEMANTIC.ACQUIRE_RELEASE
         acquire = both or sem == _ir.MEM_SEMANTIC.ACQUIRE
         release = both or sem == _ir.MEM_SEMANTIC.RELEASE
-        return self.running().atomic(int(ptr.data.reshape(-1)[0]), acquire, release, only_looks, act)
+        size = base._get_np_dtype(ptr.get_element_ty()).itemsize
+        return self.running().atomic(ptr.data, size, acquire, release, only_looks, act)
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         if "%globaltimer" in inlineAsm:
@@ -170,6 +173,17 @@ class Builder(base.InterpreterBuilder):
         if target == tl.bfloat16:
             return base.TensorHandle(_fp32_to_bf16(data.astype(np.float32, copy=False)), target)
         return base.TensorHandle(data.astype(base._get_np_dtype(dst_type)), target)
+
+    def binary_op(self, lhs, rhs, op):
+        if lhs.dtype.scalar != tl.bfloat16:
+            return super().binary_op(lhs, rhs, op)
+        result = op(_bf16_to_fp32(lhs.data), _bf16_to_fp32(rhs.data))
+        return base.TensorHandle(result if result.dtype == bool else _fp32_to_bf16(result), tl.bfloat16)
+
+    def unary_op(self, arg, op):
+        if arg.dtype.scalar != tl.bfloat16:
+            return super().unary_op(arg, op)
+        return base.TensorHandle(_fp32_to_bf16(op(_bf16_to_fp32(arg.data))), tl.bfloat16)
 
     create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = cast_impl
     create_fp_ext = create_fp_trunc = cast_impl
@@ -222,8 +236,12 @@ def python_function(jit: Any) -> Callable:
         tree = ast.fix_missing_locations(_Rewriter().visit(tree))
         ast.increment_lineno(tree, first + start - 1)
         names: dict[str, Any] = {}
-        function.__globals__[SEMANTIC] = semantic
-        exec(compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec"), function.__globals__, names)
+        around = function.__globals__
+        enclosing = inspect.getclosurevars(function).nonlocals
+        if enclosing:
+            around = {**around, **enclosing}
+        around[SEMANTIC] = semantic
+        exec(compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec"), around, names)
         _python_functions[function] = names[function.__name__]
     return _python_functions[function]
 
@@ -246,6 +264,8 @@ def _convert(value: Any) -> Any:
             block_shape=[tl.constexpr(size) for size in value.block_shape],
             padding_option=value.padding,
         )
+    if isinstance(value, bool):
+        return tl.tensor(base.TensorHandle(np.array([value]), tl.int1), tl.int1)
     if isinstance(value, (int, np.integer)) or hasattr(value, "data_ptr"):
         return base._implicit_cvt(value)
     return value

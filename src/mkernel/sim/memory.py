@@ -77,15 +77,17 @@ class Memory:
         self.history: deque[Overwritten] = deque(maxlen=HISTORY)
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._users: dict[int, int] = {}
 
     # -- what may be touched
 
     def allow(self, start: int, size: int) -> None:
-        """Let kernels touch `size` bytes from `start`."""
+        """Let kernels touch `size` bytes from `start`, until `forbid` was called as often."""
         if size <= 0:
             return
+        self._users[start] = self._users.get(start, 0) + 1
         place = bisect.bisect_left(self._starts, start)
-        if place < len(self._starts) and self._starts[place] == start:
+        if self._users[start] > 1:
             self._ends[place] = max(self._ends[place], start + size)
         else:
             self._starts.insert(place, start)
@@ -93,14 +95,13 @@ class Memory:
 
     def forbid(self, start: int) -> None:
         """Take back what `allow` gave."""
-        place = bisect.bisect_left(self._starts, start)
-        if place < len(self._starts) and self._starts[place] == start:
+        if start not in self._users:
+            return
+        self._users[start] -= 1
+        if self._users[start] == 0:
+            del self._users[start]
+            place = bisect.bisect_left(self._starts, start)
             del self._starts[place], self._ends[place]
-
-    def allows(self, start: int) -> bool:
-        """Is there an entry that begins here?"""
-        place = bisect.bisect_left(self._starts, start)
-        return place < len(self._starts) and self._starts[place] == start
 
     def check(self, low: int, high: int, what: str) -> None:
         place = bisect.bisect_right(self._starts, low) - 1
@@ -124,7 +125,7 @@ class Memory:
         self.check(low, high, "a store")
         view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high))
         if len(view.buffer) > BUFFERED:
-            self._commit(view, 0)
+            self._commit(view, view.buffer[0])
 
     def load(
         self, view: View, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool
@@ -142,8 +143,11 @@ class Memory:
         for old in reversed(self.history):
             if old.number <= newest:
                 break
-            if old.writer is not view and old.low < high and low < old.high and self.rng.random() < 0.5:
-                self._overlay(result, addresses, mask, old.addresses, old.values)
+            if old.low < high and low < old.high:
+                if old.writer is view:
+                    break  # what was there before its own store it will not see again
+                if self.rng.random() < 0.5:
+                    self._overlay(result, addresses, mask, old.addresses, old.values)
         for mine in view.buffer:
             if mine.low < high and low < mine.high:
                 self._overlay(result, addresses, mask, mine.addresses, mine.values)
@@ -183,11 +187,9 @@ class Memory:
 
     def release(self, view: View) -> None:
         """Everything that was stored before the last barrier reaches memory now."""
-        while True:
-            place = next((i for i, store in enumerate(view.buffer) if store.behind_barrier), None)
-            if place is None:
-                return
-            self._commit(view, place)
+        for store in list(view.buffer):
+            if store.behind_barrier:
+                self._commit(view, store)
 
     def acquire(self, view: View) -> None:
         """Later loads see at least what is in memory now."""
@@ -200,7 +202,7 @@ class Memory:
     def drain(self, view: View) -> None:
         """The launch is over: all that its CTAs stored is in memory."""
         while view.buffer:
-            self._commit(view, 0)
+            self._commit(view, view.buffer[0])
 
     def leak(self, view: View) -> bool:
         """Let a random piece of a random buffered store reach memory. False if there is none."""
@@ -209,7 +211,7 @@ class Memory:
         place = self.rng.randrange(len(view.buffer))
         store = view.buffer[place]
         if self._overlaps_earlier(view, place):
-            self._commit(view, 0)
+            self._commit(view, view.buffer[0])
             return True
         size = store.addresses.size
         start = self.rng.randrange(size)
@@ -225,20 +227,21 @@ class Memory:
 
     def commit_stores_to(self, view: View, address: int, size: int) -> None:
         """The CTA's own stores to an address come before its atomic on that address."""
-        for store in [s for s in view.buffer if s.low < address + size and address < s.high]:
-            if store in view.buffer:
-                self._commit(view, view.buffer.index(store))
+        for store in list(view.buffer):
+            if store.low < address + size and address < store.high:
+                self._commit(view, store)
 
     def _overlaps_earlier(self, view: View, place: int) -> bool:
         store = view.buffer[place]
         return any(other.low < store.high and store.low < other.high for other in view.buffer[:place])
 
-    def _commit(self, view: View, place: int) -> None:
-        """Write one buffered store to memory, after earlier ones to the same addresses."""
-        store = view.buffer[place]
-        for earlier in [s for s in view.buffer[:place] if s.low < store.high and store.low < s.high]:
-            view.buffer.remove(earlier)
-            self.write(earlier.addresses, earlier.values, view)
+    def _commit(self, view: View, store: Store) -> None:
+        """Write one buffered store to memory, after earlier ones that it overlaps, and so on."""
+        if store not in view.buffer:
+            return
+        for earlier in view.buffer[: view.buffer.index(store)]:
+            if earlier.low < store.high and store.low < earlier.high:
+                self._commit(view, earlier)
         view.buffer.remove(store)
         self.write(store.addresses, store.values, view)
 

@@ -45,8 +45,9 @@ class Proxy(Task):
         self,
         scheduler: Scheduler,
         rank: int,
+        group_rank: int,
         ring: torch.Tensor,
-        segment: Callable[[int, int], torch.Tensor],
+        segment: Callable[[int, int], torch.Tensor | None],
         on_delivery: Callable[[int, int], None],
     ):
         super().__init__(scheduler, rank, f"rank {rank}, network proxy")
@@ -54,7 +55,7 @@ class Proxy(Task):
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
         self.on_delivery = on_delivery  # (peer, bytes)
-        self.group_rank = -1
+        self.group_rank = group_rank
         self.flying: list[InFlight] = []
         self.consumed = 0
         self.completed: set[int] = set()
@@ -89,6 +90,8 @@ class Proxy(Task):
 
     def _bytes_of(self, rank: int, segment: int, offset: int, size: int, what: str) -> torch.Tensor:
         memory = self.segment(rank, segment)
+        if memory is None:
+            raise SimulatorError(f"a request of rank {self.group_rank}: rank {rank} has no segment {segment}")
         if not 0 <= offset <= offset + size <= memory.numel():
             raise SimulatorError(
                 f"a request of rank {self.group_rank}: {what} [{offset}, {offset + size}) is outside of "

@@ -22,12 +22,14 @@ import numpy as np
 from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
-from mkernel.runtime.errors import Deadlock
+from mkernel.runtime.errors import ArgumentError, Deadlock
 from mkernel.sim.interpreter import Builder
 from mkernel.sim.memory import Memory, View
 
-FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time
-LAST_TICK = 10**17
+FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
+LONGEST_TICK = 2**40  # ... up to this, 18 minutes
+PATIENCE = 500  # looks, or ticks, with no progress that mean that there will be none
+SPINS = 64  # equal loads in a row that count as polling
 IDLE_SECONDS = 2e-5
 START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
@@ -41,6 +43,11 @@ class Options:
     resident: how many CTAs of a launch may run at the same time; None is all of them.
     ctas: how many CTAs a launch has by default.
     """
+
+    def __post_init__(self) -> None:
+        for rank, share in self.slow.items():
+            if not share > 0:
+                raise ArgumentError(f"slow[{rank}] must be more than 0 (a rank that never runs), got {share}")
 
     slow: dict[int, float] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
@@ -120,6 +127,9 @@ class CtaTask(Task):
         self.view = View(scheduler.memory.writes, scheduler.memory.writes)
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
+        self.looks = 0  # how often it was let look again with the clock standing still
+        self.last_load: tuple[int, bytes] | None = None
+        self.spins = 0
 
     def run(self) -> None:
         self.launch.function(**self.launch.arguments)
@@ -138,10 +148,23 @@ class CtaTask(Task):
     # what the interpreter calls
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
-        return self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
+        result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
+        if result.size == 1:
+            self._loaded_one(int(np.ravel(addresses)[0]), result)
+        return result
+
+    def _loaded_one(self, address: int, result: np.ndarray) -> None:
+        """A kernel that polls with plain loads, which it should not, must not hang the simulator."""
+        same = self.last_load == (address, result.tobytes())
+        self.spins = self.spins + 1 if same else 0
+        self.last_load = (address, result.tobytes())
+        if self.spins > SPINS:
+            self.scheduler.pause(self)
+            self._polled(address, int(result.view(np.uint8).sum()))
 
     def store(self, addresses: Any, values: Any, mask: Any) -> None:
         self.polled.clear()
+        self.looks = 0
         self.launch.on_store(addresses, values, mask)
         self.scheduler.memory.store(self.view, addresses, values, mask)
 
@@ -152,6 +175,8 @@ class CtaTask(Task):
         self.scheduler.memory.acquire_for_descriptors(self.view)
 
     def on_dot(self) -> None:
+        self.scheduler.memory.progress += 1
+        self.looks = 0
         self.launch.on_dot()
 
     def clock(self) -> int:
@@ -159,16 +184,19 @@ class CtaTask(Task):
         self._polled("clock", self.scheduler.clock)
         return self.scheduler.clock
 
-    def atomic(self, address: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]) -> Any:
+    def atomic(
+        self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
+    ) -> Any:
         scheduler, memory = self.scheduler, self.scheduler.memory
         scheduler.pause(self)
-        memory.check(address, address + 4, "an atomic operation")
+        address, end = int(addresses.min()), int(addresses.max()) + size
+        memory.check(address, end, "an atomic operation")
         if release:
             memory.release(self.view)
-        memory.commit_stores_to(self.view, address, 8)
+        memory.commit_stores_to(self.view, address, end - address)
         before = act()
         value = int(before.reshape(-1)[0])
-        if self._unchanged(address, before):
+        if self._unchanged(addresses, before):
             self._polled(address, value)
         else:
             memory.changed(progress=not only_looks)
@@ -179,15 +207,24 @@ class CtaTask(Task):
         return before
 
     @staticmethod
-    def _unchanged(address: int, before: np.ndarray) -> bool:
-        place = np.array([address], dtype=np.uint64)
-        now = _native.load(place, np.ones(1, dtype=bool), np.zeros(1, dtype=before.dtype), before.dtype)
-        return bool((now == before.reshape(-1)[:1]).all())
+    def _unchanged(addresses: np.ndarray, before: np.ndarray) -> bool:
+        everything = np.ones(addresses.shape, dtype=bool)
+        now = _native.load(addresses, everything, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)
+        return bool((now == before).all())
 
     def _polled(self, address: Any, value: int) -> None:
         if self.polled.get(address) == value:
             self.seen_nothing_new = (self.scheduler.memory.writes, self.scheduler.clock)
         self.polled[address] = value
+
+    def may_look_again(self) -> bool:
+        """A CTA that never asks for the time may just be looking at many signals that are there; it
+        gets more looks for nothing. One that asks is waiting."""
+        if "clock" in self.polled or self.looks >= PATIENCE:
+            return False
+        self.looks += 1
+        self.seen_nothing_new = None
+        return True
 
 
 class Scheduler:
@@ -206,11 +243,17 @@ class Scheduler:
         # some seeds let a task run on for long, some switch at nearly every point
         self.stay = self.rng.choice((0.1, 0.5, 0.9))
         self.leak = self.rng.choice((0.0, 0.1, 0.5))
-        self._tick = FIRST_TICK
+        self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
+
+    def remove(self, task: Task) -> None:
+        """End a task without running any more of its code."""
+        self.tasks.remove(task)
+        if not task.greenlet.dead:
+            task.greenlet.throw()
 
     def current_host(self) -> HostTask:
         current = greenlet.getcurrent()
@@ -251,27 +294,29 @@ class Scheduler:
         return self.rng.choices(ready, weights)[0]
 
     def _nothing_can_run(self) -> None:
-        holders = [t for t in self.tasks if isinstance(t, CtaTask) and t.view.buffer]
+        ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
+        holders = [task for task in ctas if task.view.buffer]
         if holders:
             self.memory.leak(self.rng.choice(holders).view)
+            return
+        if any([task.may_look_again() for task in ctas]):
             return
         if any(steps > self.steps for steps in self.late.values()):
             self.steps = min(steps for steps in self.late.values() if steps > self.steps)
             return
         if self.memory.progress != self._progress_at_tick:
-            self._tick = FIRST_TICK
-        if self._tick > LAST_TICK:
+            self._tick, self._ticks = FIRST_TICK, 0
+        if self._ticks > PATIENCE:
             raise Deadlock("no task can run: " + "; ".join(task.where() for task in self.tasks))
         self.clock += self._tick
-        self._tick *= 2
+        self._tick = min(2 * self._tick, LONGEST_TICK)
+        self._ticks += 1
         self._progress_at_tick = self.memory.progress
 
     def close(self) -> None:
         """End every task that is still there, without running any of its code."""
-        for task in self.tasks:
-            if not task.greenlet.dead:
-                task.greenlet.throw()
-        self.tasks.clear()
+        for task in list(self.tasks):
+            self.remove(task)
 
 
 class RealTimeScheduler(Scheduler):

@@ -85,6 +85,8 @@ class SimWorld:
         self.scheduler = self.scheduler_type(seed, options, builder)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
@@ -130,6 +132,11 @@ class SimWorld:
             )
         finally:
             self.scheduler.close()
+        for group in list(self._groups):
+            try:
+                group.check_unseen()
+            except CommTimeout as timeout:
+                self._timeouts.append(timeout)
         if self._timeouts:
             raise min(self._timeouts, key=lambda timeout: not timeout.is_cause)
         return [host.result for host in hosts]
@@ -166,7 +173,12 @@ class SimWorld:
         return torch.full(tuple(shape), float("nan"), dtype=dtype)
 
     def opened(self, group: Group) -> None:
-        pass
+        self._groups.add(group)
+
+    def closed(self, group: Group) -> None:
+        proxy = self._proxies.pop((group.name, group.world_rank), None)
+        if proxy is not None:
+            self.scheduler.remove(proxy)
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         key = (group.name, segment, group.world_rank)
@@ -189,15 +201,18 @@ class SimWorld:
     # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        def segment(rank: int, number: int) -> torch.Tensor:
-            return self._segments[(group.name, number, group.members[rank])]
+        # no reference to the group itself: it shall end with the last one that its user has
+        name, members, me = group.name, group.members, group.world_rank
+
+        def segment(rank: int, number: int) -> torch.Tensor | None:
+            return self._segments.get((name, number, members[rank])) if rank < len(members) else None
 
         def delivered(peer: int, size: int) -> None:
-            self.traffic.network[group.world_rank][group.members[peer]] += size
-            self.traffic.arrived(group.members[peer])
+            self.traffic.network[me][members[peer]] += size
+            self.traffic.arrived(members[peer])
 
-        proxy = Proxy(self.scheduler, group.world_rank, ring, segment, delivered)
-        proxy.group_rank = group.rank
+        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered)
+        self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
     # -- launches
@@ -238,9 +253,8 @@ class SimWorld:
             tensor = getattr(value, "base", value)
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage.nbytes() and not self.scheduler.memory.allows(storage.data_ptr()):
-                    self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
-                    running.borrowed.append(storage.data_ptr())
+                self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
+                running.borrowed.append(storage.data_ptr())
 
     def synchronize(self, rank: int) -> None:
         def idle() -> bool:

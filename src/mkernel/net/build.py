@@ -1,0 +1,102 @@
+"""Compiles the native sources when they are first needed.
+
+The library is kept in the user's cache directory ($XDG_CACHE_HOME or ~/.cache, below mkernel/),
+under a name made from everything that goes into it: sources, compiler, flags. So it is built once
+per version, and several processes may ask for it at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mkernel.runtime.errors import TransportError
+
+NATIVE = Path(__file__).parent / "native"
+FLAGS = ("-std=c++17", "-pthread", "-Wall", "-Wextra")
+LIBRARY_FLAGS = ("-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden")
+BUILD_SECONDS = 300
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command: $CXX, or the first of c++, g++ and clang++ that is there."""
+    wish = os.environ.get("CXX")
+    command = shlex.split(wish) if wish else []
+    for candidate in [command] if command else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(candidate[0])
+        if found:
+            return [found, *candidate[1:]]
+    raise TransportError(
+        (f"CXX={wish}: there is no such compiler. " if command else "no C++ compiler was found. ")
+        + "The network layer is compiled on first use and needs one that knows C++17: install g++ or clang++ "
+        "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install -c conda-forge gxx), "
+        "or set CXX to its path"
+    )
+
+
+def cache_directory() -> Path:
+    """Where what was built is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    directory = Path(base) / "mkernel"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise TransportError(
+            f"{directory} can not be made ({error}); the network layer is compiled into it. "
+            f"Set XDG_CACHE_HOME to a directory that can be written"
+        ) from error
+    return directory
+
+
+def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequence[Path] = ()) -> Path:
+    """The native sources, and more, compiled with these flags; built if it is not there yet."""
+    sources = sorted(NATIVE.glob("*.cc")) + list(more_sources)
+    command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}"]
+    headers = {header for source in sources for header in source.parent.glob("*.h")}
+    digest = hashlib.sha256()
+    for part in (*command, _version(command[0])):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(headers | set(sources)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    target = cache_directory() / f"{name}-{digest.hexdigest()[:24]}"
+    if not target.exists():
+        with _alone(target):
+            if not target.exists():  # another process may have been first
+                _compile(command, sources, target)
+    return target
+
+
+def _version(program: str) -> str:
+    return subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time. The lock goes with the process, so none is left behind."""
+    with open(target.with_name(target.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
+        output = Path(scratch) / target.name
+        full = [*command, *map(str, sources), "-o", str(output)]
+        try:
+            done = subprocess.run(full, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise TransportError(f"compiling took more than {BUILD_SECONDS} s: {shlex.join(full)}") from error
+        if done.returncode != 0:
+            raise TransportError(
+                f"the network layer can not be compiled: {shlex.join(full)}\n{done.stderr[-4000:]}\n"
+                f"It needs a compiler that knows C++17 and the headers of Linux; set CXX to use another one"
+            )
+        output.replace(target)  # whole or not at all

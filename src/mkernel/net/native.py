@@ -1,0 +1,296 @@
+"""The network layer's native library, from Python: transports and the proxy.
+
+All objects are context managers and may also just be dropped; what was not closed is ended, without a
+farewell to the peers, when the object goes or the interpreter ends. Calls release the GIL.
+
+The order at the end of a job: every rank stops its proxy, which serves what is left; the ranks meet
+in a barrier; every rank closes its transport.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from mkernel.net.build import build
+from mkernel.runtime.errors import ArgumentError, TransportError
+
+Handle = ctypes.c_void_p
+
+
+class _Statistics(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("requests", "bytes", "completions", "busy_loops", "idle_loops", "most_in_flight")
+    ]
+
+
+class _Address(ctypes.Structure):
+    _fields_ = [("peer", ctypes.c_int32), ("port", ctypes.c_int32), ("host", ctypes.c_char_p)]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a proxy has done so far."""
+
+    requests: int  # taken by the transport
+    bytes: int  # of those
+    completions: int  # requests whose source may be written again
+    busy_loops: int  # rounds of the proxy's thread in which something was done
+    idle_loops: int  # rounds in which nothing was
+    most_in_flight: int  # the largest number of requests at the same time
+
+
+# name: (result, arguments); as in native/mkernel_net.h
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "last_error": (ctypes.c_char_p, []),
+    "constant": (ctypes.c_int64, [ctypes.c_char_p]),
+    "hmac": (None, [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p]),
+    "loopback_create": (
+        Handle,
+        [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.c_int64],
+    ),
+    "tcp_create": (
+        Handle,
+        [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+        + [ctypes.c_int64],
+    ),
+    "tcp_port": (ctypes.c_int, [Handle]),
+    "tcp_connect": (ctypes.c_int, [Handle, ctypes.POINTER(_Address), ctypes.c_int, ctypes.c_int64]),
+    "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
+    "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
+    "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
+    "transport_destroy": (None, [Handle]),
+    "proxy_start": (Handle, [ctypes.c_void_p, ctypes.c_uint64, Handle, ctypes.c_int, ctypes.c_int]),
+    "proxy_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
+    "proxy_error": (ctypes.c_size_t, [Handle, ctypes.c_char_p, ctypes.c_size_t]),
+    "proxy_statistics": (None, [Handle, ctypes.POINTER(_Statistics)]),
+    "proxy_destroy": (None, [Handle]),
+}
+
+
+class _Library:
+    """The functions of the C interface, without their prefix."""
+
+    def __init__(self, path: str):
+        library = ctypes.CDLL(path)
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"mkernel_net_{name}")
+            function.restype = result
+            function.argtypes = arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(name)
+
+    def check(self, result: Any) -> Any:
+        """The result, unless it says that the call failed."""
+        if result is None or result == -1:
+            raise TransportError(self.last_error().decode(errors="replace"))
+        return result
+
+
+@functools.cache
+def library() -> _Library:
+    """The native library; compiled if this is the first time."""
+    return _Library(str(build("net.so")))
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1000))
+
+
+def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any) -> weakref.finalize:
+    """Destroy the handle when its owner goes, or at the end of the interpreter; `keep` stays until then.
+    A forked child has the handle but none of its threads, so it leaves it alone."""
+    process = os.getpid()
+
+    def end(keep: Any) -> None:
+        if os.getpid() == process:
+            destroy(handle)
+
+    return weakref.finalize(owner, end, keep)
+
+
+class Transport:
+    """What moves the bytes: the common part of all transports."""
+
+    def __init__(self, handle: Any, rank: int):
+        self.rank = rank
+        self._handle = handle
+        self._segments: dict[int, torch.Tensor] = {}
+        self._end = _finalize(self, library().transport_destroy, handle, self._segments)
+
+    @property
+    def _open(self) -> Any:
+        if not self._end.alive:
+            raise TransportError(f"the transport of rank {self.rank} was closed")
+        return self._handle
+
+    def attach(self, segment: int, memory: torch.Tensor) -> None:
+        """Requests may now name this memory. It is kept alive until it is detached."""
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            raise ArgumentError(f"memory must be a contiguous tensor on the CPU, got one on {memory.device}")
+        if not 0 <= segment < 1 << 24:
+            raise ArgumentError(f"segment must be from 0 to {(1 << 24) - 1}, got {segment}")
+        library().check(library().attach(self._open, segment, memory.data_ptr(), memory.nbytes))
+        self._segments[segment] = memory
+
+    def detach(self, segment: int) -> None:
+        """Give the memory back: when this returns, nobody touches it any more."""
+        library().check(library().detach(self._open, segment))
+        self._segments.pop(segment, None)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Leave the job in order, after the proxy was stopped. Peers that send to this rank afterwards
+        get an error. With timeout 0 the peers are not told, and take it for a loss."""
+        if self._end.alive:
+            library().check(library().transport_stop(self._handle, _milliseconds(timeout)))
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close(timeout=0)
+
+
+class LoopbackTransport(Transport):
+    """Between ranks of one process.
+
+    Args:
+        job: ranks that give the same name find each other.
+        rank: this rank's number in the job.
+        latency: seconds from request to signal.
+        rate: bytes per second that this rank can send; None is as fast as memory goes.
+        shuffle: a seed; requests then overtake each other, piece by piece, at random.
+    """
+
+    def __init__(
+        self, job: str, rank: int, *, latency: float = 0.0, rate: float | None = None, shuffle: int | None = None
+    ):
+        if latency < 0 or (rate is not None and rate <= 0) or (shuffle is not None and shuffle < 0):
+            raise ArgumentError(
+                f"latency and shuffle must not be negative and rate must be positive, got {latency=}, {rate=}, {shuffle=}"
+            )
+        create = library().loopback_create
+        seed = -1 if shuffle is None else shuffle
+        super().__init__(library().check(create(job.encode(), rank, int(latency * 1e9), rate or 0.0, seed)), rank)
+
+
+class TcpTransport(Transport):
+    """Over TCP, with several streams to each peer. Listens as soon as it is made.
+
+    Args:
+        rank, size: of this process in the job.
+        secret: known to all ranks of the job and nobody else, at least 16 bytes
+            (`secrets.token_bytes(32)` on one rank, given to the others over the process group).
+        listen: the numeric IPv4 or IPv6 address to listen on.
+        port: to listen on; 0 takes a free one, see the attribute `port`.
+        streams: connections to each peer.
+        peer_timeout: seconds after which a peer that does not answer is taken for lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        secret: bytes,
+        *,
+        listen: str = "127.0.0.1",
+        port: int = 0,
+        streams: int = 4,
+        peer_timeout: float = 30.0,
+    ):
+        create = library().tcp_create
+        milliseconds = _milliseconds(peer_timeout)
+        handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, milliseconds)
+        super().__init__(library().check(handle), rank)
+        self.size = size
+        self.port: int = library().check(library().tcp_port(handle))
+
+    def connect(self, peers: Mapping[int, tuple[str, int]], timeout: float = 30.0) -> None:
+        """Connect to peers, given by rank with host and port; they must do the same. Returns when all
+        streams are there. Of two ranks the higher one dials, so the address of a higher rank is not used."""
+        table = (_Address * len(peers))()
+        for entry, (peer, (host, port)) in zip(table, peers.items()):
+            entry.peer, entry.host, entry.port = peer, host.encode(), port
+        library().check(library().tcp_connect(self._open, table, len(peers), _milliseconds(timeout)))
+
+
+class Proxy:
+    """A thread that serves one rank's request ring with a transport.
+
+    Args:
+        ring: 64-bit words as `mkernel.lang.requests` lays them out, with CAPACITY set.
+        cpu: the core to pin the thread to.
+        idle_sleep: seconds that the thread sleeps at most when there is nothing to do; 0 is never.
+    """
+
+    def __init__(self, ring: torch.Tensor, transport: Transport, *, cpu: int | None = None, idle_sleep: float = 50e-6):
+        if ring.dtype != torch.int64 or not ring.is_contiguous() or ring.device.type != "cpu":
+            raise ArgumentError(f"ring must be contiguous int64 words in host memory, got {ring.dtype} on {ring.device}")
+        if cpu is not None and cpu < 0:
+            raise ArgumentError(f"cpu must be the number of a core, got {cpu}")
+        self.transport = transport
+        core = -1 if cpu is None else cpu
+        start = library().proxy_start
+        handle = start(ring.data_ptr(), ring.numel(), transport._open, core, int(idle_sleep * 1e6))
+        self._handle = library().check(handle)
+        self._last_error: str | None = None
+        self._last_statistics: Statistics | None = None
+        self._served = False
+        self._end = _finalize(self, library().proxy_destroy, handle, (ring, transport))
+
+    @property
+    def error(self) -> str | None:
+        """Why the proxy stopped serving; None as long as all is well."""
+        if self._end.alive:
+            text = ctypes.create_string_buffer(4096)
+            found = library().proxy_error(self._handle, text, len(text))
+            self._last_error = text.value.decode(errors="replace") if found else None
+        return self._last_error
+
+    @property
+    def statistics(self) -> Statistics:
+        if self._end.alive or self._last_statistics is None:
+            raw = _Statistics()
+            library().proxy_statistics(self._handle, ctypes.byref(raw))
+            self._last_statistics = Statistics(*(getattr(raw, name) for name, _ in _Statistics._fields_))
+        return self._last_statistics
+
+    def check(self) -> None:
+        """Raise if the proxy has stopped serving because of an error."""
+        error = self.error
+        if error:
+            raise TransportError(error)
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread.
+        True: everything was served. False: some was given up, or there was an error before."""
+        if self._end.alive:
+            self._served = bool(library().proxy_stop(self._handle, _milliseconds(timeout)))
+            _ = self.error, self.statistics  # can still be asked for afterwards
+            self._end()
+        return self._served
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        served = self.stop(0 if kind is not None else 5.0)
+        if kind is None:
+            self.check()
+            if not served:
+                raise TransportError(f"the proxy of rank {self.transport.rank} was stopped with requests not yet served")

@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "loopback.h"
+#include "mkernel_net.h"
+#include "proxy.h"
+#include "sha256.h"
+#include "tcp.h"
+
+using namespace mkernel;
+
+struct mkernel_net_transport {
+  std::shared_ptr<Transport> transport;
+  TcpTransport* tcp = nullptr;
+};
+
+struct mkernel_net_proxy {
+  Proxy proxy;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+// Runs `body`; no exception leaves the library.
+template <class Result, class Body>
+Result guarded(Result on_failure, Body body) noexcept {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "unknown error";
+  }
+  return on_failure;
+}
+
+std::chrono::milliseconds milliseconds(int64_t count) {
+  constexpr int64_t kLongest = int64_t{1000} * 3600 * 24 * 365;  // sums with the clock must not overflow
+  return std::chrono::milliseconds(std::clamp<int64_t>(count, 0, kLongest));
+}
+
+TcpTransport& tcp_of(const mkernel_net_transport* transport) {
+  if (transport->tcp == nullptr) fail("this is not a tcp transport");
+  return *transport->tcp;
+}
+
+}  // namespace
+
+const char* mkernel_net_last_error() { return last_error.c_str(); }
+
+int64_t mkernel_net_constant(const char* name) {
+  using namespace layout;
+  static const std::map<std::string, int64_t> constants = {
+      {"TAKEN", kTaken},           {"CONSUMED", kConsumed},         {"COMPLETED", kCompleted},
+      {"CAPACITY", kCapacity},     {"HEADER_WORDS", kHeaderWords},  {"REQUEST_WORDS", kRequestWords},
+      {"TURN", kTurn},             {"SOURCE", kSource},             {"PEER_AND_SEGMENTS", kPeerAndSegments},
+      {"TARGET", kTarget},         {"BYTES", kBytes},               {"SIGNAL", kSignal},
+      {"VALUE", kValue},
+  };
+  auto it = constants.find(name);
+  return it == constants.end() ? -1 : it->second;
+}
+
+void mkernel_net_hmac(const void* key, size_t key_size, const void* data, size_t size, uint8_t* out) {
+  Digest digest = hmac_sha256(key, key_size, data, size);
+  std::memcpy(out, digest.data(), digest.size());
+}
+
+mkernel_net_transport* mkernel_net_loopback_create(const char* job, int rank, int64_t latency_ns, double bytes_per_s,
+                                                   int64_t shuffle_seed) {
+  return guarded<mkernel_net_transport*>(nullptr, [&] {
+    LoopbackOptions options{latency_ns, bytes_per_s, shuffle_seed};
+    return new mkernel_net_transport{std::make_shared<LoopbackTransport>(job, rank, options)};
+  });
+}
+
+mkernel_net_transport* mkernel_net_tcp_create(int rank, int size, const void* secret, size_t secret_size, int streams,
+                                              const char* listen_host, int listen_port, int64_t peer_timeout_ms) {
+  return guarded<mkernel_net_transport*>(nullptr, [&] {
+    auto* bytes = static_cast<const uint8_t*>(secret);
+    TcpOptions options;
+    options.rank = rank;
+    options.size = size;
+    options.secret.assign(bytes, bytes + secret_size);
+    options.streams = streams;
+    options.listen = listen_host;
+    options.port = listen_port;
+    options.peer_timeout = milliseconds(peer_timeout_ms);
+    auto tcp = std::make_shared<TcpTransport>(options);
+    return new mkernel_net_transport{tcp, tcp.get()};
+  });
+}
+
+int mkernel_net_tcp_port(const mkernel_net_transport* transport) {
+  return guarded(-1, [&] { return tcp_of(transport).port(); });
+}
+
+int mkernel_net_tcp_connect(mkernel_net_transport* transport, const mkernel_net_address* peers, int count,
+                            int64_t timeout_ms) {
+  return guarded(-1, [&] {
+    TcpTransport& tcp = tcp_of(transport);
+    std::vector<PeerAddress> addresses;
+    for (int i = 0; i < count; ++i) {
+      if (peers[i].peer < 0) fail("there is no rank ", peers[i].peer);
+      addresses.push_back({static_cast<uint32_t>(peers[i].peer), parse_address(peers[i].host, peers[i].port)});
+    }
+    tcp.connect(addresses, milliseconds(timeout_ms));
+    return 0;
+  });
+}
+
+int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size) {
+  return guarded(-1, [&] {
+    transport->transport->segments->attach(segment, base, size);
+    return 0;
+  });
+}
+
+int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment) {
+  return guarded(-1, [&] {
+    transport->transport->segments->detach(segment);
+    return 0;
+  });
+}
+
+int mkernel_net_transport_stop(mkernel_net_transport* transport, int64_t timeout_ms) {
+  return guarded(-1, [&] {
+    transport->transport->stop(milliseconds(timeout_ms));
+    return 0;
+  });
+}
+
+void mkernel_net_transport_destroy(mkernel_net_transport* transport) {
+  if (transport == nullptr) return;
+  mkernel_net_transport_stop(transport, 0);
+  delete transport;
+}
+
+mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64_t words, mkernel_net_transport* transport, int cpu,
+                                           int idle_sleep_us) {
+  return guarded<mkernel_net_proxy*>(nullptr, [&] {
+    return new mkernel_net_proxy{Proxy(ring, words, transport->transport, ProxyOptions{cpu, idle_sleep_us})};
+  });
+}
+
+int mkernel_net_proxy_stop(mkernel_net_proxy* proxy, int64_t timeout_ms) {
+  return guarded(0, [&] { return proxy->proxy.stop(milliseconds(timeout_ms)) ? 1 : 0; });
+}
+
+size_t mkernel_net_proxy_error(const mkernel_net_proxy* proxy, char* text, size_t size) {
+  return guarded<size_t>(0, [&] {
+    std::string error = proxy->proxy.error();
+    if (size > 0) {
+      size_t part = std::min(error.size(), size - 1);
+      std::memcpy(text, error.data(), part);
+      text[part] = 0;
+    }
+    return error.size();
+  });
+}
+
+void mkernel_net_proxy_statistics(const mkernel_net_proxy* proxy, mkernel_net_statistics* out) {
+  *out = proxy->proxy.statistics();
+}
+
+void mkernel_net_proxy_destroy(mkernel_net_proxy* proxy) { delete proxy; }

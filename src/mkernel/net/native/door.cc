@@ -1,0 +1,249 @@
+#include "door.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <set>
+
+namespace mkernel {
+namespace {
+
+constexpr size_t kMostGuests = 128;
+constexpr int kAcceptsPerRound = 32;
+constexpr auto kHandshakeTime = std::chrono::seconds(5);
+constexpr auto kRetry = std::chrono::milliseconds(50);
+
+}  // namespace
+
+Door::Door(const Job& job, const Address& listen) : job_(job), listener_(listen_on(listen)), handed_over_(job.size) {
+  port_ = port_of(local_address(listener_.get()));
+}
+
+void Door::close() {
+  closing_ = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  guests_.clear();
+  arrivals_.clear();
+  listener_.reset();
+}
+
+std::vector<Arrival> Door::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto start = Clock::now();
+  auto deadline = start + timeout;
+  struct Farewell {  // strangers do not stay, however this ends
+    std::list<Guest>& guests;
+    ~Farewell() { guests.clear(); }
+  } farewell{guests_};
+  std::list<Dial> dials;
+  std::set<uint32_t> named;
+  for (const PeerAddress& peer : peers) {
+    if (peer.peer >= job_.size || peer.peer == job_.rank)
+      fail("rank ", job_.rank, " of ", job_.size, " has no peer ", peer.peer);
+    if (!named.insert(peer.peer).second) fail("rank ", peer.peer, " is named twice");
+    if (handed_over_[peer.peer]) fail("rank ", job_.rank, " is connected to rank ", peer.peer, " already");
+    if (peer.peer > job_.rank) continue;  // it calls us
+    for (uint32_t stream = 0; stream < job_.streams; ++stream)
+      if (!arrivals_.count({peer.peer, stream})) dials.push_back({peer.peer, stream, peer.address, start, {}});
+  }
+  while (!all_here(peers)) {
+    if (closing_) fail("rank ", job_.rank, " has left the job");
+    auto now = Clock::now();
+    if (now >= deadline) complain(peers, std::chrono::duration<double>(now - start).count());
+    try_dials(dials, now);
+    wait_for_events(dials, deadline);
+  }
+  auto streams = hand_over(peers);
+  auto connected = std::count(handed_over_.begin(), handed_over_.end(), true);
+  if (connected + 1 == static_cast<std::ptrdiff_t>(job_.size)) listener_.reset();
+  return streams;
+}
+
+bool Door::all_here(const std::vector<PeerAddress>& peers) const {
+  for (const PeerAddress& peer : peers)
+    for (uint32_t stream = 0; stream < job_.streams; ++stream)
+      if (!arrivals_.count({peer.peer, stream})) return false;
+  return true;
+}
+
+std::vector<Arrival> Door::hand_over(const std::vector<PeerAddress>& peers) {
+  std::vector<Arrival> streams;
+  for (const PeerAddress& peer : peers) {
+    for (uint32_t stream = 0; stream < job_.streams; ++stream) {
+      auto it = arrivals_.find({peer.peer, stream});
+      streams.push_back(std::move(it->second));
+      arrivals_.erase(it);
+    }
+    handed_over_[peer.peer] = true;
+  }
+  return streams;
+}
+
+void Door::try_dials(std::list<Dial>& dials, Clock::time_point now) {
+  for (Dial& dial : dials) {
+    if (!dial.guest.empty() || now < dial.next_try) continue;
+    dial.next_try = now + kRetry;
+    try {
+      Fd socket = start_connecting(dial.address);
+      dial.guest.push_back({std::move(socket), text_of(dial.address), Handshake::dial(job_, dial.peer, dial.stream),
+                            {}, now + kHandshakeTime, true, "", false});
+    } catch (const Error& error) {
+      why_[dial.peer] = error.what();  // out of descriptors, no route: try again
+    }
+  }
+}
+
+void Door::wait_for_events(std::list<Dial>& dials, Clock::time_point deadline) {
+  std::vector<pollfd> watched;
+  std::vector<Guest*> whose;
+  auto watch = [&](Guest& guest) {
+    bool writing = guest.connecting || !guest.handshake.outgoing.empty();
+    watched.push_back({guest.socket.get(), static_cast<short>(writing ? POLLOUT : POLLIN), 0});
+    whose.push_back(&guest);
+  };
+  for (Guest& guest : guests_) watch(guest);
+  for (Dial& dial : dials)
+    for (Guest& guest : dial.guest) watch(guest);
+  auto now = Clock::now();
+  if (now >= no_accept_before_) watched.push_back({listener_.get(), POLLIN, 0});
+  auto wait = std::min<Clock::duration>(deadline - now, kRetry / 2);
+  int milliseconds = static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(wait).count()) + 1;
+  if (::poll(watched.data(), watched.size(), std::max(milliseconds, 0)) < 0 && errno != EINTR)
+    fail("poll: ", errno_text());
+  now = Clock::now();
+  auto finished = [&](Guest& guest, short events) {
+    if (events != 0 && progress(guest)) return true;
+    if (guest.failure.empty() && now >= guest.deadline) guest.failure = "it did not finish the handshake";
+    return !guest.failure.empty();
+  };
+  size_t index = 0;
+  for (auto it = guests_.begin(); it != guests_.end(); ++index) {
+    if (!finished(*it, watched[index].revents)) {
+      ++it;
+      continue;
+    }
+    if (it->failure.empty()) {
+      welcome(*it);
+    } else {
+      ++refused_;
+      last_refused_ = words(it->address, ": ", it->failure);
+    }
+    it = guests_.erase(it);
+  }
+  for (auto it = dials.begin(); it != dials.end();) {
+    bool arrived = false;
+    if (!it->guest.empty() && finished(it->guest.front(), watched[index++].revents)) {
+      arrived = it->guest.front().failure.empty();
+      Guest& guest = it->guest.front();
+      if (guest.hopeless)
+        fail("rank ", job_.rank, " can not trust rank ", it->peer, " at ", guest.address, ": ", guest.failure);
+      if (arrived) {
+        welcome(guest);
+      } else {
+        why_[it->peer] = guest.failure;
+      }
+      it->guest.clear();
+    }
+    it = arrived ? dials.erase(it) : std::next(it);
+  }
+  if (index < watched.size() && watched[index].revents != 0) accept_some();
+}
+
+void Door::accept_some() {
+  for (int i = 0; i < kAcceptsPerRound; ++i) {
+    Address from;
+    from.size = sizeof(from.storage);
+    Fd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from.storage), &from.size,
+                        SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) {
+      // Out of descriptors or memory: the queue stays readable, so look away for a while.
+      if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
+      return;
+    }
+    if (guests_.size() >= kMostGuests) {
+      ++refused_;
+      last_refused_ = words(guests_.front().address, ": too many connections");
+      guests_.pop_front();
+    }
+    guests_.push_back(
+        {std::move(socket), text_of(from), Handshake::accept(job_), {}, Clock::now() + kHandshakeTime, false, "",
+         false});
+  }
+}
+
+// True when the handshake is over; guest.failure says if and why it failed. Never takes more from the
+// socket than the handshake's own bytes.
+bool Door::progress(Guest& guest) {
+  try {
+    if (guest.connecting) {
+      int problem = 0;
+      socklen_t size = sizeof(problem);
+      ::getsockopt(guest.socket.get(), SOL_SOCKET, SO_ERROR, &problem, &size);
+      if (problem != 0) fail("can not connect: ", errno_text(problem));
+      guest.connecting = false;
+    }
+    std::string& out = guest.handshake.outgoing;
+    while (true) {
+      while (!out.empty()) {
+        ssize_t sent = ::send(guest.socket.get(), out.data(), out.size(), MSG_NOSIGNAL);
+        if (sent < 0 && errno == EAGAIN) return false;
+        if (sent < 0) fail("send: ", errno_text());
+        out.erase(0, static_cast<size_t>(sent));
+      }
+      if (guest.handshake.done()) return true;
+      size_t have = guest.message.size(), wanted = guest.handshake.wanted();
+      guest.message.resize(wanted);
+      ssize_t got = ::recv(guest.socket.get(), guest.message.data() + have, wanted - have, 0);
+      int problem = errno;
+      guest.message.resize(have + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+      if (got < 0 && (problem == EAGAIN || problem == EINTR)) return false;
+      if (got < 0) fail("recv: ", errno_text(problem));
+      if (got == 0) fail("it closed the connection during the handshake");
+      if (guest.message.size() < wanted) continue;
+      guest.handshake.take(guest.message);
+      guest.message.clear();
+    }
+  } catch (const WrongSecret& error) {
+    guest.failure = error.what();
+    guest.hopeless = true;
+    return true;
+  } catch (const Error& error) {
+    guest.failure = error.what();
+    return true;
+  }
+}
+
+void Door::welcome(Guest& guest) {
+  uint32_t peer = guest.handshake.peer(), stream = guest.handshake.stream();
+  if (handed_over_[peer]) {
+    ++refused_;
+    last_refused_ = words(guest.address, ": rank ", peer, " is connected already");
+    return;
+  }
+  // a second call replaces the first: the peer has given that one up
+  arrivals_[{peer, stream}] = Arrival{peer, stream, guest.address, std::move(guest.socket)};
+}
+
+void Door::complain(const std::vector<PeerAddress>& peers, double waited_s) const {
+  std::ostringstream out;
+  out.precision(3);
+  out << "rank " << job_.rank << " waited " << waited_s << " s for";
+  const char* separator = " ";
+  for (const PeerAddress& peer : peers) {
+    uint32_t here = 0;
+    for (uint32_t stream = 0; stream < job_.streams; ++stream) here += arrivals_.count({peer.peer, stream}) ? 1 : 0;
+    if (here == job_.streams) continue;
+    out << separator << "rank " << peer.peer;
+    if (peer.peer < job_.rank) out << " at " << text_of(peer.address);
+    out << " (" << here << " of " << job_.streams << " streams came";
+    auto why = why_.find(peer.peer);
+    if (why != why_.end()) out << "; the last try: " << why->second;
+    out << ")";
+    separator = ", ";
+  }
+  if (refused_ > 0) out << "; " << refused_ << " connections were refused, the last from " << last_refused_;
+  fail(out.str());
+}
+
+}  // namespace mkernel

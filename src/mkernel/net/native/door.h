@@ -1,0 +1,96 @@
+// The door of a rank: makes the streams to its peers and keeps strangers out.
+//
+// Of two ranks the higher one dials. The listening socket is served only while someone waits in
+// `connect`, so strangers cost a running job nothing; they wait in the kernel's queue. Inside, a
+// connection has a few seconds to finish the handshake, and there are never more than kMostGuests
+// such connections: the oldest has to go when one more comes. A peer that is turned away so tries
+// again.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <list>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "handshake.h"
+#include "sockets.h"
+
+namespace mkernel {
+
+struct PeerAddress {
+  uint32_t peer;
+  Address address;
+};
+
+// A stream that both sides have made sure of.
+struct Arrival {
+  uint32_t peer = 0;
+  uint32_t stream = 0;
+  std::string address;
+  Fd socket;
+};
+
+class Door {
+ public:
+  Door(const Job& job, const Address& listen);
+  int port() const { return port_; }
+
+  // Returns all streams to the given peers, once all of them are there. Peers that have called early
+  // are kept for a later call.
+  std::vector<Arrival> connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout);
+
+  // Nobody else is expected. A connect under way ends with an error.
+  void close();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // A connection whose handshake is under way.
+  struct Guest {
+    Fd socket;
+    std::string address;
+    Handshake handshake;
+    std::vector<uint8_t> message;  // the part of the next one that is here
+    Clock::time_point deadline;
+    bool connecting = false;
+    std::string failure;
+    bool hopeless = false;  // another try would fail too
+  };
+  // One stream that we make; it is tried until the call's timeout.
+  struct Dial {
+    uint32_t peer;
+    uint32_t stream;
+    Address address;
+    Clock::time_point next_try;
+    std::list<Guest> guest;  // none or one
+  };
+  using Name = std::pair<uint32_t, uint32_t>;  // peer, stream
+
+  bool all_here(const std::vector<PeerAddress>& peers) const;
+  std::vector<Arrival> hand_over(const std::vector<PeerAddress>& peers);
+  void wait_for_events(std::list<Dial>& dials, Clock::time_point deadline);
+  void accept_some();
+  void try_dials(std::list<Dial>& dials, Clock::time_point now);
+  bool progress(Guest& guest);
+  void welcome(Guest& guest);
+  [[noreturn]] void complain(const std::vector<PeerAddress>& peers, double waited_s) const;
+
+  const Job& job_;
+  Fd listener_;
+  int port_ = 0;
+  std::atomic<bool> closing_{false};
+  std::mutex mutex_;  // one connect at a time
+  std::list<Guest> guests_;
+  std::map<Name, Arrival> arrivals_;
+  std::vector<bool> handed_over_;     // by peer
+  std::map<uint32_t, std::string> why_;  // the last failure with each peer that we dialled
+  std::string last_refused_;
+  int64_t refused_ = 0;
+  Clock::time_point no_accept_before_{};
+};
+
+}  // namespace mkernel

@@ -1,0 +1,68 @@
+// The receiving side of tcp: bytes from a peer's streams become memory and signals.
+//
+// Nothing that a peer says is believed: segment, bounds, sizes, piece numbers and the state of the
+// transfer are checked before the first byte of a piece is written.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "segments.h"
+#include "wire.h"
+
+namespace mkernel {
+
+// The transfers of one peer; their pieces come over several streams, in any order.
+class Inbox {
+ public:
+  explicit Inbox(std::shared_ptr<Segments> segments) : segments_(std::move(segments)) {}
+
+  // A piece is announced. Throws if it is not acceptable.
+  void begin(const Piece& piece);
+  // All bytes of a piece are in memory. Raises the signal if it was the transfer's last.
+  void finish(const Piece& piece);
+  // Where the bytes of a piece from `done` on belong.
+  Segments::Pin place(const Piece& piece, uint64_t done, uint64_t size);
+  size_t unfinished() const { return transfers_.size(); }
+
+ private:
+  struct Transfer {
+    Piece first;
+    std::vector<bool> announced;
+    uint64_t missing;
+  };
+
+  std::shared_ptr<Segments> segments_;
+  std::unordered_map<uint64_t, Transfer> transfers_;  // those of several pieces, under way
+};
+
+// One stream's parser.
+class StreamReader {
+ public:
+  explicit StreamReader(Inbox& inbox) : inbox_(inbox) {}
+
+  // The next bytes of the stream.
+  void feed(const uint8_t* data, size_t size);
+  // How many bytes of payload come next (0: a header does); they may be received in place.
+  uint64_t payload_due() const { return in_payload_ ? piece_.bytes - done_ : 0; }
+  Segments::Pin place(uint64_t size) { return inbox_.place(piece_, done_, size); }
+  void placed(uint64_t size);
+  // The peer said that nothing more comes.
+  bool ended() const { return ended_; }
+  // In the middle of a header or a payload?
+  bool unfinished() const { return in_payload_ || header_bytes_ > 0; }
+
+ private:
+  void take_header();
+
+  Inbox& inbox_;
+  Piece piece_;
+  size_t header_bytes_ = 0;
+  bool in_payload_ = false;
+  bool ended_ = false;
+  uint64_t done_ = 0;
+};
+
+}  // namespace mkernel

@@ -1,0 +1,52 @@
+// The loopback transport: ranks of one process, by memcpy. For tests and for emulated links.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "transport.h"
+
+namespace mkernel {
+
+struct LoopbackOptions {
+  int64_t latency_ns = 0;
+  double bytes_per_s = 0;    // of this rank's link; 0: as fast as memcpy
+  int64_t shuffle_seed = -1; // >= 0: requests in flight overtake each other, piece by piece
+};
+
+class LoopbackTransport : public Transport {
+ public:
+  // Ranks of one `job` find each other; a rank is there once.
+  LoopbackTransport(std::string job, int rank, LoopbackOptions options);
+  ~LoopbackTransport() override;
+
+  bool post(const Request& request) override;
+  bool poll(std::vector<int64_t>& completed) override;
+  void stop(std::chrono::milliseconds patience) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Flight {
+    Request request;
+    std::shared_ptr<Segments> peer;
+    Clock::time_point due;
+    std::vector<std::pair<uint64_t, uint64_t>> pieces;  // those still to be copied: begin, end
+  };
+
+  std::shared_ptr<Segments> find(uint32_t peer);
+  std::vector<std::pair<uint64_t, uint64_t>> cut(uint64_t bytes);
+  void copy_piece(Flight& flight);
+
+  const std::string job_;
+  const LoopbackOptions options_;
+  std::mt19937_64 random_;
+  std::map<uint32_t, std::shared_ptr<Segments>> peers_;
+  std::deque<Flight> flights_;
+  Clock::time_point link_free_{};
+};
+
+}  // namespace mkernel

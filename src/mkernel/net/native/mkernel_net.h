@@ -1,0 +1,86 @@
+/* The network layer's C interface.
+ *
+ * Functions that can fail return 0 (or a handle) on success and -1 (or NULL) on failure; the words are
+ * then in mkernel_net_last_error(), for the calling thread. All functions may be called by any thread;
+ * a handle must not be used after it was destroyed. */
+#ifndef MKERNEL_NET_H
+#define MKERNEL_NET_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define MKERNEL_NET_API __attribute__((visibility("default")))
+#else
+#define MKERNEL_NET_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct mkernel_net_transport mkernel_net_transport;
+typedef struct mkernel_net_proxy mkernel_net_proxy;
+
+typedef struct {
+  int64_t requests;       /* taken by the transport */
+  int64_t bytes;          /* of those */
+  int64_t completions;    /* whose source may be written again */
+  int64_t busy_loops;     /* of the proxy's thread in which something was done */
+  int64_t idle_loops;     /* in which nothing was */
+  int64_t most_in_flight; /* the largest number of requests at the same time */
+} mkernel_net_statistics;
+
+typedef struct {
+  int32_t peer;
+  int32_t port;
+  const char* host; /* a numeric IPv4 or IPv6 address */
+} mkernel_net_address;
+
+MKERNEL_NET_API const char* mkernel_net_last_error(void);
+
+/* A constant of the ring's layout by its name in lang/requests.py; -1: unknown. */
+MKERNEL_NET_API int64_t mkernel_net_constant(const char* name);
+
+/* HMAC-SHA256, as the handshake uses it; 32 bytes of output. */
+MKERNEL_NET_API void mkernel_net_hmac(const void* key, size_t key_size, const void* data, size_t size, uint8_t* out);
+
+/* Ranks of one process. bytes_per_s 0: not paced; shuffle_seed < 0: in order. */
+MKERNEL_NET_API mkernel_net_transport* mkernel_net_loopback_create(const char* job, int rank, int64_t latency_ns,
+                                                                   double bytes_per_s, int64_t shuffle_seed);
+
+/* Listens at once; port 0: any. A peer that is silent for peer_timeout_ms is an error. */
+MKERNEL_NET_API mkernel_net_transport* mkernel_net_tcp_create(int rank, int size, const void* secret,
+                                                              size_t secret_size, int streams, const char* listen_host,
+                                                              int listen_port, int64_t peer_timeout_ms);
+MKERNEL_NET_API int mkernel_net_tcp_port(const mkernel_net_transport* transport);
+/* Returns when all streams to these peers are there; the peers must call it too. The higher rank of
+ * two dials, so the address of a higher rank is not used. */
+MKERNEL_NET_API int mkernel_net_tcp_connect(mkernel_net_transport* transport, const mkernel_net_address* peers,
+                                            int count, int64_t timeout_ms);
+
+/* Memory that requests name by its number. When detach returns nobody touches the memory any more. */
+MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size);
+MKERNEL_NET_API int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment);
+
+/* Leaves the job in order and detaches everything; stop its proxy before. */
+MKERNEL_NET_API int mkernel_net_transport_stop(mkernel_net_transport* transport, int64_t timeout_ms);
+MKERNEL_NET_API void mkernel_net_transport_destroy(mkernel_net_transport* transport);
+
+/* Serve a ring of `words` 64-bit words. cpu -1: not pinned; idle_sleep_us 0: never sleeps. */
+MKERNEL_NET_API mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64_t words,
+                                                           mkernel_net_transport* transport, int cpu,
+                                                           int idle_sleep_us);
+/* Ends the thread. 1: everything was served; 0: the timeout came first, or an error had. */
+MKERNEL_NET_API int mkernel_net_proxy_stop(mkernel_net_proxy* proxy, int64_t timeout_ms);
+/* Why the proxy stopped serving, cut to `size` bytes with the final zero. Returns the length of it
+ * all; 0: all is well. */
+MKERNEL_NET_API size_t mkernel_net_proxy_error(const mkernel_net_proxy* proxy, char* text, size_t size);
+MKERNEL_NET_API void mkernel_net_proxy_statistics(const mkernel_net_proxy* proxy, mkernel_net_statistics* out);
+MKERNEL_NET_API void mkernel_net_proxy_destroy(mkernel_net_proxy* proxy);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

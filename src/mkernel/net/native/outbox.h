@@ -1,0 +1,47 @@
+// The sending side of tcp: what one stream still has to hand to the kernel.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "ring.h"
+#include "segments.h"
+#include "wire.h"
+
+namespace mkernel {
+
+// A request that is being sent, perhaps over several streams.
+struct Outgoing {
+  Request request;
+  uint64_t pieces_left;
+};
+
+class Outbox {
+ public:
+  void push(std::shared_ptr<Outgoing> owner, const Piece& piece, uint64_t source);
+  void push_bye();
+  bool empty() const { return queue_.empty(); }
+  uint64_t bytes() const { return bytes_; }
+
+  // Hands to the kernel what it takes at once, within reason. Appends requests that are wholly
+  // handed over. Returns the number of bytes; `blocked` tells if the kernel would take no more.
+  uint64_t flush(int fd, Segments& segments, std::vector<std::shared_ptr<Outgoing>>& sent);
+  bool blocked = false;
+
+ private:
+  struct Item {
+    Piece piece;
+    std::shared_ptr<Outgoing> owner;  // none: a farewell
+    uint64_t source;                  // of this piece
+    uint64_t sent;                    // of header and payload together
+  };
+
+  uint64_t send_some(int fd, Segments& segments);
+
+  std::deque<Item> queue_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace mkernel

@@ -1,0 +1,66 @@
+// The proxy: one thread that serves one rank's request ring with a transport.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mkernel_net.h"
+#include "ring.h"
+#include "transport.h"
+
+namespace mkernel {
+
+struct ProxyOptions {
+  int cpu = -1;             // pin the thread to this core; -1: no
+  int idle_sleep_us = 50;   // the longest sleep when there is nothing to do; 0: never sleep
+};
+
+class Proxy {
+ public:
+  Proxy(int64_t* ring, uint64_t words, std::shared_ptr<Transport> transport, ProxyOptions options);
+  ~Proxy();  // stops at once
+
+  // Serve what is in the ring and in flight, but no longer than `patience`; the thread has ended then.
+  // True: everything was served. False: some was given up, or there was an error before.
+  bool stop(std::chrono::milliseconds patience);
+
+  // Why it stopped serving; empty as long as all is well.
+  std::string error() const;
+  mkernel_net_statistics statistics() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void run() noexcept;
+  void serve();
+  bool post_some();
+  bool poll_transport();
+  bool drained() const;
+  void rest(Clock::time_point idle_since);
+
+  Ring ring_;
+  const std::shared_ptr<Transport> transport_;
+  const ProxyOptions options_;
+
+  // the thread's own
+  std::optional<Request> held_;  // taken out of the ring, and the transport was busy
+  std::vector<int64_t> completed_;
+
+  std::atomic<int64_t> requests_{0}, bytes_{0}, completions_{0}, busy_loops_{0}, idle_loops_{0}, most_in_flight_{0};
+  std::atomic<bool> stopping_{false};
+  std::atomic<Clock::rep> deadline_{0};
+  std::atomic<bool> all_served_{false};
+
+  mutable std::mutex mutex_;  // of error_
+  std::string error_;
+  std::mutex stop_mutex_;
+  std::thread thread_;
+};
+
+}  // namespace mkernel

@@ -1,0 +1,120 @@
+// The consumer's side of the request ring between a kernel and its proxy.
+//
+// The layout is that of mkernel/lang/requests.py, where it is described; the constants below are
+// exported by the C interface and a test compares them with that file.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+
+#include "error.h"
+
+namespace mkernel {
+
+namespace layout {
+// words of the header
+constexpr int64_t kTaken = 0;
+constexpr int64_t kConsumed = 1;
+constexpr int64_t kCompleted = 2;
+constexpr int64_t kCapacity = 3;
+constexpr int64_t kHeaderWords = 8;
+// words of a request
+constexpr int64_t kRequestWords = 8;
+constexpr int64_t kTurn = 0;
+constexpr int64_t kPeerAndSegments = 1;
+constexpr int64_t kSource = 2;
+constexpr int64_t kTarget = 3;
+constexpr int64_t kBytes = 4;
+constexpr int64_t kSignal = 5;
+constexpr int64_t kValue = 6;
+// inside kPeerAndSegments: peer | segment << 16 | source_segment << 40
+constexpr int kSegmentShift = 16;
+constexpr int kSourceSegmentShift = 40;
+}  // namespace layout
+
+// `bytes` bytes at `source` of this rank's `source_segment` go to `target` of the peer's `segment`;
+// when they are there, the peer's signal at byte `signal` of that segment grows to `value`.
+struct Request {
+  int64_t ticket = 0;
+  uint32_t peer = 0;
+  uint32_t segment = 0;
+  uint32_t source_segment = 0;
+  uint64_t source = 0;
+  uint64_t target = 0;
+  uint64_t bytes = 0;
+  uint64_t signal = 0;
+  int64_t value = 0;
+};
+
+class Ring {
+ public:
+  // `words`: how many 64-bit words the memory holds. A ring that was served before is taken over where
+  // it was left, unless requests were left in flight: they are lost.
+  Ring(int64_t* memory, uint64_t words) : memory_(memory) {
+    using namespace layout;
+    if (memory == nullptr || words < kHeaderWords) fail("the ring has no room for its header");
+    capacity_ = load(kCapacity);
+    uint64_t room = (words - kHeaderWords) / kRequestWords;
+    if (capacity_ < 1 || static_cast<uint64_t>(capacity_) > room)
+      fail("the ring's capacity is ", capacity_, " requests, its memory has room for ", room);
+    consumed_ = load(kConsumed);
+    completed_ = load(kCompleted);
+    if (consumed_ < 0 || consumed_ != completed_)
+      fail("the ring was left with ", consumed_ - completed_, " requests in flight; make a new one");
+  }
+
+  // Is the next request complete in its slot? Nothing has to be cleared: the turn number tells.
+  bool due() const {
+    return __atomic_load_n(slot() + layout::kTurn, __ATOMIC_ACQUIRE) == consumed_ / capacity_ + 1;
+  }
+
+  // The next request, copied out of its slot; the slot is free for a producer afterwards.
+  std::optional<Request> take() {
+    using namespace layout;
+    if (!due()) return std::nullopt;
+    const int64_t* word = slot();
+    auto addressee = static_cast<uint64_t>(word[kPeerAndSegments]);
+    Request request;
+    request.ticket = consumed_;
+    request.peer = addressee & 0xFFFF;
+    request.segment = addressee >> kSegmentShift & 0xFFFFFF;
+    request.source_segment = static_cast<uint32_t>(addressee >> kSourceSegmentShift);
+    request.source = static_cast<uint64_t>(word[kSource]);
+    request.target = static_cast<uint64_t>(word[kTarget]);
+    request.bytes = static_cast<uint64_t>(word[kBytes]);
+    request.signal = static_cast<uint64_t>(word[kSignal]);
+    request.value = word[kValue];
+    __atomic_store_n(memory_ + kConsumed, ++consumed_, __ATOMIC_RELEASE);
+    return request;
+  }
+
+  // The request's source may be written again. Any order; COMPLETED counts in order.
+  void complete(int64_t ticket) {
+    if (ticket < completed_ || ticket >= consumed_) fail("request ", ticket, " completed, but it is not in flight");
+    auto index = static_cast<size_t>(ticket - completed_);
+    if (index >= done_.size()) done_.resize(index + 1, false);
+    if (done_[index]) fail("request ", ticket, " completed twice");
+    done_[index] = true;
+    if (index != 0) return;
+    while (!done_.empty() && done_.front()) {
+      done_.pop_front();
+      ++completed_;
+    }
+    __atomic_store_n(memory_ + layout::kCompleted, completed_, __ATOMIC_RELEASE);
+  }
+
+ private:
+  int64_t load(int64_t word) const { return __atomic_load_n(memory_ + word, __ATOMIC_ACQUIRE); }
+  const int64_t* slot() const {
+    return memory_ + layout::kHeaderWords + consumed_ % capacity_ * layout::kRequestWords;
+  }
+
+  int64_t* memory_;
+  int64_t capacity_ = 0;
+  int64_t consumed_ = 0;
+  int64_t completed_ = 0;
+  std::deque<bool> done_;  // of the tickets from completed_ on
+};
+
+}  // namespace mkernel

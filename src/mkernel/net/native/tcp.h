@@ -1,0 +1,90 @@
+// The tcp transport: several streams to each peer, driven by epoll from the proxy's thread.
+//
+// A request is cut into pieces (wire.h) that go over the least loaded streams; the receiving side
+// counts them and raises the signal (inbox.h). A request is complete for its sender when the kernel
+// has taken all of its bytes. A stream that ends without a farewell is an error that names the peer.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "door.h"
+#include "inbox.h"
+#include "outbox.h"
+#include "transport.h"
+
+namespace mkernel {
+
+struct TcpOptions {
+  int rank = 0;
+  int size = 0;
+  std::vector<uint8_t> secret;
+  int streams = 4;
+  std::string listen = "127.0.0.1";
+  int port = 0;                                  // 0: any
+  std::chrono::milliseconds peer_timeout{30000};  // a peer that is silent this long is gone
+};
+
+class TcpTransport : public Transport {
+ public:
+  explicit TcpTransport(const TcpOptions& options);
+  ~TcpTransport() override;
+
+  int port() const { return door_.port(); }
+  // Connect to these peers; they must do the same with us. May be called again with others.
+  void connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout);
+
+  bool post(const Request& request) override;
+  bool poll(std::vector<int64_t>& completed) override;
+  void stop(std::chrono::milliseconds patience) override;
+
+ private:
+  struct Stream {
+    Stream(Fd fd, uint32_t number, Inbox& inbox) : socket(std::move(fd)), number(number), reader(inbox) {}
+    Fd socket;  // none once the peer has left
+    const uint32_t number;
+    StreamReader reader;
+    Outbox outbox;
+    bool watching_output = false;
+  };
+  struct Peer {
+    uint32_t rank;
+    std::string address;
+    std::unique_ptr<Inbox> inbox;
+    std::vector<std::unique_ptr<Stream>> streams;
+    size_t in_flight = 0;
+    size_t cursor = 0;
+    bool left = false;
+  };
+
+  void usable() const;
+  void enqueue(const Request& request, Peer& peer);
+  template <class Body>
+  bool guarded(Body body);
+  Peer& peer_of(uint32_t rank);
+  Stream& least_loaded(Peer& peer);
+  bool send(Peer& peer, Stream& stream);
+  bool receive(Peer& peer, Stream& stream);
+  void end_of(Peer& peer, Stream& stream, const std::string& how);
+  void watch(Peer& peer, Stream& stream, int operation, bool output);
+  bool poll_streams();
+  void say_goodbye(std::chrono::steady_clock::time_point deadline);
+  [[noreturn]] void lost(const Peer& peer, const Stream& stream, const std::string& how);
+
+  const Job job_;
+  const std::chrono::milliseconds peer_timeout_;
+  Door door_;
+  Fd epoll_;
+  std::mutex mutex_;  // of all below; the proxy's thread holds it most of the time
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; none: not connected
+  std::vector<std::shared_ptr<Outgoing>> sent_;
+  std::vector<uint8_t> scratch_;
+  std::string failure_;
+  uint64_t transfers_ = 0;
+  bool stopped_ = false;
+};
+
+}  // namespace mkernel
