@@ -22,15 +22,15 @@ def init(
 ) -> Group:
     """Make the group of this process, and make it the current one.
 
-    Under torchrun, or with a process group: the group of all its ranks, as processes on CPUs of one
-    machine (several nodes, and GPUs in several processes, need the network transports, which are not
-    there yet). Otherwise a group of one rank: on the current GPU, or simulated where there is none.
-    Several ranks in one process are `mk.spawn`.
+    Under torchrun, or with a process group: the group of all its ranks, as processes on CPUs; inside
+    a node they share memory, between nodes they use TCP. (GPUs in several processes are not supported
+    yet.) Otherwise a group of one rank: on the current GPU, or simulated where there is none. Several
+    ranks in one process are `mk.spawn`.
 
     Args:
         process_group: any torch.distributed process group; the default one if None. It is made, with
             gloo, if torchrun started this process and nobody has made it yet.
-        transport: how nodes talk to each other; "auto" takes what is there.
+        transport: how nodes talk to each other; "auto" and "tcp" are the same so far.
         timeout: seconds that a wait may last.
         gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """

@@ -12,12 +12,9 @@ import pytest
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 
-def torchrun(tmp_path, program, ranks, seconds=90, expected=0):
-    """Run a program on so many ranks; what it printed."""
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(program))
+def run(command, seconds=90, expected=0):
+    """Run a command; what it printed. It is ended, with its children, if it takes too long."""
     environment = dict(os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -31,12 +28,21 @@ def torchrun(tmp_path, program, ranks, seconds=90, expected=0):
     return output
 
 
+def torchrun(tmp_path, program, ranks):
+    """Run a program on so many ranks."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    return run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    )
+
+
 CALLS = """
     import torch
     import mkernel as mk
 
-    group = mk.init(timeout=60.0)
-    assert (group.size, group.nodes) == ({ranks}, 1)
+    group = mk.init(timeout=60.0, gpus_per_node={gpus_per_node})
+    assert (group.size, group.nodes) == ({ranks}, {nodes})
     for i, (m, n, k) in enumerate([(33, 20, 17), (5, 40, 32), (33, 20, 17)]):
         torch.manual_seed(100 * i + group.rank)
         a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
@@ -53,10 +59,19 @@ CALLS = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_in_one_node(tmp_path, ranks):
-    output = torchrun(tmp_path, CALLS.format(ranks=ranks), ranks)
-    assert output.count("right on rank") == ranks
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), (2, 2), (3, 1)])
+def test_calls(tmp_path, nodes, gpus_per_node):
+    """In one node, all ranks are on one host; several nodes on one machine talk over TCP."""
+    ranks = nodes * gpus_per_node
+    given = gpus_per_node if nodes > 1 else None
+    program = CALLS.format(ranks=ranks, nodes=nodes, gpus_per_node=given)
+    assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
+
+
+def test_example():
+    example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
+    output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(example)])
+    assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
 
 def test_silent_process_is_named_and_the_others_go_on(tmp_path):

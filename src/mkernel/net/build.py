@@ -59,7 +59,7 @@ def cache_directory() -> Path:
 def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequence[Path] = ()) -> Path:
     """The native sources, and more, compiled with these flags; built if it is not there yet."""
     sources = sorted(NATIVE.glob("*.cc")) + list(more_sources)
-    command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}"]
+    command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}", "-x", "c++", "-"]
     headers = {header for source in sources for header in source.parent.glob("*.h")}
     digest = hashlib.sha256()
     for part in (*command, _version(command[0])):
@@ -89,9 +89,11 @@ def _alone(target: Path) -> Iterator[None]:
 def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         output = Path(scratch) / target.name
-        full = [*command, *map(str, sources), "-o", str(output)]
+        full = [*command, "-o", str(output)]
+        # all sources as one: they share most of their headers, which halves the time
+        text = "".join(f'#include "{source}"\n' for source in sources)
         try:
-            done = subprocess.run(full, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            done = subprocess.run(full, input=text, capture_output=True, text=True, timeout=BUILD_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise TransportError(f"compiling took more than {BUILD_SECONDS} s: {shlex.join(full)}") from error
         if done.returncode != 0:

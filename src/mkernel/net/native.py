@@ -15,13 +15,15 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Self
 
 from mkernel.net.build import build
 from mkernel.runtime.errors import ArgumentError, TransportError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Handle = ctypes.c_void_p
 
@@ -182,7 +184,8 @@ class LoopbackTransport(Transport):
     ):
         if latency < 0 or (rate is not None and rate <= 0) or (shuffle is not None and shuffle < 0):
             raise ArgumentError(
-                f"latency and shuffle must not be negative and rate must be positive, got {latency=}, {rate=}, {shuffle=}"
+                "latency and shuffle must not be negative and rate must be positive, "
+                f"got {latency=}, {rate=}, {shuffle=}"
             )
         create = library().loopback_create
         seed = -1 if shuffle is None else shuffle
@@ -240,7 +243,7 @@ class Proxy:
 
     def __init__(self, ring: torch.Tensor, transport: Transport, *, cpu: int | None = None, idle_sleep: float = 50e-6):
         if ring.dtype != torch.int64 or not ring.is_contiguous() or ring.device.type != "cpu":
-            raise ArgumentError(f"ring must be contiguous int64 words in host memory, got {ring.dtype} on {ring.device}")
+            raise ArgumentError(f"ring must be contiguous int64 words of the host, got {ring.dtype} on {ring.device}")
         if cpu is not None and cpu < 0:
             raise ArgumentError(f"cpu must be the number of a core, got {cpu}")
         self.transport = transport
@@ -267,7 +270,7 @@ class Proxy:
         if self._end.alive or self._last_statistics is None:
             raw = _Statistics()
             library().proxy_statistics(self._handle, ctypes.byref(raw))
-            self._last_statistics = Statistics(*(getattr(raw, name) for name, _ in _Statistics._fields_))
+            self._last_statistics = Statistics(*(getattr(raw, field[0]) for field in _Statistics._fields_))
         return self._last_statistics
 
     def check(self) -> None:
@@ -293,4 +296,4 @@ class Proxy:
         if kind is None:
             self.check()
             if not served:
-                raise TransportError(f"the proxy of rank {self.transport.rank} was stopped with requests not yet served")
+                raise TransportError(f"the proxy of rank {self.transport.rank} was stopped before all was served")

@@ -11,14 +11,18 @@ entry), so nothing is left behind, however a process ends.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import mmap
 import os
 import pickle
+import secrets
 import socket
 import time
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +30,23 @@ import torch
 import torch.distributed as dist
 
 from mkernel.runtime import records
-from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.errors import ArgumentError, CommTimeout, TransportError
 from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
 from mkernel.sim.scheduler import Options, RealTimeScheduler
 from mkernel.sim.world import InlineWorld
+
+IDLES_BETWEEN_LOOKS = 50  # idle moments between two looks at the network's health
+
+
+@dataclass(eq=False)
+class Connection:
+    """A group's way to other nodes."""
+
+    transport: Any
+    proxy: Any
+    abort_flags: list[int]
+    failed: bool = False
 
 
 class ProcessWorld(InlineWorld):
@@ -48,6 +65,10 @@ class ProcessWorld(InlineWorld):
         self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
         self._just_mapped: list[torch.Tensor] = []
         self._last_name: dict[tuple[int, ...], str] = {}
+        self._connections: dict[Hashable, Connection] = {}
+        self._idles = 0
+        assert isinstance(self.scheduler, RealTimeScheduler)
+        self.scheduler.on_idle = self._watch_proxies
         if gpus_per_node is not None:
             if gpus_per_node < 1 or size % gpus_per_node:
                 raise ArgumentError(
@@ -126,9 +147,67 @@ class ProcessWorld(InlineWorld):
         else:
             self._mapped[group.name, segment] = self._just_mapped
             self._just_mapped = []
+            if group.name in self._connections:
+                # until the group is closed: a late signal may still come for a segment that was dropped
+                self._connections[group.name].transport.attach(segment, memory)
+
+    # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        raise ArgumentError("several nodes of processes need the network transports, which are not there yet")
+        from mkernel.net.native import Proxy, TcpTransport
+
+        secret = group.exchange("network", secrets.token_bytes(32) if group.rank == 0 else None)[0]
+        here = self._address(group)
+        transport = TcpTransport(group.rank, group.size, secret, listen=here, peer_timeout=group.timeout)
+        doors = group.exchange("network", (here, transport.port))
+        counterparts = [rank for rank in range(group.size) if group.topology.local_rank_of(rank) == group.local_rank]
+        transport.connect({rank: doors[rank] for rank in counterparts if rank != group.rank}, group.timeout)
+        for (name, number, _), memory in self._segments.items():
+            if name == group.name:
+                transport.attach(number, memory)
+        self._connections[group.name] = Connection(transport, Proxy(ring, transport), group._control.addresses)
+
+    def _address(self, group: Group) -> str:
+        """The address under which the ranks of other machines reach this one."""
+        hosts = group.exchange("network", _host_name())
+        if len(set(hosts)) == 1:
+            return "127.0.0.1"
+        # the address that is used to reach the machine where the job's store is
+        target = os.environ.get("MASTER_ADDR", "localhost")
+        family, _, _, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+
+    def _watch_proxies(self) -> None:
+        """When the network fails, the CTAs of this node that wait shall leave, not wait for the timeout."""
+        self._idles += 1
+        if self._idles % IDLES_BETWEEN_LOOKS:
+            return
+        for connection in self._connections.values():
+            if connection.proxy.error is not None and not connection.failed:
+                connection.failed = True
+                for address in connection.abort_flags:
+                    if address:
+                        ctypes.c_int64.from_address(address).value = 1
+                self.scheduler.memory.changed(progress=True)
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        try:
+            super().launch(rank, launch)
+        except CommTimeout as timeout:
+            connection = self._connections.get(launch.group.name)
+            if connection is not None and connection.proxy.error is not None:
+                raise TransportError(f"{connection.proxy.error}. What waited for it: {timeout}") from timeout
+            raise
+
+    def closed(self, group: Group) -> None:
+        connection = self._connections.pop(group.name, None)
+        if connection is not None:
+            connection.proxy.stop(group.timeout)
+            with contextlib.suppress(CommTimeout):
+                group.barrier()  # nobody leaves while another one still sends
+            connection.transport.close()
 
 
 def _close(files: dict[int, int], address: int) -> None:

@@ -1,0 +1,37 @@
+"""all_gather_matmul in several processes:
+
+    torchrun --nproc-per-node 4 examples/all_gather_matmul.py
+
+Every two consecutive ranks count as a node here, so that on one machine both ways are used: shared
+memory inside a "node", and the network (TCP) between "nodes". On a real cluster leave gpus_per_node
+out: ranks that are on one machine then form a node.
+"""
+
+import torch
+
+import mkernel as mk
+
+
+def main() -> None:
+    group = mk.init(gpus_per_node=2)
+    torch.manual_seed(group.rank)
+    m, n, k = 96, 48, 64
+    a = torch.randn(m, k, device=group.device).bfloat16()  # this rank's rows
+    w = torch.randn(n, k, device=group.device).bfloat16()  # this rank's weights, as nn.Linear keeps them
+
+    y = mk.all_gather_matmul(a, w.t())
+
+    # the plain way: gather everything, then multiply
+    parts = [torch.empty_like(a) for _ in range(group.size)]
+    torch.distributed.all_gather(parts, a)
+    exact = torch.cat(parts).double() @ w.double().t()
+    error = (y.double() - exact).abs().max().item()
+    bound = 4 * k**0.5 * torch.finfo(a.dtype).eps
+    assert error <= bound, f"rank {group.rank}: error {error}, bound {bound}"
+    print(f"{group}: {tuple(y.shape)}, largest error {error:.3f}, bound {bound:.3f}", flush=True)
+    group.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Processes that die: the others hear of it in time, say who it was, and go on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+PROGRAM = """
+    import os, signal, sys, time
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout={timeout}, gpus_per_node={gpus_per_node})
+    a = torch.ones(16, 16)
+    for _ in range(2):
+        assert (mk.all_gather_matmul(a, a) == 16).all()
+    group.barrier()
+    if group.rank == {victim}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        for _ in range(3):
+            mk.all_gather_matmul(a, a)
+        sys.exit("nobody noticed")
+    except (mk.CommTimeout, mk.TransportError) as failure:
+        took = time.monotonic() - begun
+        assert took < {timeout} + 3, took
+        print("noticed:", type(failure).__name__, failure, flush=True)
+    left = group.subset([rank for rank in range(group.size) if rank != {victim}])
+    assert (mk.all_gather_matmul(a, a, group=left) == 16).all()
+    print("went on: rank", group.rank, flush=True)
+    left.barrier()
+    os._exit(0)
+"""
+
+
+def run_ranks(program, ranks, seconds=80):
+    """Processes as torchrun would start them, but nobody ends the others when one dies."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = dict(
+            os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        return [(process.communicate(timeout=seconds)[0], process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def check(results, victim):
+    for rank, (output, code) in enumerate(results):
+        if rank == victim:
+            assert code == -signal.SIGKILL
+        else:
+            assert code == 0, output
+            assert "noticed:" in output, output
+            assert f"went on: rank {rank}" in output, output
+
+
+def test_killed_process_in_one_node():
+    results = run_ranks(PROGRAM.format(timeout=4.0, gpus_per_node=3, victim=1), 3)
+    check(results, victim=1)
+    assert all("rank 1" in output for rank, (output, _) in enumerate(results) if rank != 1)
+
+
+def test_killed_process_in_another_node():
+    results = run_ranks(PROGRAM.format(timeout=6.0, gpus_per_node=2, victim=3), 4)
+    check(results, victim=3)
+    counterpart = results[1][0]
+    assert "TransportError" in counterpart, counterpart
+    assert "rank 3" in counterpart, counterpart
