@@ -19,7 +19,7 @@ from helpers import (
     run,
     time_limit,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
@@ -42,7 +42,7 @@ over_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=name_of)
 # -- many schedules
 
 
-@pytest.mark.parametrize("seed", range(26))
+@pytest.mark.parametrize("seed", range(16))
 @over_clusters
 def test_schedules(cluster, seed):
     case = Case(*SHAPES[seed % len(SHAPES)], DTYPES[seed % len(DTYPES)])
@@ -55,15 +55,14 @@ def test_several_tiles(cluster, shape):
     run(call, Case(*shape, torch.bfloat16), cluster=cluster, seed=sum(shape))
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("resident", [1, 2])
 @over_clusters
-def test_ctas_one_after_the_other(cluster, resident, seed):
+def test_ctas_one_after_the_other(cluster, resident):
     """Rule 4: no CTA waits for a later one of its rank."""
-    run(call, Case(11, 18, 9), 0, cluster=cluster, seed=seed, resident=resident)
+    run(call, Case(11, 18, 9), cluster=cluster, seed=resident, resident=resident)
 
 
-@pytest.mark.parametrize("config", [mk.Config(join_round=0), mk.Config(ctas=6, intra_ctas=2, send_ctas=2)])
+@pytest.mark.parametrize("config", [mk.Config(join_tiles=2), mk.Config(intra_ctas=2, send_ctas=2)])
 @pytest.mark.parametrize("cluster", [(2, 2), (3, 1)], ids=name_of)
 def test_ctas_one_after_the_other_with_helpers(cluster, config):
     def work(group):
@@ -292,9 +291,9 @@ def test_n_differs_on_a_large_device():
     run(work, cluster=(1, 3), ctas=16)
 
 
-@pytest.mark.parametrize("slow", [{}, {1: 0.02}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1), (2, 2)], ids=name_of)
-def test_a_rank_without_columns_does_not_run_ahead(cluster, slow):
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1)], ids=name_of)
+def test_a_rank_without_columns_does_not_run_ahead(cluster, seed):
     """A rank with n = 0 needs no rows, but they come all the same: rule 3 holds for it, too."""
 
     def work(group):
@@ -302,11 +301,10 @@ def test_a_rank_without_columns_does_not_run_ahead(cluster, slow):
             n = tuple(0 if rank == 0 and turn % 3 < 2 else 3 for rank in range(group.size))
             call(group, Case(m, n, 8), turn, config=mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=2))
 
-    for seed in range(8):
-        run(work, cluster=cluster, seed=seed, slow=slow)
+    run(work, cluster=cluster, seed=seed, slow={1: 0.02})
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(7))
 def test_the_workspace_grows_under_a_rank_without_columns(seed):
     def work(group):
         for turn, m in enumerate([1, 20, 40]):
@@ -332,7 +330,7 @@ def test_a_in_the_heap(cluster, k):
     run(work, cluster=cluster)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
 def test_a_may_be_overwritten_after_the_call(cluster, seed):
     """The network must have read a when the launch is over."""
@@ -386,29 +384,29 @@ def test_a_in_the_heap_of_another_group():
 # -- many calls
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (1, 3), (2, 1), (2, 2)], ids=name_of)
-def test_fifty_calls(cluster):
+@pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 50), ((2, 1), 50), ((1, 3), 10), ((2, 2), 10)])
+def test_many_calls(cluster, calls):
     case = Case(5, 6, 8, torch.bfloat16)
 
     def work(group):
-        for turn in range(50):
+        for turn in range(calls):
             call(group, case, turn, config=SMALL_TILES)
 
     run(work, cluster=cluster, seed=3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("slow", [{}, {0: 0.02}, {1: 0.02}])
-@pytest.mark.parametrize("cluster", [(1, 3), (2, 1), (3, 1), (2, 2)], ids=name_of)
-def test_shapes_alternate(cluster, slow, seed):
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids=name_of)
+def test_shapes_alternate(cluster, slow):
     """The numbers of chunks differ from call to call: the two halves of signals must stay apart."""
     config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=1)
 
     def work(group):
-        for turn, m in enumerate([8, 8, 1, 8, 1, 8, 1, 8]):
+        for turn, m in enumerate([8, 8, 1, 8, 1, 8]):
             call(group, Case(m, 3, 4), turn, config=config)
 
-    run(work, cluster=cluster, seed=seed, slow=slow)
+    for seed in range(2):
+        run(work, cluster=cluster, seed=seed, slow={slow: 0.02})
 
 
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
@@ -416,7 +414,7 @@ def test_shapes_dtypes_and_configurations_alternate(cluster):
     configs = [None, mk.Config(chunk_rows=3), mk.Config(tile_m=16, chunk_rows=7)]
 
     def work(group):
-        for turn in range(12):
+        for turn in range(8):
             m = [3, 70, 1, 34][turn % 4]
             call(group, Case(m, 1 + turn, 5 + turn, DTYPES[turn % 3]), turn, config=configs[turn // 2 % 3])
 
@@ -434,7 +432,7 @@ def test_groups_interleave():
             call(part, Case(5, 6, 8), turn)
             call(part, Case(6, 3, 8), turn + 4)
 
-    for seed in range(3):
+    for seed in range(2):
         run(work, cluster=(2, 2), seed=seed)
 
 
@@ -471,26 +469,26 @@ def test_calls_on_two_streams():
 
     def work(group):
         results = []
-        for turn in range(6):
-            group.world._streams[group.world_rank][:] = ["first" if turn % 2 else "second"]
+        for turn in range(4):
             a, b = case.rows(group.rank, turn), case.weights(group.rank, turn)
-            results.append((mk.all_gather_matmul(a, b), a, b))
+            with group.world.stream(group.world_rank, turn % 2):
+                results.append((mk.all_gather_matmul(a, b), a, b))
         group.synchronize()
         for turn, (y, _, b) in enumerate(results):
             assert_product(y, case.gathered(group.size, turn), b)
 
-    for seed in range(3):
+    for seed in range(2):
         run(work, cluster=(2, 2), seed=seed)
 
 
 def test_the_workspace_grows_while_calls_are_queued():
     def work(group):
-        group.world._streams[group.world_rank][:] = ["side"]
         results = []
         for turn, m in enumerate([4, 20, 4, 50]):
             case = Case(m, 5, 8)
             a, b = case.rows(group.rank, turn), case.weights(group.rank, turn)
-            results.append((case, mk.all_gather_matmul(a, b), a, b))
+            with group.world.stream(group.world_rank, "side"):
+                results.append((case, mk.all_gather_matmul(a, b), a, b))
         group.synchronize()
         for turn, (case, y, _, b) in enumerate(results):
             assert_product(y, case.gathered(group.size, turn), b)
@@ -522,12 +520,12 @@ CONFIGS = [
     mk.Config(intra_ctas=1, send_ctas=3),
     mk.Config(intra_ctas=2, send_ctas=2, chunk_rows=3),
     mk.Config(intra_ctas=3, send_ctas=1, chunk_rows=3),
-    mk.Config(join_round=0),
-    mk.Config(join_round=1, tile_m=16, tile_n=16),
-    mk.Config(join_round=100, tile_m=16),
-    mk.Config(ctas=2, intra_ctas=1, send_ctas=1),
-    mk.Config(ctas=4, intra_ctas=2, send_ctas=2, join_round=3),
-    mk.Config(ctas=3, intra_ctas=1, send_ctas=1, join_round=1, tile_m=16, tile_n=16),
+    mk.Config(join_tiles=0),
+    mk.Config(join_tiles=1, tile_m=16, tile_n=16),
+    mk.Config(join_tiles=100, tile_m=16),
+    mk.Config(ctas=3, intra_ctas=1, send_ctas=1),
+    mk.Config(ctas=5, intra_ctas=2, send_ctas=2, join_tiles=3),
+    mk.Config(ctas=4, intra_ctas=1, send_ctas=1, join_tiles=1, tile_m=16, tile_n=16),
     mk.Config(group_m=1, tile_m=16),
     mk.Config(group_m=7, tile_m=16, tile_n=16),
     mk.Config(copy_bytes=64),
@@ -671,7 +669,9 @@ def test_the_usual_timeout_ends_too():
 # -- anything
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(
     cluster=st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (2, 2)]),
     m=st.integers(1, 40),

@@ -21,7 +21,8 @@ rank, chunk]`: the chunk of that rank's rows is in my workspace. Both hold epoch
 
 Why buffers are safe. The workspace and the arrival signals have two halves, used in turn by the
 epoch's parity. Epoch e writes into a peer's half only after that peer has entered e-1, so it has
-left e-2, the last epoch that read this half. The arrival signals need two halves too, because the
+left e-2, the last epoch that read this half. (A rank leaves an epoch only when the rows of all ranks
+have arrived, so here this wait never blocks; it states the rule.) The arrival signals need two halves too, because the
 network promises no order: with one, the signal of epoch e+1 could overtake the data of epoch e and
 satisfy its wait. When a peer has entered e-1 it has seen all arrivals of e-2, so nothing of that
 parity is in flight any more; that also frees the rows that were staged for sending.
@@ -63,7 +64,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Scratch, Workspace, current
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision, overlap
 from mkernel.runtime.world import Launch
 
 
@@ -74,9 +75,10 @@ def _entered(context, rank):
 
 
 @triton.jit
-def _arrived(segment, parity, source, chunk, chunks, SIZE: tl.constexpr):
-    """Signal in a segment: a chunk of `source`'s rows has arrived."""
-    return segment + SIZE + (parity * SIZE + source).to(tl.int64) * chunks + chunk
+def _arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
+    """Signal in a segment: a chunk of `source`'s rows has arrived. `signals` is how many a rank has in
+    one half; it belongs to the workspace, not to the call, so that the halves never overlap."""
+    return segment + SIZE + (parity * SIZE + source).to(tl.int64) * signals + chunk
 
 
 @triton.jit
@@ -96,7 +98,7 @@ def _announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
 @triton.jit
 def _send(
     context, a, a_stride, a_column_stride, a_segment, a_offset,
-    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, first, step,
+    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +129,8 @@ def _send(
                     context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, rank,
                     1, DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
                 )  # fmt: skip
-            notify(_arrived(mine, parity, rank, chunk, chunks, SIZE), epoch)
-        signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8
+            notify(_arrived(mine, parity, rank, chunk, signals, SIZE), epoch)
+        signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * signals + chunk) * 8
         for i in range(1, SIZE // GPUS):
             peer = (rank + i * GPUS) % SIZE
             size = ((rows - 1).to(tl.int64) * row_stride + k) * element
@@ -142,7 +144,7 @@ def _send(
 @triton.jit
 def _intra(
     context, a, a_stride, a_column_stride,
-    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, nanoseconds_per_mib, first, step,
+    epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals, nanoseconds_per_mib, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, FLAT: tl.constexpr, PACED: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +171,7 @@ def _intra(
         source_column_stride = tl.cast(a_column_stride, tl.int64)
         if source_rank != rank:
             wait(
-                context, _arrived(mine, parity, source_rank, chunk, chunks, SIZE), epoch,
+                context, _arrived(mine, parity, source_rank, chunk, signals, SIZE), epoch,
                 INTRA, ARRIVED, source_rank, chunk,
             )  # fmt: skip
             source = workspace + offset
@@ -190,27 +192,84 @@ def _intra(
         for i in range(1, GPUS):
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
-            notify(_arrived(theirs, parity, source_rank, chunk, chunks, SIZE), epoch)
+            notify(_arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
+
+
+@triton.jit
+def _rows_are_here(
+    context, epoch, source, row, rows, m, chunk_rows, signals, SIZE: tl.constexpr
+):  # fmt: skip
+    """Wait for the chunks that hold rows row..row+rows-1 of `source`; false if the group gave up."""
+    parity = (epoch % 2).to(tl.int32)
+    mine = segment_of(context, rank_of(context), tl.int64)
+    here = True
+    for chunk in range(row // chunk_rows, tl.cdiv(tl.minimum(row + rows, m), chunk_rows)):
+        here &= wait(
+            context, _arrived(mine, parity, source, chunk, signals, SIZE), epoch, COMPUTE, ARRIVED, source, chunk
+        )
+    return here
 
 
 @triton.jit
 def _copy_out(
-    source, source_stride, target, target_stride, rows, k, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr
-):
-    """Copy rows of the gathered matrix to where the caller wants them."""
-    for row in range(0, rows, COPY_ROWS):
-        for column in range(0, k, COPY_COLUMNS):
-            i = row + tl.arange(0, COPY_ROWS)[:, None]
-            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+    context, a, a_stride, gathered_out, gathered_stride, epoch, source, row, m, k, row_stride, data_start, half,
+    DTYPE: tl.constexpr, OWN: tl.constexpr, TILE_M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy a block of rows that are here to where the caller wants the gathered matrix."""
+    parity = (epoch % 2).to(tl.int32)
+    place = (source * m + row).to(tl.int64)
+    if OWN:
+        origin = a + row.to(tl.int64) * a_stride
+        stride = tl.cast(a_stride, tl.int64)
+    else:
+        workspace = segment_of(context, rank_of(context), DTYPE)
+        origin = workspace + data_start + parity.to(tl.int64) * half + place * row_stride
+        stride = tl.cast(row_stride, tl.int64)
+    target = gathered_out + place * gathered_stride
+    rows = tl.minimum(m - row, TILE_M)
+    for first in range(0, rows, ROWS):
+        for column in range(0, k, COLUMNS):
+            i = first + tl.arange(0, ROWS)[:, None]
+            j = column + tl.arange(0, COLUMNS)[None, :]
             inside = (i < rows) & (j < k)
-            block = tl.load(source + i.to(tl.int64) * source_stride + j, mask=inside)
-            tl.store(target + i.to(tl.int64) * target_stride + j, block, mask=inside)
+            block = tl.load(origin + i.to(tl.int64) * stride + j, mask=inside)
+            tl.store(target + i.to(tl.int64) * gathered_stride + j, block, mask=inside)
+
+
+@triton.jit
+def _gather_only(
+    context, a, a_stride, gathered_out, gathered_stride, epoch, m, k, row_stride, data_start, half,
+    chunk_rows, signals, worker, workers,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, STAGED: tl.constexpr, GATHERED_OUT: tl.constexpr,
+    TILE_M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What a rank with no columns does instead of computing: it waits for all rows like the others.
+    That it leaves an epoch only when all has arrived is what makes its buffers safe to write again."""
+    rank = rank_of(context)
+    blocks = tl.cdiv(m, TILE_M)
+    if worker >= 0:
+        for item in range(worker, blocks * SIZE, workers):
+            source = item // blocks
+            row = item % blocks * TILE_M
+            if STAGED or source != rank:
+                _rows_are_here(context, epoch, source, row, TILE_M, m, chunk_rows, signals, SIZE)
+                if GATHERED_OUT:
+                    _copy_out(
+                        context, a, a_stride, gathered_out, gathered_stride, epoch, source, row, m, k,
+                        row_stride, data_start, half, DTYPE, False, TILE_M, ROWS, COLUMNS,
+                    )  # fmt: skip
+            else:
+                if GATHERED_OUT:
+                    _copy_out(
+                        context, a, a_stride, gathered_out, gathered_stride, epoch, source, row, m, k,
+                        row_stride, data_start, half, DTYPE, True, TILE_M, ROWS, COLUMNS,
+                    )  # fmt: skip
 
 
 @triton.jit
 def _compute(
     context, rows_of_a, a, a_stride, b, c, gathered_out,
-    epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+    epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks, signals,
     b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
     first, end, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
@@ -224,7 +283,6 @@ def _compute(
     those of all other ranks, and this rank's own too if they were STAGED there."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
-    mine = segment_of(context, rank, tl.int64)
     blocks = tl.cdiv(m, TILE_M)
     column_blocks = tl.cdiv(n, TILE_N)
     skipped = 0 if STAGED else 1  # ranks whose rows do not come through the workspace
@@ -239,31 +297,16 @@ def _compute(
         column = column_block * TILE_N
         missing = 0.0
         if not OWN:
-            here = True
-            end = tl.minimum(row + TILE_M, m)
-            for chunk in range(row // chunk_rows, tl.cdiv(end, chunk_rows)):
-                here &= wait(
-                    context, _arrived(mine, parity, source, chunk, chunks, SIZE), epoch,
-                    COMPUTE, ARRIVED, source, chunk,
-                )  # fmt: skip
+            here = _rows_are_here(context, epoch, source, row, TILE_M, m, chunk_rows, signals, SIZE)
             if A_DESCRIPTOR:
                 acquire_for_descriptors()
             missing = tl.where(here, 0.0, float("nan"))
         if GATHERED_OUT:
             if column_block == 0:
-                target = gathered_out + (source * m + row).to(tl.int64) * gathered_stride
-                rows = tl.minimum(m - row, TILE_M)
-                if OWN:
-                    _copy_out(
-                        a + row.to(tl.int64) * a_stride, a_stride, target, gathered_stride, rows, k,
-                        COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
-                    )  # fmt: skip
-                else:
-                    offset = data_start + parity.to(tl.int64) * half + (source * m + row).to(tl.int64) * row_stride
-                    _copy_out(
-                        segment_of(context, rank, DTYPE) + offset, row_stride, target, gathered_stride, rows, k,
-                        COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
-                    )  # fmt: skip
+                _copy_out(
+                    context, a, a_stride, gathered_out, gathered_stride, epoch, source, row, m, k,
+                    row_stride, data_start, half, DTYPE, OWN, TILE_M, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+                )  # fmt: skip
         if OWN:
             accumulator = multiply_tile(
                 rows_of_a, 0, row, m, 0, a_stride,
@@ -289,7 +332,7 @@ def all_gather_matmul_kernel(
     context,
     own, a, a_stride, a_column_stride, a_segment, a_offset, gathered, b, b_row_stride, b_column_stride,
     c, c_row_stride, c_column_stride, gathered_out, gathered_stride,
-    m, n, k, row_stride, data_start, half, chunk_rows, chunks, join_tiles, nanoseconds_per_mib,
+    m, n, k, row_stride, data_start, half, chunk_rows, chunks, signals, join_tiles, nanoseconds_per_mib,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     SENDERS: tl.constexpr, INTRAS: tl.constexpr, STAGED: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr,
     GATHERED_OUT: tl.constexpr, PACED: tl.constexpr,
@@ -306,13 +349,14 @@ def all_gather_matmul_kernel(
     if cta < SENDERS:
         _send(
             context, a, a_stride, a_column_stride, a_segment, a_offset,
-            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, cta, SENDERS,
+            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals, cta, SENDERS,
             DTYPE, SIZE, GPUS, DIRECT, FLAT, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
     elif cta < helpers:
         _intra(
             context, a, a_stride, a_column_stride,
-            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+            epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals, nanoseconds_per_mib,
+            cta - SENDERS, INTRAS,
             DTYPE, SIZE, GPUS, FLAT, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
 
@@ -324,17 +368,24 @@ def all_gather_matmul_kernel(
         first, end, step = own_tiles_of(cta, helpers, tiles, left)
         _compute(
             context, own, a, a_stride, b, c, gathered_out,
-            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks, signals,
             b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
             first, end, step,
             DTYPE, SIZE, GPUS, True, STAGED, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
             PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
+    if STAGED or SIZE > 1 or GATHERED_OUT:
+        if n == 0:
+            _gather_only(
+                context, a, a_stride, gathered_out, gathered_stride, epoch, m, k, row_stride, data_start, half,
+                chunk_rows, signals, cta - helpers, tl.num_programs(0) - helpers,
+                DTYPE, SIZE, STAGED, GATHERED_OUT, TILE_M, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
+            )  # fmt: skip
     if STAGED or SIZE > 1:
         first, end, step = other_tiles_of(cta, helpers, before, tiles * (SIZE if STAGED else SIZE - 1))
         _compute(
             context, gathered, a, a_stride, b, c, gathered_out,
-            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks,
+            epoch, m, n, k, row_stride, data_start, half, chunk_rows, chunks, signals,
             b_row_stride, b_column_stride, c_row_stride, c_column_stride, gathered_stride,
             first, end, step,
             DTYPE, SIZE, GPUS, False, STAGED, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
@@ -386,7 +437,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     out_described = descriptors and describable(out)
     row_stride = -(-k * element // 16) * 16 // element
     flat = a.is_contiguous() and row_stride == k
-    direct = nodes > 1 and flat and group.heap.find(a) is not None
+    direct = nodes > 1 and flat and not staged and group.heap.find(a) is not None
     if not descriptors:
         reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
     else:
@@ -420,7 +471,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     helpers = send_ctas + intra_ctas
     ctas = pick("ctas", min(most, max(tiles, 1) + helpers))
     push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
-    done = math.ceil(push_seconds / tile_seconds) + 1 if group.device.type == "cuda" else 1
+    done = math.ceil(push_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
     join_tiles = pick(
         "join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if helpers and not staged else 0
     )
@@ -432,7 +483,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
         stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
         ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(join_tiles, tiles),
-        chunk_rows=pick("chunk_rows", planning.rows_per_chunk(m, tile_m, intra_ctas)),
+        chunk_rows=_chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip
     planning.check(
@@ -452,6 +503,18 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
         precision=matmul_precision(a.dtype),
         reasons=tuple(reasons),
     )
+
+
+def _signals_of(workspace: Workspace, size: int) -> int:
+    """Arrival signals that a rank has in one half of the workspace."""
+    return (workspace.signal_words // size - 1) // 2
+
+
+def _chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
+    """Rows of a chunk: from what is the same on every rank, so that all ranks take the same."""
+    given = config or Config()
+    tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
+    return planning.rows_per_chunk(a.shape[0], tile_m) if given.chunk_rows is None else given.chunk_rows
 
 
 def _launch(
@@ -491,7 +554,7 @@ def _launch(
         c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
         gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
         m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
-        chunk_rows=c.chunk_rows, chunks=plan.chunks, join_tiles=c.join_tiles,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=_signals_of(workspace, size), join_tiles=c.join_tiles,
         nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,
@@ -515,10 +578,11 @@ def _launch(
     )
 
 
-def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> None:
+def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
     """Refuse what can not be computed, naming the argument and the rule."""
+    planning.check_given(config)
     for name, tensor in (("a", a), ("b", b), ("out", out)):
-        if tensor is None:
+        if tensor is None and name == "out":
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -548,6 +612,9 @@ def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
             raise ArgumentError(f"out has dtype {out.dtype}, but the result has {a.dtype}")
         if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
             raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+        for name, tensor in (("a", a), ("b", b)):
+            if overlap(out, tensor):
+                raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
 
 
 def all_gather_matmul(
@@ -579,8 +646,10 @@ def all_gather_matmul(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    _check(group, a, b, out)
-    rows = group.size * a.shape[0]
+    _check(group, a, b, out, config)
+    m, k = a.shape
+    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=_chunk_rows(group, a, config))
+    rows = group.size * m
     if out is None:
         out = group.world.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
     gathered = group.world.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
@@ -595,15 +664,13 @@ def prepare(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
     config: Config | None,
 ) -> Launch:  # fmt: skip
-    """The launch of a call whose arguments are in order. Collective the first time for a shape."""
-    m, k = a.shape
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
     key = (layout(a), layout(b), layout(out), group.heap.find(a) is None, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, b, out, config))
-    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=decided.config.chunk_rows)
     workspace = group.workspace(
         "all_gather_matmul",
         signal_words=group.size * (1 + 2 * decided.chunks),
-        half_bytes=group.size * m * decided.row_stride * a.element_size(),
+        half_bytes=group.size * a.shape[0] * decided.row_stride * a.element_size(),
     )
     return _launch(group, decided, workspace, a, b, out, gathered)
 
@@ -619,7 +686,7 @@ def explain(
 ) -> Plan:
     """The plan that `all_gather_matmul` with these arguments would carry out."""
     group = current(group)
-    _check(group, a, b, out)
+    _check(group, a, b, out, config)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     return plan(group, a, b, out, config)

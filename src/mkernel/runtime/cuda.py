@@ -153,6 +153,9 @@ class CudaWorld:
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
         raise ArgumentError("several nodes on CUDA are not supported yet; use mk.spawn(..., device='cpu')")
 
+    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
+        pass  # groups of one node have no ring
+
     # -- launches
 
     def stream_key(self, rank: int) -> Hashable:

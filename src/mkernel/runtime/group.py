@@ -162,6 +162,12 @@ class Group:
         self.world.synchronize(self.world_rank)
         self.check()
 
+    def quiet(self) -> None:
+        """Wait for everything this rank has queued, and for what that asked of the network."""
+        self.world.synchronize(self.world_rank)
+        if self._ring is not None:
+            self.world.drain(self.world_rank, self._ring, self.timeout)
+
     def check(self) -> None:
         """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait."""
         if self._broken is None and self._reasons.any():

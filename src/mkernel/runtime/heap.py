@@ -103,7 +103,7 @@ class Heap:
     def _give_back(self, numbers: set[int]) -> None:
         if not numbers:
             return
-        self._group.world.synchronize(self._group.world_rank)
+        self._group.quiet()
         self._group.barrier()
         for number in sorted(numbers):
             self._group.world.register(self._group, number, None)

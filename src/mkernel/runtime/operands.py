@@ -44,6 +44,27 @@ def matmul_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two matrices share memory? Columns of one matrix beside columns of the same do not."""
+    if not one.numel() or not other.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+
+    def span(tensor: torch.Tensor) -> tuple[int, int]:
+        first = int(tensor.storage_offset())
+        return first, first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+
+    (start, end), (other_start, other_end) = span(one), span(other)
+    if end <= other_start or other_end <= start:
+        return False
+    stride = one.stride(0)
+    if stride == other.stride(0) and stride > 0 and one.stride(1) == other.stride(1) == 1:
+        left, right = start % stride, other_start % stride
+        beside = left + one.shape[1] <= right or right + other.shape[1] <= left
+        whole = left + one.shape[1] <= stride and right + other.shape[1] <= stride
+        return not (beside and whole)
+    return True
+
+
 def layout(tensor: torch.Tensor) -> tuple:
     """Everything about a tensor that a plan depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % BYTES == 0

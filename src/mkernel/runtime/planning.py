@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mkernel.runtime.config import Settings
+from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 
 # Measured on an H200: what one CTA pushes to its peers beside a GEMM, and what one CTA multiplies.
@@ -58,9 +58,9 @@ def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
     return max(rounds - done, 1)
 
 
-def rows_per_chunk(m: int, tile_m: int, copiers: int) -> int:
-    """A tile's rows, or fewer where that would leave copiers without work."""
-    share = max(-(-m // max(4 * copiers, 1)), 1)
+def rows_per_chunk(m: int, tile_m: int) -> int:
+    """A tile's rows, or fewer where that would leave less than 16 chunks for those who copy."""
+    share = max(-(-m // 16), 1)
     return tile_m if share >= tile_m else max(1 << (share.bit_length() - 1), min(8, tile_m))
 
 
@@ -70,19 +70,29 @@ def check_timeout(timeout: float) -> None:
         raise ArgumentError(f"timeout must be more than 0 seconds, and finite; got {timeout!r}")
 
 
-def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:
-    """Refuse a configuration that would not run."""
+def check_given(config: Config | None) -> None:
+    """Refuse what is no configuration at all, before anything is computed from it."""
+    if config is None:
+        return
+    if not isinstance(config, Config):
+        raise ArgumentError(f"config must be a mk.Config, got {type(config).__name__}")
     for field in fields(config):
         value = getattr(config, field.name)
-        if not isinstance(value, int) or value < 0:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ArgumentError(f"config.{field.name} must be a whole number, 0 or more; got {value!r}")
     for name in ("tile_m", "tile_n", "tile_k"):
         value = getattr(config, name)
-        if value < 16 or value & (value - 1):
+        if value is not None and (value < 16 or value & (value - 1)):
             raise ArgumentError(f"config.{name} must be a power of two and at least 16; got {value}")
+    if config.chunk_rows == 0:
+        raise ArgumentError("config.chunk_rows must be at least 1; got 0")
+
+
+def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:
+    """Refuse a configuration that would not run."""
     if config.copy_bytes < 64 or config.copy_bytes & (config.copy_bytes - 1):
         raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {config.copy_bytes}")
-    for name in ("group_m", "stages", "warps", "chunk_rows"):
+    for name in ("group_m", "stages", "warps"):
         if getattr(config, name) < 1:
             raise ArgumentError(f"config.{name} must be at least 1; got {getattr(config, name)}")
     for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):

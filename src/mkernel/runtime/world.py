@@ -90,6 +90,9 @@ class World(Protocol):
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
         """Serve the requests that the group's kernels on this rank will write into the ring."""
 
+    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
+        """Wait until the proxy has completed every request in the ring, or the time is over."""
+
     def stream_key(self, rank: int) -> Hashable:
         """Names the stream that the rank's next launch goes to."""
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import triton
+import triton.compiler.code_generator  # keeps functions of the language: must not see patched ones
 import triton.language as tl
 import triton.runtime.interpreter as base
 from triton._C.libtriton import interpreter as _native

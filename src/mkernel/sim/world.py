@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from greenlet import greenlet
 
+from mkernel.lang import requests
 from mkernel.runtime import records
 from mkernel.runtime.errors import CommTimeout
 from mkernel.runtime.group import Group, set_current
@@ -215,6 +217,10 @@ class SimWorld:
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
+    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
+        taken, completed = ring[requests.TAKEN.value], ring[requests.COMPLETED.value]
+        self.scheduler.current_host().block(lambda: bool(completed >= taken), "the network", timeout)
+
     # -- launches
 
     @contextlib.contextmanager
@@ -297,6 +303,11 @@ class SimWorld:
 
 class InlineWorld(SimWorld):
     """One simulated rank in the caller's own code, with no tasks around it: for mk.init()."""
+
+    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while ring[requests.COMPLETED.value] < ring[requests.TAKEN.value] and time.monotonic() < deadline:
+            time.sleep(1e-4)
 
     def exchange(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float

@@ -252,13 +252,15 @@ void TcpTransport::say_goodbye(std::chrono::steady_clock::time_point deadline) {
         }
   auto gone = [&](Stream* stream) {
     int fd = stream->socket.get();
+    ssize_t got = 1;
+    for (int i = 0; i < kReceivesPerRound && got > 0; ++i)
+      got = ::recv(fd, scratch_.data(), scratch_.size(), MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return true;  // nobody is there to hear it
     try {
-      while (::recv(fd, scratch_.data(), scratch_.size(), MSG_DONTWAIT) > 0) {
-      }
       stream->outbox.blocked = false;
       stream->outbox.flush(fd, *segments, sent_);
     } catch (const Error&) {
-      return true;  // the peer, or the source of what was still queued, was gone before us
+      return true;  // the peer is gone, or the source of what was still queued
     }
     int unacknowledged = 0;
     return stream->outbox.empty() && (::ioctl(fd, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0);

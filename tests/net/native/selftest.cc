@@ -1,0 +1,206 @@
+// Stress for the sanitizers: many producers, proxies that come and go, both transports.
+// Usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS
+#include "selftest.h"
+
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "loopback.h"
+#include "proxy.h"
+
+namespace selftest {
+namespace {
+
+constexpr int kProducers = 4;
+
+// Four producers, a small ring, one consumer that completes in random order.
+void ring() {
+  constexpr int64_t kEach = 20000;
+  Producer producer(16);
+  std::vector<std::thread> threads;
+  for (int which = 0; which < kProducers; ++which)
+    threads.emplace_back([&producer, which] {
+      for (int64_t i = 0; i < kEach; ++i) {
+        Request request;
+        request.peer = static_cast<uint32_t>(which);
+        request.segment = 0xABCDEF;
+        request.source_segment = 0x123456;
+        request.source = (uint64_t{1} << 40) + static_cast<uint64_t>(i);
+        request.bytes = request.source ^ 0xFF;
+        request.value = -i;
+        producer.post(request);
+      }
+    });
+  Ring consumer(producer.words.data(), producer.words.size());
+  std::vector<int64_t> next(kProducers, 0), flying;
+  std::mt19937_64 random(1);
+  int64_t taken = 0;
+  CHECK(eventually([&] {
+    if (auto request = consumer.take()) {
+      CHECK(request->ticket == taken++);
+      CHECK(request->segment == 0xABCDEF && request->source_segment == 0x123456);
+      CHECK(request->source == (uint64_t{1} << 40) + static_cast<uint64_t>(next[request->peer]));
+      CHECK(request->bytes == (request->source ^ 0xFF) && request->value == -next[request->peer]);
+      ++next[request->peer];
+      flying.push_back(request->ticket);
+    }
+    if (flying.size() > 64 || taken == kProducers * kEach) {
+      std::swap(flying[random() % flying.size()], flying.back());
+      consumer.complete(flying.back());
+      flying.pop_back();
+    }
+    return taken == kProducers * kEach && flying.empty();
+  }, milliseconds(60000)));
+  for (auto& thread : threads) thread.join();
+  CHECK(producer.words[layout::kCompleted] == kProducers * kEach);
+}
+
+// Four producers on each of two ranks write numbered blocks to the other; readers wait for the signal
+// of each block and then look at its bytes.
+void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Transport>& one, int64_t blocks,
+              uint64_t largest) {
+  std::shared_ptr<Transport> ranks[2] = {zero, one};
+  uint64_t signals = kProducers * static_cast<uint64_t>(blocks) * 8;
+  uint64_t half = kProducers * static_cast<uint64_t>(blocks) * largest;
+  std::vector<std::vector<int64_t>> memory(2);
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Producer>> producers;
+  std::vector<std::unique_ptr<Proxy>> proxies;
+  for (int rank = 0; rank < 2; ++rank) {
+    memory[rank].resize((signals + 2 * half) / 8 + 1);
+    ranks[rank]->segments->attach(3, memory[rank].data(), memory[rank].size() * 8);
+    producers.push_back(std::make_unique<Producer>(8));
+  }
+  auto size_of = [&](uint64_t block) { return block * 7919 % (largest + 1); };
+  auto fill_of = [](int rank, uint64_t block) { return static_cast<uint8_t>(1 + block % 250 + rank); };
+  for (int rank = 0; rank < 2; ++rank) {
+    auto& words = producers[rank]->words;
+    proxies.push_back(std::make_unique<Proxy>(words.data(), words.size(), ranks[rank], ProxyOptions{}));
+    auto* bytes = reinterpret_cast<uint8_t*>(memory[rank].data());
+    for (uint64_t which = 0; which < kProducers; ++which) {
+      threads.emplace_back([=, &producers] {
+        for (uint64_t i = 0; i < static_cast<uint64_t>(blocks); ++i) {
+          uint64_t block = which * static_cast<uint64_t>(blocks) + i;
+          std::memset(bytes + signals + block * largest, fill_of(rank, block), size_of(block));
+          Request request;
+          request.peer = static_cast<uint32_t>(1 - rank);
+          request.segment = request.source_segment = 3;
+          request.source = signals + block * largest;
+          request.target = signals + half + block * largest;
+          request.bytes = size_of(block);
+          request.signal = block * 8;
+          request.value = static_cast<int64_t>(block) + 1;
+          producers[rank]->post(request);
+        }
+      });
+      threads.emplace_back([=] {
+        for (uint64_t i = 0; i < static_cast<uint64_t>(blocks); ++i) {
+          uint64_t block = which * static_cast<uint64_t>(blocks) + i;
+          auto* signal = reinterpret_cast<int64_t*>(bytes + block * 8);
+          CHECK(eventually([&] { return look(signal) == static_cast<int64_t>(block) + 1; }, milliseconds(60000)));
+          const uint8_t* came = bytes + signals + half + block * largest;
+          for (uint64_t k = 0; k < size_of(block); ++k) CHECK(came[k] == fill_of(1 - rank, block));
+          if (size_of(block) < largest) CHECK(came[size_of(block)] == 0);
+        }
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& proxy : proxies) {
+    CHECK(proxy->stop(milliseconds(20000)));
+    CHECK(proxy->error().empty());
+    CHECK(proxy->statistics().completions == kProducers * blocks);
+  }
+  for (auto& rank : ranks) rank->segments->detach(3);
+}
+
+void loopback() {
+  for (int64_t seed : {-1, 5}) {
+    LoopbackOptions options;
+    options.shuffle_seed = seed;
+    exchange(std::make_shared<LoopbackTransport>("stress", 0, options),
+             std::make_shared<LoopbackTransport>("stress", 1, options), 500, 600);
+  }
+}
+
+void tcp() {
+  for (int streams : {1, 3}) {
+    Pair pair(streams);
+    exchange(pair.ranks[0], pair.ranks[1], 300, 600);
+    exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000);
+    for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+  }
+}
+
+// Proxies and transports that end while requests are under way and segments come and go.
+void lifecycle() {
+  for (int round = 0; round < 40; ++round) {
+    std::vector<std::shared_ptr<Transport>> ranks;
+    std::unique_ptr<Pair> pair;
+    if (round % 2 == 0) {
+      pair = std::make_unique<Pair>(2);
+      ranks = {pair->ranks[0], pair->ranks[1]};
+      pair.reset();
+    } else {
+      for (int rank = 0; rank < 2; ++rank)
+        ranks.push_back(std::make_shared<LoopbackTransport>("lifecycle", rank, LoopbackOptions{0, 0, round}));
+    }
+    std::vector<int64_t> a(4096), b(4096), c(64);
+    ranks[0]->segments->attach(0, a.data(), a.size() * 8);
+    ranks[1]->segments->attach(0, b.data(), b.size() * 8);
+    Producer producer(64), nothing(1);
+    for (int i = 0; i < 60; ++i) {
+      Request request;
+      request.peer = 1;
+      request.source = request.target = 64;
+      request.bytes = 4000;
+      request.value = i;
+      producer.post(request);
+    }
+    Proxy sender(producer.words.data(), producer.words.size(), ranks[0], ProxyOptions{0, 50});
+    Proxy receiver(nothing.words.data(), nothing.words.size(), ranks[1], ProxyOptions{-1, 0});
+    std::thread attacher([&] {
+      for (uint32_t i = 1; i < 50; ++i) {
+        ranks[1]->segments->attach(i, c.data(), c.size() * 8);
+        ranks[1]->segments->detach(i);
+      }
+    });
+    if (round % 4 < 2) {
+      sender.stop(milliseconds(0));
+    } else {
+      ranks[1]->segments->detach(0);  // in the middle: an error of one of them, and never a write afterwards
+      std::fill(b.begin(), b.end(), 0);
+      sender.stop(milliseconds(100));
+    }
+    attacher.join();
+    if (round % 3 == 0) ranks[1]->stop(milliseconds(50));
+  }
+}
+
+}  // namespace
+}  // namespace selftest
+
+int main(int count, char** arguments) {
+  std::string what = count > 1 ? arguments[1] : "";
+  try {
+    if (what == "ring") selftest::ring();
+    else if (what == "loopback") selftest::loopback();
+    else if (what == "frames") selftest::frames();
+    else if (what == "tcp") selftest::tcp();
+    else if (what == "lifecycle") selftest::lifecycle();
+    else if (what == "fuzz" && count > 2) {
+      double seconds = std::atof(arguments[2]);
+      selftest::fuzz_frames(seconds * 0.8);
+      selftest::fuzz_handshake(seconds * 0.2);
+    } else {
+      std::fprintf(stderr, "usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS\n");
+      return 2;
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", what.c_str(), error.what());
+    return 1;
+  }
+  std::printf("%s: well\n", what.c_str());
+  return 0;
+}

@@ -1,0 +1,36 @@
+"""The native code under the sanitizers: threads that race, memory that is not ours, damaged bytes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mkernel.net.build import build
+
+SOURCES = sorted((Path(__file__).parent / "native").glob("*.cc"))
+SANITIZERS = {
+    # -O1 takes three times as long to compile
+    "memory": ("-O0", "-g1", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "threads": ("-O1", "-g1", "-Werror", "-fsanitize=thread"),
+}
+
+
+def run(sanitizer: str, *arguments: str) -> None:
+    flags = (*SANITIZERS[sanitizer], f"-I{SOURCES[0].parent}")
+    program = build(f"selftest-{sanitizer}", flags, SOURCES)
+    environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    assert f"{arguments[0]}: well" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["ring", "frames", "loopback", "tcp", "lifecycle"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_stress(sanitizer, what):
+    run(sanitizer, what)
+
+
+def test_damaged_bytes_are_refused_or_harmless():
+    run("memory", "fuzz", "4")
