@@ -180,6 +180,18 @@ sys.stdin.read()
         end([zero])
 
 
+def test_a_peer_that_takes_nothing_is_lost_after_its_timeout():
+    transports = [TcpTransport(rank, 2, SECRET, peer_timeout=1.0) for rank in range(2)]
+    connect(transports)
+    zero, one = (Rank(transport, 8 * MIB) for transport in transports)
+    one.proxy.stop()
+    for i in range(30):
+        zero.put(1, 0, 0, 8 * MIB, value=i + 1)
+    assert "rank 1 at 127.0.0.1:" in zero.failure(15)
+    assert "timed out" in zero.failure()
+    end([zero, one])
+
+
 def test_stop_while_busy():
     transports = [TcpTransport(rank, 2, SECRET) for rank in range(2)]
     connect(transports)

@@ -22,7 +22,8 @@ rank, chunk]`: the chunk of that rank's rows is in my workspace. Both hold epoch
 Why buffers are safe. The workspace and the arrival signals have two halves, used in turn by the
 epoch's parity. Epoch e writes into a peer's half only after that peer has entered e-1, so it has
 left e-2, the last epoch that read this half. (A rank leaves an epoch only when the rows of all ranks
-have arrived, so here this wait never blocks; it states the rule.) The arrival signals need two halves too, because the
+have arrived, so here this wait hardly ever blocks; it states the rule.) The arrival signals need two
+halves too, because the
 network promises no order: with one, the signal of epoch e+1 could overtake the data of epoch e and
 satisfy its wait. When a peer has entered e-1 it has seen all arrivals of e-2, so nothing of that
 parity is in flight any more; that also frees the rows that were staged for sending.
