@@ -17,44 +17,12 @@ def bound(k, dtype):
     return 4 * max(k, 1) ** 0.5 * torch.finfo(dtype).eps
 
 
-def randn(group, *shape, dtype=torch.bfloat16, seed=0):
-    """Random numbers that differ from rank to rank, the same whatever the schedule."""
-    generator = torch.Generator().manual_seed(1000 * seed + group.world_rank)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def everyones(group, a):
-    """All ranks' a, one below the other."""
-    return torch.cat(list(group.exchange("a", a)))
-
-
 def assert_close(y, exact, k):
     """Every element within 4*sqrt(k)*eps of float64; NaN never passes."""
     assert y.shape == exact.shape
     error = (y.double() - exact).abs()
     assert bool((error <= bound(k, y.dtype)).all()), f"largest error {error.max().item()}, bound {bound(k, y.dtype)}"
 
-
-def check(group, y, a, b):
-    assert_close(y, everyones(group, a).double() @ b.double(), a.shape[1])
-
-
-def framed(rows, columns, dtype, border=3):
-    """A tensor inside a larger one, and a function that says whether the border is untouched."""
-    frame = torch.full((rows + 2 * border, columns + 2 * border), SENTINEL, dtype=dtype)
-    inside = frame[border : border + rows, border : border + columns]
-
-    def intact():
-        copy = frame.clone()
-        copy[border : border + rows, border : border + columns] = SENTINEL
-        return bool((copy == SENTINEL).all())
-
-    return inside, intact
-
-
-# -- clusters, and inputs that follow from a seed
-
-torch.set_num_threads(1)  # tests run side by side
 
 CLUSTERS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
