@@ -6,7 +6,7 @@ peer, the second of every peer, ...); then the ranks of the other nodes in the s
 sequence of row blocks the tiles go in groups of `GROUP` row blocks by all columns, so that the CTAs
 that run at one time share what they load; every other group takes the columns backwards, so that the
 first tiles of a group find the columns of the last one in the cache. With 4 ranks on an H200, 16384 x
-2048 x 8192: groups of 8 3.14 ms, of 4 3.24, of 16 3.31; backwards in every other group 3.09. Going
+2048 x 8192: groups of 8 3.14 ms, of 4 3.24, of 16 3.31; backwards in every other group 3.10. Going
 backwards through k as well, in every other round, gave nothing.
 """
 
