@@ -9,8 +9,9 @@ left for it: those need nothing from anybody. If it took tiles of other ranks' r
 copies that higher program ids of those ranks make, and two ranks could wait for each other.
 
 Who computes what is fixed before the launch. The alternative, an atomic counter that hands out
-tiles, lost in a prototype (floor fraction 0.86-0.89 with 4 ranks): its `while` loop keeps Triton from overlapping one tile's store with
-the next tile's loads, and it makes the order of tiles differ from run to run.
+tiles, lost in a prototype (floor fraction 0.86-0.89 with 4 ranks): its `while` loop keeps Triton from
+overlapping one tile's store with the next tile's loads, and it makes the order of tiles differ from run
+to run.
 """
 
 import triton
