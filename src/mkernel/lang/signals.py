@@ -50,6 +50,13 @@ def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer
 
 
 @triton.jit
+def gave_up(context):
+    """Has the group given up? Once a wait of this CTA has returned false, it has."""
+    flag = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
+    return tl.load(flag.to(tl.pointer_type(tl.int64)), volatile=True) != 0
+
+
+@triton.jit
 def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
     aborted = aborted.to(tl.pointer_type(tl.int64))

@@ -70,20 +70,20 @@ from mkernel.runtime.world import Launch
 
 
 @triton.jit
-def _entered(context, rank):
+def entered(context, rank):
     """Signal in my segment: `rank` has entered the epoch it holds."""
     return segment_of(context, rank_of(context), tl.int64) + rank
 
 
 @triton.jit
-def _arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
+def arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
     """Signal in a segment: a chunk of `source`'s rows has arrived. `signals` is how many a rank has in
     one half; it belongs to the workspace, not to the call, so that the halves never overlap."""
     return segment + SIZE + (parity * SIZE + source).to(tl.int64) * signals + chunk
 
 
 @triton.jit
-def _announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
     rank = rank_of(context)
     node = rank // GPUS
@@ -111,7 +111,7 @@ def _send(
     element: tl.constexpr = DTYPE.primitive_bitwidth // 8
     for i in range(1, SIZE // GPUS):
         peer = (rank + i * GPUS) % SIZE
-        wait(context, _entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
+        wait(context, entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
     ticket = tl.full((), -1, tl.int64)
     for chunk in range(first, chunks, step):
         row = chunk * chunk_rows
@@ -130,7 +130,7 @@ def _send(
                     context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, rank,
                     1, DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
                 )  # fmt: skip
-            notify(_arrived(mine, parity, rank, chunk, signals, SIZE), epoch)
+            notify(arrived(mine, parity, rank, chunk, signals, SIZE), epoch)
         signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * signals + chunk) * 8
         for i in range(1, SIZE // GPUS):
             peer = (rank + i * GPUS) % SIZE
@@ -158,7 +158,7 @@ def _intra(
     mine = segment_of(context, rank, tl.int64)
     for i in range(1, GPUS):
         peer = base + (local + i) % GPUS
-        wait(context, _entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
+        wait(context, entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
     start = clock()
     sent = tl.full((), 0, tl.int64)
     for item in range(first, chunks * (SIZE // GPUS), step):
@@ -172,7 +172,7 @@ def _intra(
         source_column_stride = tl.cast(a_column_stride, tl.int64)
         if source_rank != rank:
             wait(
-                context, _arrived(mine, parity, source_rank, chunk, signals, SIZE), epoch,
+                context, arrived(mine, parity, source_rank, chunk, signals, SIZE), epoch,
                 INTRA, ARRIVED, source_rank, chunk,
             )  # fmt: skip
             source = workspace + offset
@@ -193,7 +193,7 @@ def _intra(
         for i in range(1, GPUS):
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
-            notify(_arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
+            notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _rows_are_here(
     here = True
     for chunk in range(row // chunk_rows, tl.cdiv(tl.minimum(row + rows, m), chunk_rows)):
         here &= wait(
-            context, _arrived(mine, parity, source, chunk, signals, SIZE), epoch, COMPUTE, ARRIVED, source, chunk
+            context, arrived(mine, parity, source, chunk, signals, SIZE), epoch, COMPUTE, ARRIVED, source, chunk
         )
     return here
 
@@ -346,7 +346,7 @@ def all_gather_matmul_kernel(
     epoch = current_epoch(context)
     helpers: tl.constexpr = SENDERS + INTRAS
     if cta == 0:
-        _announce(context, epoch, SIZE, GPUS)
+        announce(context, epoch, SIZE, GPUS)
     if cta < SENDERS:
         _send(
             context, a, a_stride, a_column_stride, a_segment, a_offset,
@@ -410,6 +410,7 @@ class Plan:
     flat: bool  # chunks are contiguous, here and in the workspace
     direct: bool  # the network reads a where it is
     precision: str
+    hopper: bool  # runs the kernel in all_gather_matmul_hopper.py
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -422,7 +423,9 @@ class Plan:
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
-def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config | None) -> Plan:
+def plan(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None
+) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     m, k = a.shape
     n = b.shape[1]
@@ -468,10 +471,11 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     pushed = (gpus - 1) * nodes * m * k * element
     send_ctas = pick("send_ctas", 1 if nodes > 1 or staged else 0)
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
-    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, link, most) if gpus > 1 else 0)
+    rate = planning.push_rate(gpus - 1)
+    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, compute_seconds, link, most) if gpus > 1 else 0)
     helpers = send_ctas + intra_ctas
-    ctas = pick("ctas", min(most, max(tiles, 1) + helpers))
-    push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
+    ctas = pick("ctas", min(most, max(tiles, 1) + helpers) if helpers else planning.fewest_ctas(tiles, most))
+    push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
     done = math.ceil(push_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
     join_tiles = pick(
         "join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if helpers and not staged else 0
@@ -480,15 +484,31 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
         f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
         f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
     )
+    hopper = (
+        _suits_hopper(group, m, a.dtype, config)
+        and n > 128
+        and b_described
+        and out_described
+        and not (staged or return_gathered)
+    )
+    if hopper:
+        # no CTA only copies: each has a warp for it
+        tile_m, tile_n, intra_ctas, join_tiles = 128, 256, 0, 0
+        tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
+        ctas = pick("ctas", planning.fewest_ctas(tiles, most))
+        reasons[-1:] = ["the kernel for Hopper: a warp of every CTA copies while the others multiply"]
     resolved = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
-        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
+        stages=pick("stages", 4 if hopper else tiles_of.stages), warps=pick("warps", 4 if hopper else tiles_of.warps),
         ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(join_tiles, tiles),
         chunk_rows=_chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip
     planning.check(
-        resolved, max_ctas=most, least_send=1 if nodes > 1 or staged else 0, least_intra=1 if gpus > 1 else 0
+        resolved,
+        max_ctas=most,
+        least_send=1 if nodes > 1 or staged else 0,
+        least_intra=1 if gpus > 1 and not hopper else 0,
     )
     return Plan(
         config=resolved,
@@ -502,11 +522,12 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
         flat=flat,
         direct=direct,
         precision=matmul_precision(a.dtype),
+        hopper=hopper,
         reasons=tuple(reasons),
     )
 
 
-def _signals_of(workspace: Workspace, size: int) -> int:
+def signals_of(workspace: Workspace, size: int) -> int:
     """Arrival signals that a rank has in one half of the workspace."""
     return (workspace.signal_words // size - 1) // 2
 
@@ -514,8 +535,21 @@ def _signals_of(workspace: Workspace, size: int) -> int:
 def _chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     """Rows of a chunk: from what is the same on every rank, so that all ranks take the same."""
     given = config or Config()
+    if given.chunk_rows is not None:
+        return given.chunk_rows
+    if _suits_hopper(group, a.shape[0], a.dtype, config):
+        return 16  # every CTA pushes, so small chunks arrive in order
     tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
-    return planning.rows_per_chunk(a.shape[0], tile_m) if given.chunk_rows is None else given.chunk_rows
+    return planning.rows_per_chunk(a.shape[0], tile_m)
+
+
+def _suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
+    """Is there another kernel for such calls? Gluon is imported only where it could be used."""
+    if group.device.type != "cuda":
+        return False
+    from mkernel.ops import all_gather_matmul_hopper
+
+    return all_gather_matmul_hopper.suits(group, m, dtype, config)
 
 
 def _launch(
@@ -555,7 +589,7 @@ def _launch(
         c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
         gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
         m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
-        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=_signals_of(workspace, size), join_tiles=c.join_tiles,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=signals_of(workspace, size), join_tiles=c.join_tiles,
         nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,
@@ -666,13 +700,18 @@ def prepare(
     config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    key = (layout(a), layout(b), layout(out), group.heap.find(a) is None, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, config))
+    plain = group.heap.find(a) is None
+    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
+    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
     workspace = group.workspace(
         "all_gather_matmul",
         signal_words=group.size * (1 + 2 * decided.chunks),
         half_bytes=group.size * a.shape[0] * decided.row_stride * a.element_size(),
     )
+    if decided.hopper:
+        from mkernel.ops import all_gather_matmul_hopper
+
+        return all_gather_matmul_hopper.launch(group, decided, workspace, a, b, out)
     return _launch(group, decided, workspace, a, b, out, gathered)
 
 
@@ -690,4 +729,4 @@ def explain(
     _check(group, a, b, out, config)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, config)
+    return plan(group, a, b, out, return_gathered, config)

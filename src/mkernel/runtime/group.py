@@ -198,7 +198,14 @@ class Group:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
         self._exchanges += 1
         key = (self.name, self._exchanges)
-        return self.world.exchange(self.world_rank, self.members, key, what, value, self.timeout)
+        given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        for rank, (called, _) in enumerate(given):
+            if called != what:
+                raise ArgumentError(
+                    f"all ranks of the group must make the same calls, and must call it alike; "
+                    f"rank {self.rank} is in {what}, rank {rank} is in {called}"
+                )
+        return [value for _, value in given]
 
     def agree(self, what: str, **values: Hashable) -> None:
         """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""

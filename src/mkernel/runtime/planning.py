@@ -10,9 +10,7 @@ import torch
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 
-# For an H200. One CTA was measured to push 37 GB/s while the GEMM waited for it; less is assumed beside a
-# GEMM that does not wait. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
-PUSH_RATE = 33e9  # bytes/s
+# For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
 
@@ -40,13 +38,27 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: b
     return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
 
 
-def copiers_for(pushed: int, compute_seconds: float, link: float, ctas: int) -> int:
+def push_rate(peers: int) -> float:
+    """Bytes/s that one CTA pushes to so many peers together. It was measured to push 37 GB/s to three
+    while the GEMM waited for it; less is assumed beside a GEMM that does not wait. For one peer the
+    figure is what explains that CTAs which pushed 67 MB each had no time left for a second tile."""
+    return 24e9 if peers == 1 else 33e9
+
+
+def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
     """How many CTAs should push so many bytes: enough to be done when the compute is, and not more
     than the link can use. Every one of them is lost to the compute: with 4 ranks, 16384 x 2048 x 8192, two
     that push to the end took 3.09 ms, three that joined the compute after two thirds 3.11."""
-    in_time = math.ceil(pushed / PUSH_RATE / max(1.15 * compute_seconds, 1e-9))
-    useful = math.ceil(link / PUSH_RATE) + 1
+    in_time = math.ceil(pushed / rate / max(1.15 * compute_seconds, 1e-9))
+    useful = math.ceil(link / rate) + 1
     return max(min(in_time, useful, ctas // 4), 1)
+
+
+def fewest_ctas(tiles: int, most: int) -> int:
+    """The fewest CTAs that compute the tiles in as many rounds as `most` would: the others could only
+    take power and memory bandwidth from them."""
+    rounds = max(math.ceil(tiles / most), 1)
+    return max(math.ceil(tiles / rounds), 1)
 
 
 def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
