@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -38,6 +39,17 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: b
         return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
     # pointers for a 128 x 256 tile do not fit into the registers
     return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
+
+
+def chooser(config: Config | None) -> Callable[[str, int], int]:
+    """choose(name, default): what the configuration says for a field, or the default."""
+    given = config or Config()
+
+    def choose(name: str, default: int) -> int:
+        value = getattr(given, name)
+        return default if value is None else value
+
+    return choose
 
 
 def copiers_for(pushed: int, compute_seconds: float, link: float, ctas: int) -> int:
