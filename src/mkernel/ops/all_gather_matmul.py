@@ -63,9 +63,9 @@ from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_o
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Scratch, Workspace, current
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision, overlap
+from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
+from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.world import Launch
 
 
@@ -404,8 +404,7 @@ class Plan:
     row_stride: int
     descriptors: bool  # rows of a are read through tensor descriptors
     staged: bool  # the rank's own rows are read through the workspace
-    b_described: bool
-    b_transposed: bool
+    right: Right
     out_described: bool
     flat: bool  # chunks are contiguous, here and in the workspace
     direct: bool  # the network reads a where it is
@@ -429,15 +428,13 @@ def plan(
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     m, k = a.shape
     n = b.shape[1]
-    given = config or Config()
     nodes, gpus = group.nodes, group.gpus_per_node
     element = a.element_size()
     reasons = []
 
     descriptors = has_descriptors(group.device)
     staged = not describable(a) if descriptors else a.stride(1) != 1
-    b_transposed = descriptors and not describable(b) and describable(b.t())
-    b_described = descriptors and (describable(b) or b_transposed)
+    right = Right.of(b, descriptors)
     out_described = descriptors and describable(out)
     row_stride = -(-k * element // 16) * 16 // element
     flat = a.is_contiguous() and row_stride == k
@@ -445,7 +442,7 @@ def plan(
     if not descriptors:
         reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
     else:
-        for name, good in (("b", b_described), ("out", out_described)):
+        for name, good in (("b", right.described), ("out", out_described)):
             if not good:
                 reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
     if staged:
@@ -456,12 +453,8 @@ def plan(
             f"a {how if direct else 'is staged in the workspace for the network (mk.empty would save that)'}"
         )
 
-    tiles_of = planning.default_tiles(group.device, a.dtype, n, b_described and out_described)
-
-    def pick(name: str, default: int) -> int:
-        value = getattr(given, name)
-        return default if value is None else value
-
+    tiles_of = planning.default_tiles(group.device, a.dtype, n, right.described and out_described)
+    pick = planning.chooser(config)
     tile_m = pick("tile_m", tiles_of.tile_m)
     tile_n = pick("tile_n", tiles_of.tile_n)
     most = group.world.ctas(group.world_rank)
@@ -487,7 +480,7 @@ def plan(
     hopper = (
         _suits_hopper(group, m, a.dtype, config)
         and n > 128
-        and b_described
+        and right.described
         and out_described
         and not (staged or return_gathered)
     )
@@ -516,8 +509,7 @@ def plan(
         row_stride=row_stride,
         descriptors=descriptors,
         staged=staged,
-        b_described=b_described,
-        b_transposed=b_transposed,
+        right=right,
         out_described=out_described,
         flat=flat,
         direct=direct,
@@ -565,17 +557,11 @@ def _launch(
     half = workspace.half_bytes // element
     own: Any = a
     gathered: Any = data
-    b_operand: Any = b
     c_operand: Any = out
     if plan.descriptors:
         block = [1, c.tile_m, c.tile_k]
         own = None if plan.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
         gathered = descriptor(data, [2, size * m, k], [half, plan.row_stride, 1], block)
-    if plan.b_described:
-        if plan.b_transposed:
-            b_operand = descriptor(b, [n, k], [b.stride(1), 1], [c.tile_n, c.tile_k])
-        else:
-            b_operand = descriptor(b, [k, n], [b.stride(0), 1], [c.tile_k, c.tile_n])
     if plan.out_described:
         c_operand = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     found = group.heap.find(a) if plan.direct else None
@@ -585,7 +571,8 @@ def _launch(
         context=workspace.context,
         own=own, a=a, a_stride=a.stride(0), a_column_stride=a.stride(1),
         a_segment=found[0].number if found else 0, a_offset=found[1] // element if found else 0,
-        gathered=gathered, b=b_operand, b_row_stride=b.stride(0), b_column_stride=b.stride(1),
+        gathered=gathered,
+        b=plan.right.operand(b, c.tile_n, c.tile_k), b_row_stride=b.stride(0), b_column_stride=b.stride(1),
         c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
         gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
         m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
@@ -594,7 +581,7 @@ def _launch(
         DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,
         GATHERED_OUT=gathered_out is not None, PACED=paced,
-        A_DESCRIPTOR=plan.descriptors, B_DESCRIPTOR=plan.b_described, B_TRANSPOSED=plan.b_transposed,
+        A_DESCRIPTOR=plan.descriptors, B_DESCRIPTOR=plan.right.described, B_TRANSPOSED=plan.right.transposed,
         C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
         COPY_ROWS=4, COPY_COLUMNS=c.copy_bytes // element,
@@ -616,40 +603,11 @@ def _launch(
 def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
     """Refuse what can not be computed, naming the argument and the rule."""
     planning.check_given(config)
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        if tensor is None and name == "out":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 2:
-            raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.device != group.device:
-            raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ArgumentError(
-                f"{name} requires grad, and all_gather_matmul has no backward pass: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
-    if a.dtype not in DTYPES:
-        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
-    if b.dtype != a.dtype:
-        raise ArgumentError(f"b has dtype {b.dtype}, but a has {a.dtype}: they must be the same")
-    if a.shape[1] != b.shape[0]:
-        raise ArgumentError(
-            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
-            f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
-        )
+    for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
+        check_tensor("all_gather_matmul", group, name, tensor)
+    check_product(a, b)
     if out is not None:
-        expected = (group.size * a.shape[0], b.shape[1])
-        if tuple(out.shape) != expected:
-            raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {expected} (world*m, n)")
-        if out.dtype != a.dtype:
-            raise ArgumentError(f"out has dtype {out.dtype}, but the result has {a.dtype}")
-        if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
-            raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
-        for name, tensor in (("a", a), ("b", b)):
-            if overlap(out, tensor):
-                raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
+        check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
 
 
 def all_gather_matmul(

@@ -291,7 +291,7 @@ def launch(
         return TensorDescriptor(base, [rows, columns], [stride, 1], block, layout)
 
     tile_m, tile_n, tile_k = c.tile_m, c.tile_n, c.tile_k
-    if plan.b_transposed:
+    if plan.right.transposed:
         b_operand = described(b, n, k, b.stride(1), [tile_n, tile_k])
     else:
         b_operand = described(b, k, n, b.stride(0), [tile_k, tile_n])
@@ -308,7 +308,7 @@ def launch(
         row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
         chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=signals_of(workspace, size),
         nanoseconds_per_mib=round(2**20 / rate) if link else 0,
-        B_TRANSPOSED=plan.b_transposed, GPUS=size, GROUP=c.group_m, PACED=link is not None,
+        B_TRANSPOSED=plan.right.transposed, GPUS=size, GROUP=c.group_m, PACED=link is not None,
     )  # fmt: skip
     return Launch(
         op="all_gather_matmul",

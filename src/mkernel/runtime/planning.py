@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -43,6 +44,17 @@ def push_rate(peers: int) -> float:
     while the GEMM waited for it; less is assumed beside a GEMM that does not wait. For one peer the
     figure is what explains that CTAs which pushed 67 MB each had no time left for a second tile."""
     return 24e9 if peers == 1 else 33e9
+
+
+def chooser(config: Config | None) -> Callable[[str, int], int]:
+    """choose(name, default): what the configuration says for a field, or the default."""
+    given = config or Config()
+
+    def choose(name: str, default: int) -> int:
+        value = getattr(given, name)
+        return default if value is None else value
+
+    return choose
 
 
 def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
