@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.net.build import build
+from mkernel.net.build import build, compiler
 
+FAKE_CUDA = Path(__file__).parent / "fake_cuda" / "libcuda.cc"
 SOURCES = sorted((Path(__file__).parent / "native").glob("*.cc"))
 SANITIZERS = {
     # -O1 takes three times as long to compile
@@ -15,10 +16,12 @@ SANITIZERS = {
 }
 
 
-def run(sanitizer: str, *arguments: str) -> None:
+def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
     flags = (*SANITIZERS[sanitizer], f"-I{SOURCES[0].parent}")
     program = build(f"selftest-{sanitizer}", flags, SOURCES)
     environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    if libraries is not None:
+        environment["LD_LIBRARY_PATH"] = str(libraries)
     done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
@@ -30,6 +33,14 @@ def run(sanitizer: str, *arguments: str) -> None:
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_stress(sanitizer, what):
     run(sanitizer, what)
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_memory_on_a_device(sanitizer, tmp_path):
+    """With a driver that is a fake one, so that this runs without a GPU."""
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    run(sanitizer, "cuda", libraries=tmp_path)
 
 
 def test_damaged_bytes_are_refused_or_harmless():

@@ -1,5 +1,5 @@
 // Stress for the sanitizers: many producers, proxies that come and go, both transports.
-// Usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS
+// Usage: selftest ring | frames | loopback | tcp | lifecycle | cuda | fuzz SECONDS
 #include "selftest.h"
 
 #include <cstring>
@@ -59,7 +59,7 @@ void ring() {
 // Four producers on each of two ranks write numbered blocks to the other; readers wait for the signal
 // of each block and then look at its bytes.
 void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Transport>& one, int64_t blocks,
-              uint64_t largest) {
+              uint64_t largest, int device = -1) {
   std::shared_ptr<Transport> ranks[2] = {zero, one};
   uint64_t signals = kProducers * static_cast<uint64_t>(blocks) * 8;
   uint64_t half = kProducers * static_cast<uint64_t>(blocks) * largest;
@@ -69,7 +69,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (int rank = 0; rank < 2; ++rank) {
     memory[rank].resize((signals + 2 * half) / 8 + 1);
-    ranks[rank]->segments->attach(3, memory[rank].data(), memory[rank].size() * 8);
+    ranks[rank]->segments->attach(3, memory[rank].data(), memory[rank].size() * 8, device);
     producers.push_back(std::make_unique<Producer>(8));
   }
   auto size_of = [&](uint64_t block) { return block * 7919 % (largest + 1); };
@@ -134,7 +134,7 @@ void tcp() {
 }
 
 // Proxies and transports that end while requests are under way and segments come and go.
-void lifecycle() {
+void lifecycle(int device = -1) {
   for (int round = 0; round < 40; ++round) {
     std::vector<std::shared_ptr<Transport>> ranks;
     std::unique_ptr<Pair> pair;
@@ -147,8 +147,8 @@ void lifecycle() {
         ranks.push_back(std::make_shared<LoopbackTransport>("lifecycle", rank, LoopbackOptions{0, 0, round}));
     }
     std::vector<int64_t> a(4096), b(4096), c(64);
-    ranks[0]->segments->attach(0, a.data(), a.size() * 8);
-    ranks[1]->segments->attach(0, b.data(), b.size() * 8);
+    ranks[0]->segments->attach(0, a.data(), a.size() * 8, device);
+    ranks[1]->segments->attach(0, b.data(), b.size() * 8, device);
     Producer producer(64), nothing(1);
     for (int i = 0; i < 60; ++i) {
       Request request;
@@ -162,7 +162,7 @@ void lifecycle() {
     Proxy receiver(nothing.words.data(), nothing.words.size(), ranks[1], ProxyOptions{-1, 0});
     std::thread attacher([&] {
       for (uint32_t i = 1; i < 50; ++i) {
-        ranks[1]->segments->attach(i, c.data(), c.size() * 8);
+        ranks[1]->segments->attach(i, c.data(), c.size() * 8, device);
         ranks[1]->segments->detach(i);
       }
     });
@@ -175,7 +175,58 @@ void lifecycle() {
     }
     attacher.join();
     if (round % 3 == 0) ranks[1]->stop(milliseconds(50));
+    receiver.stop(milliseconds(0));
+    for (auto& rank : ranks) rank->stop(milliseconds(0));  // the memory is ours again
+    std::fill(a.begin(), a.end(), 0);
+    std::fill(b.begin(), b.end(), 0);
   }
+}
+
+// An error of the device: the proxy says so, and the words that kernels look at become 1.
+void alarms() {
+  std::shared_ptr<Transport> rank = std::make_shared<LoopbackTransport>("alarms", 0, LoopbackOptions{});
+  std::vector<int64_t> memory(512), flags(2);
+  rank->segments->attach(0, memory.data(), memory.size() * 8, 1);
+  Producer producer(4);
+  Proxy proxy(producer.words.data(), producer.words.size(), rank, ProxyOptions{});
+  proxy.alarm(&flags[0], 1);
+  Request request;
+  request.bytes = 8;
+  request.target = 64;
+  request.signal = 32;
+  request.value = 5;
+  producer.post(request);
+  CHECK(eventually([&] { return look(&memory[4]) == 5; }));
+  CHECK(look(&flags[0]) == 0);
+  request.bytes = 666;  // see fake_cuda
+  producer.post(request);
+  CHECK(eventually([&] { return look(&flags[0]) == 1; }));
+  CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
+  proxy.alarm(&flags[1], -1);  // too late to be early
+  CHECK(look(&flags[1]) == 1);
+  bool refused = false;
+  try {
+    rank->segments->attach(1, memory.data(), 8, 7);
+  } catch (const Error& error) {
+    refused = std::string(error.what()).find("CUDA, find the device: CUDA_ERROR_INVALID_DEVICE") == 0;
+  }
+  CHECK(refused);
+}
+
+// All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
+void on_device() {
+  for (int64_t seed : {-1, 5}) {
+    LoopbackOptions options;
+    options.shuffle_seed = seed;
+    exchange(std::make_shared<LoopbackTransport>("cuda", 0, options),
+             std::make_shared<LoopbackTransport>("cuda", 1, options), 300, 600, 0);
+  }
+  Pair pair(3);
+  exchange(pair.ranks[0], pair.ranks[1], 200, 600, 0);
+  exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000, 1);
+  for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+  lifecycle(0);
+  alarms();
 }
 
 }  // namespace
@@ -189,12 +240,13 @@ int main(int count, char** arguments) {
     else if (what == "frames") selftest::frames();
     else if (what == "tcp") selftest::tcp();
     else if (what == "lifecycle") selftest::lifecycle();
+    else if (what == "cuda") selftest::on_device();
     else if (what == "fuzz" && count > 2) {
       double seconds = std::atof(arguments[2]);
       selftest::fuzz_frames(seconds * 0.8);
       selftest::fuzz_handshake(seconds * 0.2);
     } else {
-      std::fprintf(stderr, "usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS\n");
+      std::fprintf(stderr, "usage: selftest ring | frames | loopback | tcp | lifecycle | cuda | fuzz SECONDS\n");
       return 2;
     }
   } catch (const std::exception& error) {
