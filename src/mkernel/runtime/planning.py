@@ -15,6 +15,7 @@ from mkernel.runtime.errors import ArgumentError
 PUSH_RATE = 33e9  # bytes/s
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
+NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
 
 @dataclass(frozen=True)
