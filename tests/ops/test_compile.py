@@ -241,6 +241,13 @@ def test_blackwell(build, group):
     assert not compiled.spills, compiled.usage
 
 
+def test_waiting_only_reads(build):
+    """The host writes some of the words that kernels wait for: nothing may write them back."""
+    ptx = build(torch.bfloat16, TWO_NODES).ptx
+    assert "ld.global.sys.acquire.b64" in ptx
+    assert set(re.findall(r"atom\.global\.sys\.\w+\.(\w+)", ptx)) == {"exch"}
+
+
 @triton.jit
 def _double(x, out, N: tl.constexpr):
     place = tl.arange(0, N)

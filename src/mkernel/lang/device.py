@@ -23,16 +23,6 @@ def now(context):
 
 
 @triton.jit
-def load_from_host(word):
-    """Acquires a 64-bit word that the host writes. A load, since an atomic operation that adds nothing would
-    still write: where PCIe has no atomics, what the host wrote in between would be lost. Each thread
-    loads for itself, and two warps may see two values, as with `clock`."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [word], dtype=tl.int64, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def acquire_for_descriptors():
     """Orders this thread's earlier acquires before its later reads through tensor descriptors (TMA),
     which go through another path to memory (the async proxy) than ordinary loads."""

@@ -9,7 +9,10 @@ header of 64-bit words. Many CTAs write requests, one proxy takes them out:
 - the request's words are stored, then its turn number (ticket // capacity + 1) with a release: the
   proxy knows a full slot by the turn number that is due, so nothing has to be cleared.
 
-`COMPLETED` counts requests whose source may be written again, in order.
+`COMPLETED` counts requests whose source may be written again, in order. The proxy alone writes it and
+`CONSUMED`; a kernel waits for them as for signals, by adding nothing, which Triton makes a load. (A test
+looks: an operation that wrote what it had read would undo what the host wrote in between, where
+PCIe has no atomics.)
 
 A request asks for `size` bytes at `source` (offset in this rank's segment `source_segment`) to be
 written to `target` in the peer's segment `segment`; when they are there, the peer's signal at byte

@@ -14,6 +14,7 @@ from mkernel.runtime.errors import ArgumentError
 # For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
+NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
 
 @dataclass(frozen=True)
