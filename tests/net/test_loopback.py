@@ -100,6 +100,20 @@ def test_latency_and_rate(job):
     stop_all(ranks)
 
 
+def test_requests_in_flight_share_the_rate_and_are_late_once(job):
+    """40 requests of 1 ms each on the link, 50 ms late: 90 ms for all of them, one every millisecond."""
+    zero, one = ranks = make(job, latency=0.05, rate=1e7)
+    start = time.monotonic()
+    for i in range(40):
+        zero.put(1, 0, 0, 10_000, signal=i)
+    one.wait(19, 1)
+    half = time.monotonic() - start
+    one.wait(39, 1)
+    whole = time.monotonic() - start
+    assert 0.07 <= half < 0.09 <= whole < 0.5
+    stop_all(ranks)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
