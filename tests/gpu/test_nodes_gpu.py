@@ -1,4 +1,8 @@
-"""Several nodes on a GPU, in one process: requests from kernels, copies by native proxies."""
+"""Several nodes on a GPU, in one process: requests from kernels, copies by native proxies.
+
+All but one of these tests use a kernel of PyTorch for the first time only while none of ours waits for the
+network: see docs/getting-started.md.
+"""
 
 import functools
 
@@ -50,7 +54,8 @@ def test_rows_in_the_heap_are_sent_from_where_they_are():
         x = mk.empty(3, 256, 256)
         b = randn(group, 256, 512, seed=1)
         for i in range(9):
-            a = x[i % 3]  # at different places of the segment, one of them overwritten at once
+            a = x[i % 3]  # at different places of the segment, and overwritten at once
+            a.fill_(float("nan"))
             a.copy_(randn(group, 256, 256, seed=i))
             kept = a.clone()
             y = mk.all_gather_matmul(a, b)
@@ -63,11 +68,12 @@ def test_rows_in_the_heap_are_sent_from_where_they_are():
 @pytest.mark.parametrize("cluster", [(2, 2), (3, 1)])
 def test_many_calls_without_synchronisation(cluster):
     def on_rank(group):
-        calls = []
+        inputs = []
         for i in range(40):
             m, n, k = [(256, 512, 256), (64, 128, 512), (130, 300, 72)][i % 3]
-            a, b = randn(group, m, k, seed=i), randn(group, k, n, seed=100 + i)
-            calls.append((mk.all_gather_matmul(a, b), a, b))
+            inputs.append((randn(group, m, k, seed=i), randn(group, k, n, seed=100 + i)))
+        group.synchronize()
+        calls = [(mk.all_gather_matmul(a, b), a, b) for a, b in inputs]
         for y, a, b in calls:
             check(group, y, a, b)
 
@@ -158,6 +164,7 @@ def test_memory_is_given_back():
         for i in range(3):
             x = mk.empty(1024, 1024)
             y = mk.all_gather_matmul(x.fill_(1), torch.ones(1024, 64 * (i + 1), device="cuda", dtype=x.dtype))
+            group.synchronize()
             assert (y == 1024).all()
             del x, y
         group.close()
