@@ -220,7 +220,7 @@ def test_rank_that_stays_away_is_named():
 
 def test_lost_signal_times_out_and_the_process_goes_on(tmp_path):
     source = inspect.getsource(sys.modules["mkernel.ops.all_gather_matmul"])
-    sending = "notify(_arrived(theirs, parity, source_rank, chunk, chunks, SIZE), epoch)"
+    sending = "notify(_arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)"
     assert sending in source
     path = tmp_path / "broken_all_gather_matmul.py"
     path.write_text(source.replace(sending, f"if chunk != 1:\n                {sending}"))

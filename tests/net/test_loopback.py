@@ -110,7 +110,7 @@ def test_requests_in_flight_share_the_rate_and_are_late_once(job):
     half = time.monotonic() - start
     one.wait(39, 1)
     whole = time.monotonic() - start
-    assert 0.07 <= half
+    assert half >= 0.07
     assert 0.09 <= whole < 1.0
     stop_all(ranks)
 
