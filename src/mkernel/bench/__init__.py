@@ -21,7 +21,7 @@ DEFAULT_SHAPES = {
     "matmul_reduce_scatter": [(16384, 8192, 8192), (4096, 8192, 8192)],
 }
 REPEATS = 40
-TIMEOUT = 60.0  # seconds; of a wait, so far more than any shape takes
+TIMEOUT = 120.0  # seconds; of a wait, so far more than any shape takes
 NETWORK_LATENCY = 5e-6  # seconds, of a paced network
 
 
