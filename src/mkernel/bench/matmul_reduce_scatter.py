@@ -41,7 +41,7 @@ def measure(
 
     launch = prepare(group, a, w.t(), out, None, None, dtype, config)
     stream = torch.cuda.current_stream(device)
-    mine = OnRank(launch, stream, multiply, reduce)
+    mine = OnRank(launch, stream, multiply, [[reduce]])
     times, sustained = measure_together(group, mine, repeats)
 
     out.fill_(float("nan"))

@@ -41,14 +41,18 @@ def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype
     _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
 
 
+Step = Callable[[], None]
+
+
 @dataclass(frozen=True)
 class OnRank:
-    """What is timed, on one rank: `multiply` is the library's GEMM, `reduce` what follows it host-driven."""
+    """What is timed, on one rank: `multiply` is the library's GEMM. What follows it host-driven is one of
+    `ways`, each a list of steps that all ranks make together; the fastest counts."""
 
     launch: Launch
     stream: torch.cuda.Stream
-    multiply: Callable[[], None]
-    reduce: Callable[[], None]
+    multiply: Step
+    ways: Sequence[Sequence[Step]]
 
 
 def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -68,26 +72,35 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
                 with torch.cuda.stream(each.stream):
                     each.multiply()
 
-        def host_driven() -> None:
-            library()
-            done = [each.stream.record_event() for each in everyone]
-            for each in everyone:
-                for event in done:
-                    each.stream.wait_event(event)
-                with torch.cuda.stream(each.stream):
-                    each.reduce()
-            # a product is not overwritten before everybody has read it
+        def meet() -> None:
+            """What any rank's stream does next comes after what all of them have done."""
             done = [each.stream.record_event() for each in everyone]
             for each in everyone:
                 for event in done:
                     each.stream.wait_event(event)
 
-        host_driven()
+        def host_driven(way: int) -> Step:
+            def run() -> None:
+                library()
+                meet()
+                for step in range(len(mine.ways[way])):
+                    for each in everyone:
+                        with torch.cuda.stream(each.stream):
+                            each.ways[way][step]()
+                    meet()
+
+            return run
+
+        ways = {f"host_driven {way}": host_driven(way) for way in range(len(mine.ways))}
+        for run in ways.values():
+            run()
         for stream in streams:
             stream.synchronize()
-        calls = {"library": library, "fused": fused, "host_driven": host_driven}
+        calls = {"library": library, "fused": fused, **ways}
         stopwatch = Stopwatch(streams)
         measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+        for times in measured:
+            times["host_driven"] = min(times.pop(name) for name in ways)
     return group.exchange("times", measured)[0]
 
 
