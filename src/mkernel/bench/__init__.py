@@ -18,6 +18,7 @@ from mkernel.runtime.world import Links
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_SHAPES = {
     "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)],
+    "matmul_all_reduce": [(16384, 8192, 8192), (128, 8192, 8192)],
     "matmul_reduce_scatter": [(16384, 8192, 8192), (4096, 8192, 8192)],
 }
 REPEATS = 40
@@ -40,10 +41,11 @@ def run(
     """Measure shapes (m_total, n, k) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's NVLink and
     of its way to other nodes; ranks that share a GPU get their share of it, as they get their share of
     its SMs. None does not pace."""
-    from mkernel.bench import all_gather_matmul, matmul_reduce_scatter
+    from mkernel.bench import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
     measure = {
         "all_gather_matmul": all_gather_matmul.measure,
+        "matmul_all_reduce": matmul_all_reduce.measure,
         "matmul_reduce_scatter": matmul_reduce_scatter.measure,
     }[op]
     sharing = -(-ranks * nodes // torch.cuda.device_count())

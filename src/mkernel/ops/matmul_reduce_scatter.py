@@ -69,9 +69,10 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, current_epoch, finish, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
-from mkernel.lang.gemm import masked_block, multiply_step, store_tile
+from mkernel.lang.epilogue import store_result
+from mkernel.lang.gemm import multiply_step
 from mkernel.lang.order import grouped
-from mkernel.lang.partials import halves, load_partial, prefetch_partial, store_partial
+from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
@@ -236,28 +237,6 @@ def _send(
 
 
 @triton.jit
-def _store_half(
-    c, bias, residual, total, row, column, rows, n,
-    c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, RESIDUAL_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
-    TILE_M: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Add bias and residual to COLUMNS columns of a tile that is summed up, and store them."""
-    if BIAS:
-        j = column + tl.arange(0, COLUMNS)
-        total += tl.load(bias + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
-    if RESIDUAL:
-        if RESIDUAL_DESCRIPTOR:
-            more = residual.load([0, row, column]).reshape(TILE_M, COLUMNS)
-        else:
-            more = masked_block(
-                residual, row, column, rows, n, residual_row_stride, residual_column_stride, TILE_M, COLUMNS
-            )
-        total += more.to(tl.float32)
-    store_tile(c, 0, row, column, rows, n, c_row_stride, c_column_stride, total, TILE_M, COLUMNS, C_DESCRIPTOR)
-
-
-@triton.jit
 def _store(
     context, total, parts, c, bias, residual, tiles, tile, row, column, rows, n,
     c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
@@ -269,16 +248,10 @@ def _store(
     for i in range(SIZE // GPUS - 1):
         slot = _arriving_slot(i, tiles, tile, SIZE, GPUS)
         total += load_partial(parts + slot * (TILE_M * TILE_N), TILE_M, TILE_N)
-    left, right = halves(total, TILE_M, TILE_N)
-    _store_half(
-        c, bias, residual, left, row, column, rows, n,
+    store_result(
+        c, bias, residual, total, row, column, rows, n,
         c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
-        BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N // 2,
-    )  # fmt: skip
-    _store_half(
-        c, bias, residual, right, row, column + TILE_N // 2, rows, n,
-        c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
-        BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N // 2,
+        BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
     )  # fmt: skip
 
 
@@ -445,29 +418,16 @@ def plan(
     right = Right.of(b, descriptors)
     out_described = descriptors and describable(out)
     residual_described = residual is not None and descriptors and describable(residual)
-    reasons = []
-    if not descriptors:
-        reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
-    else:
-        described = {"a": a_described, "b": right.described, "out": out_described}
-        if residual is not None:
-            described["residual"] = residual_described
-        for name, good in described.items():
-            if not good:
-                reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
+    described = {"a": a_described, "b": right.described, "out": out_described}
+    if residual is not None:
+        described["residual"] = residual_described
+    reasons = planning.reasons_of_access(descriptors, described)
     tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
-    most = planning.common_ctas(group)
-    defaults = planning.default_tiles(group.device, a.dtype, n, a_described and right.described)
-    choose = planning.chooser(config)
     tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
-    resolved = Settings(
-        tile_m=tile_m, tile_n=tile_n,
-        tile_k=choose("tile_k", planning.depth_of_tile(defaults, tile_n, a_described and right.described)),
-        group_m=choose("group_m", defaults.group_m),
-        stages=choose("stages", defaults.stages), warps=choose("warps", defaults.warps),
-        ctas=choose("ctas", min(most, max(tiles * group.size, 1))),
-        send_ctas=0, intra_ctas=0, join_tiles=0, chunk_rows=tile_m, copy_bytes=defaults.copy_bytes,
-    )  # fmt: skip
+    ctas = min(planning.common_ctas(group), max(tiles * group.size, 1))
+    resolved = planning.settings_of_sum(
+        group.device, a.dtype, tile_m, tile_n, a_described and right.described, ctas, config
+    )
     planning.check(resolved, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
     tile_bytes = tile_m * tile_n * reduce_dtype.itemsize
     pushed = tiles * group.nodes * (group.gpus_per_node - 1) * tile_bytes
@@ -493,7 +453,8 @@ def plan(
 def _tile(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
     """Rows and columns of a tile: from what is the same on every rank, since slots hold whole tiles."""
     choose = planning.chooser(config)
-    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, planning.common_ctas(group), group.size)
+    wanted = planning.common_ctas(group) / group.size
+    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)
     return choose("tile_m", tile_m), choose("tile_n", tile_n)
 
 
