@@ -1,0 +1,22 @@
+// What a network card needs to know about GPU memory. libcuda is opened at run time; without it no
+// address is a GPU's.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "sockets.h"
+
+namespace mkernel {
+
+bool is_gpu_memory(const void* address);
+
+// The range as a dma-buf: a file descriptor, and where the range begins in it. No descriptor: `why`.
+struct DmaBuf {
+  Fd fd;
+  uint64_t offset = 0;
+  std::string why;
+};
+DmaBuf dma_buf_of(const void* base, uint64_t size);
+
+}  // namespace mkernel
