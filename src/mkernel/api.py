@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,23 +14,32 @@ from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
+if TYPE_CHECKING:
+    from mkernel.net.connect import Wish
+
 _EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
 
 
 def init(
-    process_group: Any = None, *, transport: str = "auto", timeout: float = 30.0, gpus_per_node: int | None = None
+    process_group: Any = None,
+    *,
+    transport: str | Wish = "auto",
+    timeout: float = 30.0,
+    gpus_per_node: int | None = None,
 ) -> Group:
     """Make the group of this process, and make it the current one.
 
     Under torchrun, or with a process group: the group of all its ranks, as processes on CPUs; inside
-    a node they share memory, between nodes they use TCP. (GPUs in several processes are not supported
+    a node they share memory, between nodes they use RDMA or TCP. (GPUs in several processes are not supported
     yet.) Otherwise a group of one rank: on the current GPU, or simulated where there is none. Several
     ranks in one process are `mk.spawn`.
 
     Args:
         process_group: any torch.distributed process group; the default one if None. It is made, with
             gloo, if torchrun started this process and nobody has made it yet.
-        transport: how nodes talk to each other; "auto" and "tcp" are the same so far.
+        transport: how nodes talk to each other: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
+            `mkernel.net.Verbs`, `Efa` and `Tcp` with details such as the device's name. "auto" is verbs if every rank
+            has a device for it that works, else tcp.
         timeout: seconds that a wait may last.
         gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """

@@ -39,6 +39,10 @@ class _Address(ctypes.Structure):
     _fields_ = [("peer", ctypes.c_int32), ("port", ctypes.c_int32), ("host", ctypes.c_char_p)]
 
 
+class RdmaPortEntry(ctypes.Structure):
+    _fields_ = [("device", ctypes.c_char_p), ("port", ctypes.c_int32), ("gid_index", ctypes.c_int32)]
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What a proxy has done so far."""
@@ -67,6 +71,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "tcp_port": (ctypes.c_int, [Handle]),
     "tcp_connect": (ctypes.c_int, [Handle, ctypes.POINTER(_Address), ctypes.c_int, ctypes.c_int64]),
+    "rdma_create": (
+        Handle,
+        [ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(RdmaPortEntry), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        + [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p],
+    ),
+    "describe": (ctypes.c_int64, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "connect": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "describe_segment": (ctypes.c_int64, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "learn_segment": (
+        ctypes.c_int,
+        [Handle, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t],
+    ),
     "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
     "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
@@ -106,7 +122,8 @@ def library() -> _Library:
     return _Library(str(build("net.so")))
 
 
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
+    """As the C interface takes times."""
     return max(0, int(seconds * 1000))
 
 
@@ -125,6 +142,8 @@ def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any
 class Transport:
     """What moves the bytes: the common part of all transports."""
 
+    memory_devices: tuple[str, ...] = ("cpu",)
+
     def __init__(self, handle: Any, rank: int):
         self.rank = rank
         self._handle = handle
@@ -139,8 +158,9 @@ class Transport:
 
     def attach(self, segment: int, memory: torch.Tensor) -> None:
         """Requests may now name this memory. It is kept alive until it is detached."""
-        if memory.device.type != "cpu" or not memory.is_contiguous():
-            raise ArgumentError(f"memory must be a contiguous tensor on the CPU, got one on {memory.device}")
+        if memory.device.type not in self.memory_devices or not memory.is_contiguous():
+            places = " or ".join(self.memory_devices)
+            raise ArgumentError(f"memory must be a contiguous tensor on {places}, got one on {memory.device}")
         if not 0 <= segment < 1 << 24:
             raise ArgumentError(f"segment must be from 0 to {(1 << 24) - 1}, got {segment}")
         library().check(library().attach(self._open, segment, memory.data_ptr(), memory.nbytes))
@@ -155,7 +175,7 @@ class Transport:
         """Leave the job in order, after the proxy was stopped. Peers that send to this rank afterwards
         get an error. With timeout 0 the peers are not told, and take it for a loss."""
         if self._end.alive:
-            library().check(library().transport_stop(self._handle, _milliseconds(timeout)))
+            library().check(library().transport_stop(self._handle, milliseconds(timeout)))
             self._end()
 
     def __enter__(self) -> Self:
@@ -217,8 +237,8 @@ class TcpTransport(Transport):
         peer_timeout: float = 30.0,
     ):
         create = library().tcp_create
-        milliseconds = _milliseconds(peer_timeout)
-        handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, milliseconds)
+        patience = milliseconds(peer_timeout)
+        handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, patience)
         super().__init__(library().check(handle), rank)
         self.size = size
         self.port: int = library().check(library().tcp_port(handle))
@@ -229,7 +249,7 @@ class TcpTransport(Transport):
         table = (_Address * len(peers))()
         for entry, (peer, (host, port)) in zip(table, peers.items()):
             entry.peer, entry.host, entry.port = peer, host.encode(), port
-        library().check(library().tcp_connect(self._open, table, len(peers), _milliseconds(timeout)))
+        library().check(library().tcp_connect(self._open, table, len(peers), milliseconds(timeout)))
 
 
 class Proxy:
@@ -283,7 +303,7 @@ class Proxy:
         """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread.
         True: everything was served. False: some was given up, or there was an error before."""
         if self._end.alive:
-            self._served = bool(library().proxy_stop(self._handle, _milliseconds(timeout)))
+            self._served = bool(library().proxy_stop(self._handle, milliseconds(timeout)))
             _ = self.error, self.statistics  # can still be asked for afterwards
             self._end()
         return self._served

@@ -1,7 +1,7 @@
 """Ranks as processes on CPUs, started by torchrun or anything else that makes a process group.
 
 Each process runs the CTAs of its own rank on the interpreter. What the ranks of a node share lies in
-shared memory; nodes talk over TCP, through the same native proxy that serves GPUs. So everything but
+shared memory; nodes talk over the network, through the same native proxy that serves GPUs. So everything but
 the GPU itself is the real thing, and can be tried on a laptop.
 
 The process group is only used to start: its store carries what ranks tell each other while they set
@@ -17,7 +17,6 @@ import itertools
 import mmap
 import os
 import pickle
-import secrets
 import socket
 import time
 import weakref
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mkernel.net import connect
 from mkernel.runtime import records
 from mkernel.runtime.errors import ArgumentError, CommTimeout, TransportError
 from mkernel.runtime.group import Group
@@ -55,7 +55,11 @@ class ProcessWorld(InlineWorld):
     scheduler_type = RealTimeScheduler
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float
+        self,
+        process_group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        transport: connect.Wish | str,
+        timeout: float,
     ):
         self.rank = dist.get_rank(process_group)
         size = dist.get_world_size(process_group)
@@ -78,8 +82,7 @@ class ProcessWorld(InlineWorld):
         else:
             hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", _host_name(), timeout)
             self._nodes = [hosts.index(host) for host in hosts]
-        if transport not in ("auto", "tcp"):
-            raise ArgumentError(f"transport must be 'auto' or 'tcp' for processes on CPUs, got {transport!r}")
+        self._transport = connect.wish_of(transport)
 
     def node_of(self, rank: int) -> int:
         return self._nodes[rank]
@@ -144,27 +147,22 @@ class ProcessWorld(InlineWorld):
         super().register(group, segment, memory)
         if memory is None:
             self._mapped.pop((group.name, segment), None)
+            if group.name in self._connections:
+                connect.drop(self._connections[group.name].transport, segment)
         else:
             self._mapped[group.name, segment] = self._just_mapped
             self._just_mapped = []
             if group.name in self._connections:
-                # until the group is closed: a late signal may still come for a segment that was dropped
-                self._connections[group.name].transport.attach(segment, memory)
+                connect.attach(group, self._connections[group.name].transport, {segment: memory})
 
     # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        from mkernel.net.native import Proxy, TcpTransport
+        from mkernel.net.native import Proxy
 
-        secret = group.exchange("network", secrets.token_bytes(32) if group.rank == 0 else None)[0]
-        here = self._address(group)
-        transport = TcpTransport(group.rank, group.size, secret, listen=here, peer_timeout=group.timeout)
-        doors = group.exchange("network", (here, transport.port))
-        counterparts = [rank for rank in range(group.size) if group.topology.local_rank_of(rank) == group.local_rank]
-        transport.connect({rank: doors[rank] for rank in counterparts if rank != group.rank}, group.timeout)
-        for (name, number, _), memory in self._segments.items():
-            if name == group.name:
-                transport.attach(number, memory)
+        transport = connect.open_transport(group, self._transport, lambda: self._address(group))
+        mine = {number: memory for (name, number, _), memory in self._segments.items() if name == group.name}
+        connect.attach(group, transport, mine)
         self._connections[group.name] = Connection(transport, Proxy(ring, transport), group._control.addresses)
 
     def _address(self, group: Group) -> str:
@@ -231,7 +229,9 @@ def _host_name() -> str:
         return socket.gethostname()
 
 
-def init(process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float) -> Group:
+def init(
+    process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: connect.Wish | str, timeout: float
+) -> Group:
     """The group of all ranks of a process group."""
     world = ProcessWorld(process_group, gpus_per_node, transport, timeout)
     return Group(world, range(world.size), world.rank, timeout=timeout, name="world")
