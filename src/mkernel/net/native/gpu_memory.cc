@@ -12,16 +12,20 @@ namespace {
 constexpr int kAttributeMemoryType = 2;
 constexpr unsigned kMemoryTypeDevice = 2;
 constexpr int kHandleDmaBuf = 1;
+constexpr int kFlushCurrentContext = 0;
+constexpr int kFlushToAllDevices = 200;
 
 struct CudaDriver {
   int (*pointer_attribute)(void*, int, unsigned long long) = nullptr;
   int (*handle_for_range)(void*, unsigned long long, size_t, int, unsigned long long) = nullptr;
+  int (*flush_writes)(int, int) = nullptr;
 
   CudaDriver() {
     void* handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) return;
     pointer_attribute = reinterpret_cast<decltype(pointer_attribute)>(::dlsym(handle, "cuPointerGetAttribute"));
     handle_for_range = reinterpret_cast<decltype(handle_for_range)>(::dlsym(handle, "cuMemGetHandleForAddressRange"));
+    flush_writes = reinterpret_cast<decltype(flush_writes)>(::dlsym(handle, "cuFlushGPUDirectRDMAWrites"));
   }
 };
 
@@ -38,6 +42,13 @@ bool is_gpu_memory(const void* address) {
   return driver.pointer_attribute != nullptr &&
          driver.pointer_attribute(&type, kAttributeMemoryType, reinterpret_cast<uintptr_t>(address)) == 0 &&
          type == kMemoryTypeDevice;
+}
+
+void show_gpu_writes() {
+  const CudaDriver& driver = cuda_driver();
+  if (driver.flush_writes == nullptr) fail("the CUDA driver has no cuFlushGPUDirectRDMAWrites (it needs CUDA 11.3)");
+  if (int status = driver.flush_writes(kFlushCurrentContext, kFlushToAllDevices))
+    fail("cuFlushGPUDirectRDMAWrites: CUDA error ", status);
 }
 
 DmaBuf dma_buf_of(const void* base, uint64_t size) {

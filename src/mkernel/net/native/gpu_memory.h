@@ -19,4 +19,8 @@ struct DmaBuf {
 };
 DmaBuf dma_buf_of(const void* base, uint64_t size);
 
+// What devices have written to GPU memory so far is seen by kernels from now on. Only for writes that the
+// host was told of: they came over another way than that news.
+void show_gpu_writes();
+
 }  // namespace mkernel

@@ -118,6 +118,7 @@ void RdmaBase::attach(uint32_t number, void* base, uint64_t size) {
     auto entry = std::make_shared<Registered>();
     entry->base = static_cast<uint8_t*>(base);
     entry->size = size;
+    entry->on_gpu = is_gpu_memory(base);
     for (Rail& rail : rails_) entry->regions.emplace_back(register_memory(rail, base, size), library_.dereg_mr);
     registered_[number] = std::move(entry);
   } catch (...) {

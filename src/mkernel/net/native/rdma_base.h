@@ -70,6 +70,7 @@ class RdmaBase : public RdmaTransport {
   struct Registered {
     uint8_t* base = nullptr;
     uint64_t size = 0;
+    bool on_gpu = false;
     std::vector<Owned<ibv_mr>> regions;  // by rail
   };
   // A segment of a peer.
