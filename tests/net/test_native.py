@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.net.build import build
+from mkernel.net.build import build, compiler
+
+from .test_rdma import FAKE as FAKE_VERBS
+from .test_rdma import has_headers
 
 SOURCES = sorted((Path(__file__).parent / "native").glob("*.cc"))
 SANITIZERS = {
@@ -15,10 +18,12 @@ SANITIZERS = {
 }
 
 
-def run(sanitizer: str, *arguments: str) -> None:
+def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
     flags = (*SANITIZERS[sanitizer], f"-I{SOURCES[0].parent}")
     program = build(f"selftest-{sanitizer}", flags, SOURCES)
     environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    if libraries is not None:
+        environment["LD_LIBRARY_PATH"] = str(libraries)
     done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
@@ -26,10 +31,21 @@ def run(sanitizer: str, *arguments: str) -> None:
     assert f"{arguments[0]}: well" in done.stdout
 
 
-@pytest.mark.parametrize("what", ["ring", "frames", "loopback", "tcp", "lifecycle"])
+@pytest.mark.parametrize("what", ["ring", "frames", "counting", "loopback", "tcp", "lifecycle"])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_stress(sanitizer, what):
     run(sanitizer, what)
+
+
+@pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not installed")
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_rdma(sanitizer, tmp_path):
+    """With libraries that are a stand-in, so that this runs without a device."""
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=120)
+    (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
+    for what in ("verbs", "efa"):
+        run(sanitizer, what, libraries=tmp_path)
 
 
 def test_damaged_bytes_are_refused_or_harmless():

@@ -1,5 +1,6 @@
-// Stress for the sanitizers: many producers, proxies that come and go, both transports.
-// Usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS
+// Stress for the sanitizers: many producers, proxies that come and go, all transports.
+// Usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | lifecycle | fuzz SECONDS
+// verbs and efa need libraries that find devices: a stand-in, in LD_LIBRARY_PATH.
 #include "selftest.h"
 
 #include <cstring>
@@ -8,6 +9,7 @@
 
 #include "loopback.h"
 #include "proxy.h"
+#include "rdma.h"
 
 namespace selftest {
 namespace {
@@ -69,9 +71,12 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (int rank = 0; rank < 2; ++rank) {
     memory[rank].resize((signals + 2 * half) / 8 + 1);
-    ranks[rank]->segments->attach(3, memory[rank].data(), memory[rank].size() * 8);
+    ranks[rank]->attach(3, memory[rank].data(), memory[rank].size() * 8);
     producers.push_back(std::make_unique<Producer>(8));
   }
+  for (uint32_t rank = 0; rank < 2; ++rank)
+    if (auto* rdma = dynamic_cast<RdmaTransport*>(ranks[rank].get()))
+      rdma->learn_segment(1 - rank, 3, dynamic_cast<RdmaTransport&>(*ranks[1 - rank]).describe_segment(3));
   auto size_of = [&](uint64_t block) { return block * 7919 % (largest + 1); };
   auto fill_of = [](int rank, uint64_t block) { return static_cast<uint8_t>(1 + block % 250 + rank); };
   for (int rank = 0; rank < 2; ++rank) {
@@ -112,7 +117,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
     CHECK(proxy->error().empty());
     CHECK(proxy->statistics().completions == kProducers * blocks);
   }
-  for (auto& rank : ranks) rank->segments->detach(3);
+  for (auto& rank : ranks) rank->detach(3);
 }
 
 void loopback() {
@@ -131,6 +136,38 @@ void tcp() {
     exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000);
     for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
   }
+}
+
+void rdma(bool efa) {
+  std::vector<std::shared_ptr<RdmaTransport>> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    RdmaOptions options;
+    options.rank = rank;
+    for (int rail = 0; rail < 2; ++rail) options.ports.push_back({(efa ? "efa" : "fake") + std::to_string(rail), 1, 0});
+    ranks.push_back(efa ? make_efa_transport(options) : make_verbs_transport(options));
+  }
+  std::string descriptions[2] = {ranks[0]->describe(1), ranks[1]->describe(0)};
+  for (uint32_t rank = 0; rank < 2; ++rank) ranks[rank]->connect(1 - rank, descriptions[1 - rank]);
+  exchange(ranks[0], ranks[1], 200, 600);
+  exchange(ranks[0], ranks[1], 3, 1'200'000);
+  // ends with requests under way
+  std::vector<int64_t> memory(8192);
+  ranks[0]->attach(0, memory.data(), memory.size() * 8);
+  ranks[1]->attach(0, memory.data(), memory.size() * 8);
+  ranks[0]->learn_segment(1, 0, ranks[1]->describe_segment(0));
+  Producer producer(64);
+  for (uint64_t i = 0; i < 64; ++i) {
+    Request request;
+    request.peer = 1;
+    request.source = request.target = 64;
+    request.bytes = 8 * i;
+    request.value = static_cast<int64_t>(i);
+    producer.post(request);
+  }
+  Proxy proxy(producer.words.data(), producer.words.size(), ranks[0], ProxyOptions{});
+  std::this_thread::sleep_for(std::chrono::microseconds(300));
+  proxy.stop(milliseconds(0));
+  for (auto& rank : ranks) rank->stop(milliseconds(0));
 }
 
 // Proxies and transports that end while requests are under way and segments come and go.
@@ -187,6 +224,9 @@ int main(int count, char** arguments) {
     if (what == "ring") selftest::ring();
     else if (what == "loopback") selftest::loopback();
     else if (what == "frames") selftest::frames();
+    else if (what == "counting") selftest::counting();
+    else if (what == "verbs") selftest::rdma(false);
+    else if (what == "efa") selftest::rdma(true);
     else if (what == "tcp") selftest::tcp();
     else if (what == "lifecycle") selftest::lifecycle();
     else if (what == "fuzz" && count > 2) {
@@ -194,7 +234,7 @@ int main(int count, char** arguments) {
       selftest::fuzz_frames(seconds * 0.8);
       selftest::fuzz_handshake(seconds * 0.2);
     } else {
-      std::fprintf(stderr, "usage: selftest ring | frames | loopback | tcp | lifecycle | fuzz SECONDS\n");
+      std::fprintf(stderr, "usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | lifecycle | fuzz SECONDS\n");
       return 2;
     }
   } catch (const std::exception& error) {

@@ -411,7 +411,7 @@ void EfaTransport::arrived(Way& way, const ibv_wc& event, uint32_t slot) {
   }
   if (!whole) return;
   auto it = registered_.find(whole->segment);
-  if (it != registered_.end() && it->second->on_gpu) show_gpu_writes();
+  if (it != registered_.end() && it->second->on_gpu) show_gpu_writes(it->second->base);
   raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 // Of CUDA's driver interface; the numbers are part of its ABI.
 constexpr int kAttributeMemoryType = 2;
+constexpr int kAttributeDevice = 9;
 constexpr unsigned kMemoryTypeDevice = 2;
 constexpr int kHandleDmaBuf = 1;
 constexpr int kFlushCurrentContext = 0;
@@ -19,6 +20,8 @@ struct CudaDriver {
   int (*pointer_attribute)(void*, int, unsigned long long) = nullptr;
   int (*handle_for_range)(void*, unsigned long long, size_t, int, unsigned long long) = nullptr;
   int (*flush_writes)(int, int) = nullptr;
+  int (*retain_context)(void**, int) = nullptr;
+  int (*set_context)(void*) = nullptr;
 
   CudaDriver() {
     void* handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -26,6 +29,8 @@ struct CudaDriver {
     pointer_attribute = reinterpret_cast<decltype(pointer_attribute)>(::dlsym(handle, "cuPointerGetAttribute"));
     handle_for_range = reinterpret_cast<decltype(handle_for_range)>(::dlsym(handle, "cuMemGetHandleForAddressRange"));
     flush_writes = reinterpret_cast<decltype(flush_writes)>(::dlsym(handle, "cuFlushGPUDirectRDMAWrites"));
+    retain_context = reinterpret_cast<decltype(retain_context)>(::dlsym(handle, "cuDevicePrimaryCtxRetain"));
+    set_context = reinterpret_cast<decltype(set_context)>(::dlsym(handle, "cuCtxSetCurrent"));
   }
 };
 
@@ -44,11 +49,23 @@ bool is_gpu_memory(const void* address) {
          type == kMemoryTypeDevice;
 }
 
-void show_gpu_writes() {
+void show_gpu_writes(const void* address) {
   const CudaDriver& driver = cuda_driver();
-  if (driver.flush_writes == nullptr) fail("the CUDA driver has no cuFlushGPUDirectRDMAWrites (it needs CUDA 11.3)");
-  if (int status = driver.flush_writes(kFlushCurrentContext, kFlushToAllDevices))
-    fail("cuFlushGPUDirectRDMAWrites: CUDA error ", status);
+  if (driver.flush_writes == nullptr || driver.retain_context == nullptr || driver.set_context == nullptr)
+    fail("the CUDA driver has no cuFlushGPUDirectRDMAWrites (it needs CUDA 11.3)");
+  auto check = [](int status, const char* what) {
+    if (status != 0) fail(what, ": CUDA error ", status);
+  };
+  int device = 0;
+  check(driver.pointer_attribute(&device, kAttributeDevice, reinterpret_cast<uintptr_t>(address)), "cuPointerGetAttribute");
+  thread_local int current = -1;  // the device whose context is this thread's
+  if (device != current) {
+    void* context = nullptr;  // the primary one, PyTorch's; kept, as that keeps it too
+    check(driver.retain_context(&context, device), "cuDevicePrimaryCtxRetain");
+    check(driver.set_context(context), "cuCtxSetCurrent");
+    current = device;
+  }
+  check(driver.flush_writes(kFlushCurrentContext, kFlushToAllDevices), "cuFlushGPUDirectRDMAWrites");
 }
 
 DmaBuf dma_buf_of(const void* base, uint64_t size) {

@@ -19,8 +19,8 @@ struct DmaBuf {
 };
 DmaBuf dma_buf_of(const void* base, uint64_t size);
 
-// What devices have written to GPU memory so far is seen by kernels from now on. Only for writes that the
-// host was told of: they came over another way than that news.
-void show_gpu_writes();
+// What network cards have written to the memory of the GPU that holds this address is seen by its kernels
+// from now on. For writes that the host was told of: they came over another way than that news.
+void show_gpu_writes(const void* address);
 
 }  // namespace mkernel
