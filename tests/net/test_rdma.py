@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import random
 import subprocess
 import threading
@@ -56,6 +57,7 @@ def control(fake):
     control("hold", 0)
     control("refuse_memory", 0)
     control("fail_after", -1)
+    gc.collect()  # what errors still hold
     eventually(lambda: control("objects") == 0, "all that was made is given back")
 
 

@@ -139,19 +139,24 @@ def _open_rdma(group: Group, wish: Verbs | Efa) -> Transport:
     descriptions: dict[int, bytes] = {}
     problem: MKernelError | None = None
     try:
-        transport = _make_rdma(group, wish)
-        descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
-    except MKernelError as error:
-        problem = error
-    _together(group, problem)
-    assert transport is not None
-    told = group.exchange("network", descriptions)
-    try:
-        for peer in counterparts(group):
-            transport.connect(peer, told[peer][group.rank])
-    except MKernelError as error:
-        problem = error
-    _together(group, problem)
+        try:
+            transport = _make_rdma(group, wish)
+            descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
+        except MKernelError as error:
+            problem = error
+        _together(group, problem)
+        assert transport is not None
+        told = group.exchange("network", descriptions)
+        try:
+            for peer in counterparts(group):
+                transport.connect(peer, told[peer][group.rank])
+        except MKernelError as error:
+            problem = error
+        _together(group, problem)
+    except BaseException:
+        if transport is not None:
+            transport.close(timeout=0)
+        raise
     return transport
 
 
