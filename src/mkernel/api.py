@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
-from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
+from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
@@ -17,7 +19,11 @@ from mkernel.runtime.spawn import simulator_is_there
 if TYPE_CHECKING:
     from mkernel.net.connect import Wish
 
-_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
+_EXPLAINERS: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": _all_gather_matmul.explain,
+    "matmul_all_reduce": _matmul_all_reduce.explain,
+    "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
+}
 
 
 def init(
@@ -29,10 +35,12 @@ def init(
 ) -> Group:
     """Make the group of this process, and make it the current one.
 
-    Under torchrun, or with a process group: the group of all its ranks, as processes on CPUs; inside
-    a node they share memory, between nodes they use RDMA or TCP. (GPUs in several processes are not supported
-    yet.) Otherwise a group of one rank: on the current GPU, or simulated where there is none. Several
-    ranks in one process are `mk.spawn`.
+    Under torchrun, or with a process group: the group of all its ranks; inside a node they share memory
+    (on GPUs by torch symmetric memory), between nodes they use RDMA or TCP. A process takes its current GPU; if that
+    is the first one, which nobody may have chosen, the one with the number LOCAL_RANK, and makes it
+    the current one. There may be fewer GPUs than processes: those on one GPU share its SMs. With no GPU
+    the processes run on CPUs. Otherwise a group of one rank: on the current GPU, or simulated where there
+    is none. Several ranks in one process are `mk.spawn`.
 
     Args:
         process_group: any torch.distributed process group; the default one if None. It is made, with
@@ -48,10 +56,8 @@ def init(
     if distributed and not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.init_process_group("gloo")
     if distributed and torch.distributed.is_initialized() and torch.distributed.get_world_size(process_group) > 1:
-        if torch.cuda.is_available():
-            raise MKernelError("several processes with GPUs are not supported yet; mk.spawn runs several ranks in one")
-        with simulator_is_there():
-            from mkernel.runtime import processes
+        from mkernel.runtime import processes
+
         group = processes.init(process_group, gpus_per_node, transport, timeout)
     elif transport != "auto" or gpus_per_node not in (None, 1):
         raise ArgumentError("transport and gpus_per_node are for groups of several processes")
@@ -59,7 +65,7 @@ def init(
         from mkernel.runtime.cuda import CudaWorld
         from mkernel.runtime.world import Links
 
-        group = Group(CudaWorld(1, Links()), [0], 0, timeout=timeout, name="world")
+        group = Group(CudaWorld(1, 1, Links()), [0], 0, timeout=timeout, name="world")
     else:
         with simulator_is_there():
             from mkernel.sim.world import single_rank

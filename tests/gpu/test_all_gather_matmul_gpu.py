@@ -8,33 +8,12 @@ import time
 
 import pytest
 import torch
+from harness import check, everyones, randn
 
 import mkernel as mk
+import mkernel.ops
 
 SENTINEL = 12345.0
-
-
-def bound(k, dtype):
-    # fp32 sums are rounded at every term: one more term for it, none for the others
-    rounding = 4 * k * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
-    return 4 * k**0.5 * torch.finfo(dtype).eps + rounding
-
-
-def randn(group, *shape, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator(group.device).manual_seed(1000 * seed + group.rank)
-    return torch.randn(*shape, device=group.device, dtype=torch.float32, generator=generator).to(dtype)
-
-
-def everyones(group, a):
-    torch.cuda.current_stream().synchronize()
-    return torch.cat([part.double() for part in group.exchange("a", a)])
-
-
-def check(group, y, a, b):
-    exact = everyones(group, a) @ b.double()
-    group.synchronize()
-    error = (y.double() - exact).abs().max().item() if y.numel() else 0.0
-    assert error <= bound(a.shape[1], a.dtype), f"rank {group.rank}: error {error}"
 
 
 def cuda(fn, *args, ranks=2, **kwargs):
@@ -218,20 +197,35 @@ def test_rank_that_stays_away_is_named():
     cuda(on_rank, ranks=2, timeout=0.5)
 
 
-def test_lost_signal_times_out_and_the_process_goes_on(tmp_path):
-    source = inspect.getsource(sys.modules["mkernel.ops.all_gather_matmul"])
-    sending = "notify(_arrived(theirs, parity, source_rank, chunk, chunks, SIZE), epoch)"
-    assert sending in source
-    path = tmp_path / "broken_all_gather_matmul.py"
-    path.write_text(source.replace(sending, f"if chunk != 1:\n                {sending}"))
+def broken(folder, module, old, new):
+    """The module with one place of its source changed."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    path = folder / f"broken_{module.__name__.rsplit('.', 1)[-1]}.py"
+    path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    broken = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = broken
-    spec.loader.exec_module(broken)
+    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, monkeypatch, kernel):
+    function, config = mk.all_gather_matmul, None
+    if kernel == "hopper":
+        sending = "notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)"
+        module = importlib.import_module("mkernel.ops.all_gather_matmul_hopper")
+        changed = broken(tmp_path, module, sending, f"if chunk != 1:\n                {sending}")
+        monkeypatch.setattr(mkernel.ops, "all_gather_matmul_hopper", changed)
+    else:
+        sending = "notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)"
+        module = sys.modules["mkernel.ops.all_gather_matmul"]
+        changed = broken(tmp_path, module, sending, f"if chunk != 1:\n                {sending}")
+        function, config = changed.all_gather_matmul, mk.Config(stages=3)
 
     def on_rank(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)
-        y = broken.all_gather_matmul(a, b)
+        y = function(a, b, config=config)
         begun = time.monotonic()
         with pytest.raises(mk.CommTimeout) as caught:
             group.synchronize()
@@ -241,15 +235,38 @@ def test_lost_signal_times_out_and_the_process_goes_on(tmp_path):
         assert (record.seen, record.expected) == (0, 1)
         assert y.isnan().any()
         again = group.subset(range(group.size))
-        check(again, mk.all_gather_matmul(a, b, group=again), a, b)
+        check(again, mk.all_gather_matmul(a, b, group=again, config=mk.Config(stages=2)), a, b)
 
     cuda(on_rank, ranks=2, timeout=1.0)
+    monkeypatch.undo()
 
     def afterwards(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)
         check(group, mk.all_gather_matmul(a, b), a, b)
 
     cuda(afterwards, ranks=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_for_hopper(ranks, dtype):
+    """Ragged columns and depths, both layouts of b, and ranks of which some take the portable kernel."""
+
+    def on_rank(group):
+        for i, (m, n, k) in enumerate([(128, 136, 8), (256, 520, 200), (384, 2056, 1032), (128, 4096, 64)]):
+            if i == 3 and group.rank == 0:
+                n = 64
+            a = randn(group, m, k, dtype=dtype, seed=i)
+            w = randn(group, n, k, dtype=dtype, seed=10 + i)
+            b = randn(group, k, n, dtype=dtype, seed=20 + i)
+            assert ("Hopper" in str(mk.explain("all_gather_matmul", a, b))) == (n > 128)
+            for _ in range(3):
+                a.mul_(-1)
+                one, two = mk.all_gather_matmul(a, b), mk.all_gather_matmul(a, w.t())
+            check(group, one, a, b)
+            check(group, two, a, w.t())
+
+    cuda(on_rank, ranks=ranks)
 
 
 def test_memory_is_given_back():

@@ -10,6 +10,7 @@ from mkernel.net.build import build, compiler
 from .test_rdma import FAKE as FAKE_VERBS
 from .test_rdma import has_headers
 
+FAKE_CUDA = Path(__file__).parent / "fake_cuda" / "libcuda.cc"
 SOURCES = sorted((Path(__file__).parent / "native").glob("*.cc"))
 SANITIZERS = {
     # -O1 takes three times as long to compile
@@ -37,6 +38,14 @@ def test_stress(sanitizer, what):
     run(sanitizer, what)
 
 
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_memory_on_a_device(sanitizer, tmp_path):
+    """With a driver that is a fake one, so that this runs without a GPU."""
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    run(sanitizer, "cuda", libraries=tmp_path)
+
+
 @pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not installed")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_rdma(sanitizer, tmp_path):
@@ -44,7 +53,8 @@ def test_rdma(sanitizer, tmp_path):
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
     subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=120)
     (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
-    for what in ("verbs", "efa"):
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    for what in ("verbs", "efa", "rdma-on-device"):
         run(sanitizer, what, libraries=tmp_path)
 
 

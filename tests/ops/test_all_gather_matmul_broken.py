@@ -85,7 +85,7 @@ class Broken:
     record: dict[str, object] = field(default_factory=dict)
 
 
-NOTIFY_PEER = "            notify(_arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)\n"
+NOTIFY_PEER = "            notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)\n"
 COMPUTE_WAITS = "signals, SIZE), epoch, COMPUTE"
 INTRA_WAITS = "signals, SIZE), epoch,\n                INTRA"
 RELAXED_NOTIFY = [("signals", 'value, sem="release"', 'value, sem="relaxed"')]
@@ -141,7 +141,7 @@ BROKEN = {
                 "        source = a + row.to(tl.int64) * a_stride\n",
                 "        for i in range(1, GPUS):\n"
                 "            early = segment_of(context, base + (local + i) % GPUS, tl.int64)\n"
-                "            notify(_arrived(early, parity, source_rank, chunk, signals, SIZE), epoch)\n"
+                "            notify(arrived(early, parity, source_rank, chunk, signals, SIZE), epoch)\n"
                 "        source = a + row.to(tl.int64) * a_stride\n",
             )
         ],

@@ -83,11 +83,12 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [Handle, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t],
     ),
-    "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
+    "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]),
     "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
     "transport_destroy": (None, [Handle]),
-    "proxy_start": (Handle, [ctypes.c_void_p, ctypes.c_uint64, Handle, ctypes.c_int, ctypes.c_int]),
+    "proxy_start": (Handle, [ctypes.c_void_p, ctypes.c_uint64, Handle, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+    "proxy_alarm": (ctypes.c_int, [Handle, ctypes.c_void_p, ctypes.c_int]),
     "proxy_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
     "proxy_error": (ctypes.c_size_t, [Handle, ctypes.c_char_p, ctypes.c_size_t]),
     "proxy_statistics": (None, [Handle, ctypes.POINTER(_Statistics)]),
@@ -139,10 +140,13 @@ def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any
     return weakref.finalize(owner, end, keep)
 
 
+def _device_of(memory: torch.Tensor) -> int:
+    """The number of a tensor's CUDA device; -1 for the host."""
+    return memory.get_device() if memory.device.type == "cuda" else -1
+
+
 class Transport:
     """What moves the bytes: the common part of all transports."""
-
-    memory_devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, handle: Any, rank: int):
         self.rank = rank
@@ -157,13 +161,14 @@ class Transport:
         return self._handle
 
     def attach(self, segment: int, memory: torch.Tensor) -> None:
-        """Requests may now name this memory. It is kept alive until it is detached."""
-        if memory.device.type not in self.memory_devices or not memory.is_contiguous():
-            places = " or ".join(self.memory_devices)
-            raise ArgumentError(f"memory must be a contiguous tensor on {places}, got one on {memory.device}")
+        """Requests may now name this memory, of the host or of a CUDA device. It is kept alive until it is
+        detached."""
+        if memory.device.type not in ("cpu", "cuda") or not memory.is_contiguous():
+            raise ArgumentError(f"memory must be a contiguous tensor on a CPU or a GPU, got one on {memory.device}")
         if not 0 <= segment < 1 << 24:
             raise ArgumentError(f"segment must be from 0 to {(1 << 24) - 1}, got {segment}")
-        library().check(library().attach(self._open, segment, memory.data_ptr(), memory.nbytes))
+        device = _device_of(memory)
+        library().check(library().attach(self._open, segment, memory.data_ptr(), memory.nbytes, device))
         self._segments[segment] = memory
 
     def detach(self, segment: int) -> None:
@@ -259,9 +264,18 @@ class Proxy:
         ring: 64-bit words as `mkernel.lang.requests` lays them out, with CAPACITY set.
         cpu: the core to pin the thread to.
         idle_sleep: seconds that the thread sleeps at most when there is nothing to do; 0 is never.
+        spin: seconds that the thread looks for work all the time before it sleeps for the first time.
     """
 
-    def __init__(self, ring: torch.Tensor, transport: Transport, *, cpu: int | None = None, idle_sleep: float = 50e-6):
+    def __init__(
+        self,
+        ring: torch.Tensor,
+        transport: Transport,
+        *,
+        cpu: int | None = None,
+        idle_sleep: float = 50e-6,
+        spin: float = 20e-6,
+    ):
         if ring.dtype != torch.int64 or not ring.is_contiguous() or ring.device.type != "cpu":
             raise ArgumentError(f"ring must be contiguous int64 words of the host, got {ring.dtype} on {ring.device}")
         if cpu is not None and cpu < 0:
@@ -269,12 +283,20 @@ class Proxy:
         self.transport = transport
         core = -1 if cpu is None else cpu
         start = library().proxy_start
-        handle = start(ring.data_ptr(), ring.numel(), transport._open, core, int(idle_sleep * 1e6))
+        pauses = int(idle_sleep * 1e6), int(spin * 1e6)
+        handle = start(ring.data_ptr(), ring.numel(), transport._open, core, *pauses)
         self._handle = library().check(handle)
         self._last_error: str | None = None
         self._last_statistics: Statistics | None = None
         self._served = False
         self._end = _finalize(self, library().proxy_destroy, handle, (ring, transport))
+
+    def alarm(self, address: int, device: torch.device) -> None:
+        """If the proxy stops serving because of an error, the 64-bit word at this address becomes 1."""
+        if not self._end.alive:
+            raise TransportError(f"the proxy of rank {self.transport.rank} was stopped")
+        number = (device.index or 0) if device.type == "cuda" else -1
+        library().check(library().proxy_alarm(self._handle, address, number))
 
     @property
     def error(self) -> str | None:

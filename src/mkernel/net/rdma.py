@@ -28,7 +28,6 @@ class RdmaTransport(Transport):
     """
 
     kind = ""
-    memory_devices = ("cpu", "cuda")
 
     def __init__(
         self,

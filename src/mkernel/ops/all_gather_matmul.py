@@ -63,27 +63,27 @@ from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_o
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Scratch, Workspace, current
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision, overlap
+from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
+from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.world import Launch
 
 
 @triton.jit
-def _entered(context, rank):
+def entered(context, rank):
     """Signal in my segment: `rank` has entered the epoch it holds."""
     return segment_of(context, rank_of(context), tl.int64) + rank
 
 
 @triton.jit
-def _arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
+def arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
     """Signal in a segment: a chunk of `source`'s rows has arrived. `signals` is how many a rank has in
     one half; it belongs to the workspace, not to the call, so that the halves never overlap."""
     return segment + SIZE + (parity * SIZE + source).to(tl.int64) * signals + chunk
 
 
 @triton.jit
-def _announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
     rank = rank_of(context)
     node = rank // GPUS
@@ -111,7 +111,7 @@ def _send(
     element: tl.constexpr = DTYPE.primitive_bitwidth // 8
     for i in range(1, SIZE // GPUS):
         peer = (rank + i * GPUS) % SIZE
-        wait(context, _entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
+        wait(context, entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
     ticket = tl.full((), -1, tl.int64)
     for chunk in range(first, chunks, step):
         row = chunk * chunk_rows
@@ -130,7 +130,7 @@ def _send(
                     context, start, a_stride, a_column_stride, offset, row_stride, rows, k, 0, 1, rank,
                     1, DTYPE, COPY_ROWS, COPY_COLUMNS // COPY_ROWS,
                 )  # fmt: skip
-            notify(_arrived(mine, parity, rank, chunk, signals, SIZE), epoch)
+            notify(arrived(mine, parity, rank, chunk, signals, SIZE), epoch)
         signal = (SIZE + (parity * SIZE + rank).to(tl.int64) * signals + chunk) * 8
         for i in range(1, SIZE // GPUS):
             peer = (rank + i * GPUS) % SIZE
@@ -158,7 +158,7 @@ def _intra(
     mine = segment_of(context, rank, tl.int64)
     for i in range(1, GPUS):
         peer = base + (local + i) % GPUS
-        wait(context, _entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
+        wait(context, entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
     start = clock()
     sent = tl.full((), 0, tl.int64)
     for item in range(first, chunks * (SIZE // GPUS), step):
@@ -172,7 +172,7 @@ def _intra(
         source_column_stride = tl.cast(a_column_stride, tl.int64)
         if source_rank != rank:
             wait(
-                context, _arrived(mine, parity, source_rank, chunk, signals, SIZE), epoch,
+                context, arrived(mine, parity, source_rank, chunk, signals, SIZE), epoch,
                 INTRA, ARRIVED, source_rank, chunk,
             )  # fmt: skip
             source = workspace + offset
@@ -193,7 +193,7 @@ def _intra(
         for i in range(1, GPUS):
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
-            notify(_arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
+            notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _rows_are_here(
     here = True
     for chunk in range(row // chunk_rows, tl.cdiv(tl.minimum(row + rows, m), chunk_rows)):
         here &= wait(
-            context, _arrived(mine, parity, source, chunk, signals, SIZE), epoch, COMPUTE, ARRIVED, source, chunk
+            context, arrived(mine, parity, source, chunk, signals, SIZE), epoch, COMPUTE, ARRIVED, source, chunk
         )
     return here
 
@@ -328,7 +328,9 @@ def _compute(
         )  # fmt: skip
 
 
-@triton.jit
+# what may differ from call to call, or from rank to rank, under one plan: another binary for it would be loaded
+# while a peer spins
+@triton.jit(do_not_specialize=["a_segment", "a_offset", "signals"])
 def all_gather_matmul_kernel(
     context,
     own, a, a_stride, a_column_stride, a_segment, a_offset, gathered, b, b_row_stride, b_column_stride,
@@ -346,7 +348,7 @@ def all_gather_matmul_kernel(
     epoch = current_epoch(context)
     helpers: tl.constexpr = SENDERS + INTRAS
     if cta == 0:
-        _announce(context, epoch, SIZE, GPUS)
+        announce(context, epoch, SIZE, GPUS)
     if cta < SENDERS:
         _send(
             context, a, a_stride, a_column_stride, a_segment, a_offset,
@@ -404,12 +406,12 @@ class Plan:
     row_stride: int
     descriptors: bool  # rows of a are read through tensor descriptors
     staged: bool  # the rank's own rows are read through the workspace
-    b_described: bool
-    b_transposed: bool
+    right: Right
     out_described: bool
     flat: bool  # chunks are contiguous, here and in the workspace
     direct: bool  # the network reads a where it is
     precision: str
+    hopper: bool  # runs the kernel in all_gather_matmul_hopper.py
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -422,19 +424,19 @@ class Plan:
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
-def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config | None) -> Plan:
+def plan(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None
+) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     m, k = a.shape
     n = b.shape[1]
-    given = config or Config()
     nodes, gpus = group.nodes, group.gpus_per_node
     element = a.element_size()
     reasons = []
 
     descriptors = has_descriptors(group.device)
     staged = not describable(a) if descriptors else a.stride(1) != 1
-    b_transposed = descriptors and not describable(b) and describable(b.t())
-    b_described = descriptors and (describable(b) or b_transposed)
+    right = Right.of(b, descriptors)
     out_described = descriptors and describable(out)
     row_stride = -(-k * element // 16) * 16 // element
     flat = a.is_contiguous() and row_stride == k
@@ -442,7 +444,7 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     if not descriptors:
         reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
     else:
-        for name, good in (("b", b_described), ("out", out_described)):
+        for name, good in (("b", right.described), ("out", out_described)):
             if not good:
                 reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
     if staged:
@@ -453,12 +455,8 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
             f"a {how if direct else 'is staged in the workspace for the network (mk.empty would save that)'}"
         )
 
-    tiles_of = planning.default_tiles(group.device, a.dtype, n, b_described and out_described)
-
-    def pick(name: str, default: int) -> int:
-        value = getattr(given, name)
-        return default if value is None else value
-
+    tiles_of = planning.default_tiles(group.device, a.dtype, n, right.described and out_described)
+    pick = planning.chooser(config)
     tile_m = pick("tile_m", tiles_of.tile_m)
     tile_n = pick("tile_n", tiles_of.tile_n)
     most = group.world.ctas(group.world_rank)
@@ -468,27 +466,51 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
     pushed = (gpus - 1) * nodes * m * k * element
     send_ctas = pick("send_ctas", 1 if nodes > 1 or staged else 0)
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
-    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, compute_seconds, link, most) if gpus > 1 else 0)
+    network = group.world.links.network * 1e9 if group.world.links.network else planning.NETWORK_RATE
+    network_seconds = (nodes - 1) * m * k * element / network
+    # what is there to hide the copies behind
+    longest = max(compute_seconds, network_seconds)
+    rate = planning.push_rate(gpus - 1)
+    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, longest, link, most) if gpus > 1 else 0)
     helpers = send_ctas + intra_ctas
-    ctas = pick("ctas", min(most, max(tiles, 1) + helpers))
-    push_seconds = pushed / min(planning.PUSH_RATE * max(intra_ctas, 1), link)
-    done = math.ceil(push_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
-    join_tiles = pick(
-        "join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if helpers and not staged else 0
-    )
+    ctas = pick("ctas", min(most, max(tiles, 1) + helpers) if helpers else planning.fewest_ctas(tiles, most))
+    push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
+    busy_seconds = max(push_seconds, network_seconds)
+    done = math.ceil(busy_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
+    # those who pass on what the network brings are busy to the end if it takes longer than the compute
+    joining = helpers > 0 and not staged and (network_seconds <= compute_seconds or group.device.type != "cuda")
+    join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if joining else 0)
     reasons.append(
         f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
         f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
     )
+    if nodes > 1:
+        reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
+    hopper = (
+        _suits_hopper(group, m, a.dtype, config)
+        and n > 128
+        and right.described
+        and out_described
+        and not (staged or return_gathered)
+    )
+    if hopper:
+        # no CTA only copies: each has a warp for it
+        tile_m, tile_n, intra_ctas, join_tiles = 128, 256, 0, 0
+        tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
+        ctas = pick("ctas", planning.fewest_ctas(tiles, most))
+        reasons[-1:] = ["the kernel for Hopper: a warp of every CTA copies while the others multiply"]
     resolved = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
-        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
+        stages=pick("stages", 4 if hopper else tiles_of.stages), warps=pick("warps", 4 if hopper else tiles_of.warps),
         ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(join_tiles, tiles),
         chunk_rows=_chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip
     planning.check(
-        resolved, max_ctas=most, least_send=1 if nodes > 1 or staged else 0, least_intra=1 if gpus > 1 else 0
+        resolved,
+        max_ctas=most,
+        least_send=1 if nodes > 1 or staged else 0,
+        least_intra=1 if gpus > 1 and not hopper else 0,
     )
     return Plan(
         config=resolved,
@@ -496,17 +518,17 @@ def plan(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, conf
         row_stride=row_stride,
         descriptors=descriptors,
         staged=staged,
-        b_described=b_described,
-        b_transposed=b_transposed,
+        right=right,
         out_described=out_described,
         flat=flat,
         direct=direct,
         precision=matmul_precision(a.dtype),
+        hopper=hopper,
         reasons=tuple(reasons),
     )
 
 
-def _signals_of(workspace: Workspace, size: int) -> int:
+def signals_of(workspace: Workspace, size: int) -> int:
     """Arrival signals that a rank has in one half of the workspace."""
     return (workspace.signal_words // size - 1) // 2
 
@@ -514,8 +536,21 @@ def _signals_of(workspace: Workspace, size: int) -> int:
 def _chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     """Rows of a chunk: from what is the same on every rank, so that all ranks take the same."""
     given = config or Config()
+    if given.chunk_rows is not None:
+        return given.chunk_rows
+    if _suits_hopper(group, a.shape[0], a.dtype, config):
+        return 16  # every CTA pushes, so small chunks arrive in order
     tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
-    return planning.rows_per_chunk(a.shape[0], tile_m) if given.chunk_rows is None else given.chunk_rows
+    return planning.rows_per_chunk(a.shape[0], tile_m)
+
+
+def _suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
+    """Is there another kernel for such calls? Gluon is imported only where it could be used."""
+    if group.device.type != "cuda":
+        return False
+    from mkernel.ops import all_gather_matmul_hopper
+
+    return all_gather_matmul_hopper.suits(group, m, dtype, config)
 
 
 def _launch(
@@ -531,17 +566,11 @@ def _launch(
     half = workspace.half_bytes // element
     own: Any = a
     gathered: Any = data
-    b_operand: Any = b
     c_operand: Any = out
     if plan.descriptors:
         block = [1, c.tile_m, c.tile_k]
         own = None if plan.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
         gathered = descriptor(data, [2, size * m, k], [half, plan.row_stride, 1], block)
-    if plan.b_described:
-        if plan.b_transposed:
-            b_operand = descriptor(b, [n, k], [b.stride(1), 1], [c.tile_n, c.tile_k])
-        else:
-            b_operand = descriptor(b, [k, n], [b.stride(0), 1], [c.tile_k, c.tile_n])
     if plan.out_described:
         c_operand = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     found = group.heap.find(a) if plan.direct else None
@@ -551,16 +580,17 @@ def _launch(
         context=workspace.context,
         own=own, a=a, a_stride=a.stride(0), a_column_stride=a.stride(1),
         a_segment=found[0].number if found else 0, a_offset=found[1] // element if found else 0,
-        gathered=gathered, b=b_operand, b_row_stride=b.stride(0), b_column_stride=b.stride(1),
+        gathered=gathered,
+        b=plan.right.operand(b, c.tile_n, c.tile_k), b_row_stride=b.stride(0), b_column_stride=b.stride(1),
         c=c_operand, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
         gathered_out=gathered_out, gathered_stride=gathered_out.stride(0) if gathered_out is not None else 0,
         m=m, n=n, k=k, row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
-        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=_signals_of(workspace, size), join_tiles=c.join_tiles,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=signals_of(workspace, size), join_tiles=c.join_tiles,
         nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[a.dtype], SIZE=size, GPUS=group.gpus_per_node,
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.staged, DIRECT=plan.direct, FLAT=plan.flat,
         GATHERED_OUT=gathered_out is not None, PACED=paced,
-        A_DESCRIPTOR=plan.descriptors, B_DESCRIPTOR=plan.b_described, B_TRANSPOSED=plan.b_transposed,
+        A_DESCRIPTOR=plan.descriptors, B_DESCRIPTOR=plan.right.described, B_TRANSPOSED=plan.right.transposed,
         C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
         COPY_ROWS=4, COPY_COLUMNS=c.copy_bytes // element,
@@ -582,40 +612,11 @@ def _launch(
 def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
     """Refuse what can not be computed, naming the argument and the rule."""
     planning.check_given(config)
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        if tensor is None and name == "out":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 2:
-            raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.device != group.device:
-            raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ArgumentError(
-                f"{name} requires grad, and all_gather_matmul has no backward pass: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
-    if a.dtype not in DTYPES:
-        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
-    if b.dtype != a.dtype:
-        raise ArgumentError(f"b has dtype {b.dtype}, but a has {a.dtype}: they must be the same")
-    if a.shape[1] != b.shape[0]:
-        raise ArgumentError(
-            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
-            f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
-        )
+    for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
+        check_tensor("all_gather_matmul", group, name, tensor)
+    check_product(a, b)
     if out is not None:
-        expected = (group.size * a.shape[0], b.shape[1])
-        if tuple(out.shape) != expected:
-            raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {expected} (world*m, n)")
-        if out.dtype != a.dtype:
-            raise ArgumentError(f"out has dtype {out.dtype}, but the result has {a.dtype}")
-        if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
-            raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
-        for name, tensor in (("a", a), ("b", b)):
-            if overlap(out, tensor):
-                raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
+        check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
 
 
 def all_gather_matmul(
@@ -666,13 +667,18 @@ def prepare(
     config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    key = (layout(a), layout(b), layout(out), group.heap.find(a) is None, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, config))
+    plain = group.heap.find(a) is None
+    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
+    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
     workspace = group.workspace(
         "all_gather_matmul",
         signal_words=group.size * (1 + 2 * decided.chunks),
         half_bytes=group.size * a.shape[0] * decided.row_stride * a.element_size(),
     )
+    if decided.hopper:
+        from mkernel.ops import all_gather_matmul_hopper
+
+        return all_gather_matmul_hopper.launch(group, decided, workspace, a, b, out)
     return _launch(group, decided, workspace, a, b, out, gathered)
 
 
@@ -690,4 +696,4 @@ def explain(
     _check(group, a, b, out, config)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, config)
+    return plan(group, a, b, out, return_gathered, config)

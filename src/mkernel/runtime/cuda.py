@@ -3,6 +3,9 @@
 Every rank is a thread with a stream of its own. Ranks that share a GPU share its SMs: a launch has
 so many CTAs that all ranks' launches fit on the GPU at the same time.
 
+Nodes are groups of these ranks; between them a native proxy per rank copies on streams of its own (the
+loopback transport), and can be paced to the rate and latency of a network.
+
 Three things that a spinning kernel does not forgive decide how launches are made:
 
 - Loading a kernel, any kernel, waits for those that run (measured: a first call of a Triton or a
@@ -18,11 +21,13 @@ Three things that a spinning kernel does not forgive decide how launches are mad
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,29 +35,119 @@ import torch
 from mkernel.runtime import records
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, set_current
-from mkernel.runtime.world import Launch, Links
+from mkernel.runtime.network import Networked
+from mkernel.runtime.world import Launch, Links, exchange_addresses
 
 
-class CudaWorld:
-    """The world of one process with CUDA; see runtime/world.py for what each method promises."""
+class CudaRanks(Networked):
+    """What ranks on GPUs have in common, be they threads or processes: memory, streams and launches."""
 
-    def __init__(self, size: int, links: Links):
+    def __init__(self, size: int, links: Links, devices: Mapping[int, torch.device], shares: Mapping[int, int]):
+        """`shares`: how many CTAs of one launch a rank may have."""
+        Networked.__init__(self)
         self.size = size
         self.links = links
+        self._devices = devices
+        self._shares = shares
+        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
+        self._loaded: set[Hashable] = set()
+
+    # -- places
+
+    def device(self, rank: int) -> torch.device:
+        return self._devices[rank]
+
+    def ctas(self, rank: int) -> int:
+        return self._shares[rank]
+
+    # -- memory
+
+    def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
+
+    def host_words(self, rank: int, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64).pin_memory()
+
+    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+
+    # -- launches
+
+    def stream_key(self, rank: int) -> Hashable:
+        return torch.cuda.current_stream(self._devices[rank]).cuda_stream
+
+    def capturing(self, rank: int) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def load(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
+        """Compile the kernel of a launch and load it onto the GPU, unless that was done before."""
+        key = (self._devices[rank], launch.kernel, launch.variant)
+        if key in self._loaded:
+            return
+        if self._connections and not torch.cuda.is_current_stream_capturing():
+            # loading waits for the kernels that run, and those wait for a proxy, which has to get at the driver:
+            # so wait for them here, where nothing is held up
+            for other in self._devices:
+                self.synchronize(other)
+        with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+            compiled._init_handles()
+        self._loaded.add(key)
+
+    def start(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
+        """Queue the kernel, after the rank's last one."""
+        with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+            last = self._last.get(rank)
+            capturing = torch.cuda.is_current_stream_capturing()
+            if last is not None and last[0] != stream and not capturing:
+                stream.wait_event(last[1])
+            launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
+            if not capturing:
+                event = last[1] if last is not None else torch.cuda.Event()
+                event.record(stream)
+                self._last[rank] = (stream, event)
+            self._streams[rank].add(stream)
+
+    def synchronize(self, rank: int) -> None:
+        torch.cuda.current_stream(self._devices[rank]).synchronize()
+        for stream in list(self._streams[rank]):
+            stream.synchronize()
+
+    def first_call_is_done(self, rank: int, group: Group) -> bool:
+        """Was this the first call since ranks have agreed on new shapes, and is it done now?
+
+        What follows such a call is often used for the first time too, so it has to be loaded; and while the
+        driver does that, and waits for our kernels, it may keep the proxy out that they wait for. So, where there
+        is a proxy that needs the driver, a first call returns when it is done.
+        """
+        first, group.fresh = group.fresh, False
+        if not (first and self._connections) or torch.cuda.is_current_stream_capturing():
+            return False
+        self.synchronize(rank)
+        group.check()
+        return True
+
+
+class CudaWorld(CudaRanks):
+    """The world of one process with CUDA; see runtime/world.py for what each method promises."""
+
+    def __init__(self, nodes: int, gpus_per_node: int, links: Links):
+        size = nodes * gpus_per_node
         count = torch.cuda.device_count()
-        self._devices = [torch.device("cuda", rank * min(count, size) // size) for rank in range(size)]
+        devices = {rank: torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
+        super().__init__(size, links, devices, _shares(devices, nodes))
+        self.gpus_per_node = gpus_per_node
+        self._name = f"spawn {next(_worlds)}"
         self._changed = threading.Condition()
         self._mail: dict[Hashable, dict[Any, Any]] = {}
         self._gone: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and how
         self._launches: dict[Hashable, int] = {}
-        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in range(size)}
-        self._loaded: set[Hashable] = set()
         self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
         self._let_devices_see_each_other()
 
     def _let_devices_see_each_other(self) -> None:
-        used = sorted({device.index for device in self._devices})
+        used = sorted({device.index for device in self._devices.values()})
         for one in used:
             for other in used:
                 if one != other:
@@ -61,18 +156,8 @@ class CudaWorld:
                     # torch enables peer access at the first copy
                     torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
 
-    # -- places
-
-    def device(self, rank: int) -> torch.device:
-        return self._devices[rank]
-
     def node_of(self, rank: int) -> int:
-        return 0
-
-    def ctas(self, rank: int) -> int:
-        device = self._devices[rank]
-        sharing = self._devices.count(device)
-        return max(torch.cuda.get_device_properties(device).multi_processor_count // sharing, 1)
+        return rank // self.gpus_per_node
 
     # -- the ranks' threads
 
@@ -126,43 +211,48 @@ class CudaWorld:
         torch.cuda.current_stream(self._devices[rank]).synchronize()
         return memory
 
-    def share(self, rank: int, memory: torch.Tensor) -> int:
-        return memory.data_ptr()
-
-    def address_of(self, rank: int, shared: int) -> int:
-        return shared
-
-    def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
-
-    def host_words(self, rank: int, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64).pin_memory()
-
-    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
+        return exchange_addresses(group, memory.data_ptr())
 
     def opened(self, group: Group) -> None:
         self.groups[group.world_rank].add(group)
 
-    def closed(self, group: Group) -> None:
-        pass
-
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        pass  # peers read and write each other's memory by address
+    # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        raise ArgumentError("several nodes on CUDA are not supported yet; use mk.spawn(..., device='cpu')")
+        from mkernel.net import LoopbackTransport
 
-    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
-        pass  # groups of one node have no ring
+        links = self.links
+        transport = LoopbackTransport(
+            f"{self._name}, group {group.name!r}",
+            group.rank,
+            rate=links.network * 1e9 if links.network is not None else None,
+            latency=links.network_latency,
+        )
+        self.connect(group, ring, transport, [self._devices[member] for member in group.members])
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        connection = self.connection(group)
+        if connection is None:
+            return  # peers read and write each other's memory by address
+        if memory is not None:
+            connection.transport.attach(segment, memory)
+        else:
+            connection.transport.detach(segment)
+
+    def close(self, patience: float) -> None:
+        """All ranks have ended: end what they left. Proxies serve what is in their rings first, while there is
+        memory to write to."""
+        for rank in self._devices:
+            with contextlib.suppress(RuntimeError):  # an error of the device was raised before
+                self.synchronize(rank)
+        for connection in self._connections.values():
+            connection.proxy.stop(patience)
+        for connection in self._connections.values():
+            connection.transport.close(0)
+        self._connections.clear()
 
     # -- launches
-
-    def stream_key(self, rank: int) -> Hashable:
-        return torch.cuda.current_stream(self._devices[rank]).cuda_stream
-
-    def capturing(self, rank: int) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def launch(self, rank: int, launch: Launch) -> None:
         group = launch.group
@@ -186,33 +276,33 @@ class CudaWorld:
 
             self._await(rank, group.members, box, ready, launch.op, group.timeout)
             self._leave(key, box, box["made"])
+        if self.first_call_is_done(rank, group):
+            group.barrier()  # the other ranks' kernels run in this process too
 
     def launch_together(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
         """Load what the launches need, then make them all."""
         for rank, (launch, stream) in launches.items():
-            key = (self._devices[rank], launch.kernel, launch.variant)
-            if key not in self._loaded:
-                with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
-                    compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-                    compiled._init_handles()
-                self._loaded.add(key)
+            self.load(rank, launch, stream)
         for rank, (launch, stream) in launches.items():
-            with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
-                last = self._last.get(rank)
-                capturing = torch.cuda.is_current_stream_capturing()
-                if last is not None and last[0] != stream and not capturing:
-                    stream.wait_event(last[1])
-                launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
-                if not capturing:
-                    event = last[1] if last is not None else torch.cuda.Event()
-                    event.record(stream)
-                    self._last[rank] = (stream, event)
-                self._streams[rank].add(stream)
+            self.start(rank, launch, stream)
 
-    def synchronize(self, rank: int) -> None:
-        torch.cuda.current_stream(self._devices[rank]).synchronize()
-        for stream in list(self._streams[rank]):
-            stream.synchronize()
+
+_worlds = itertools.count()
+
+
+def _shares(devices: Mapping[int, torch.device], nodes: int) -> dict[int, int]:
+    """How many CTAs each rank may have, so that all fit on their GPUs.
+
+    With several nodes some SMs stay free, for the copies between nodes: the driver copies from a GPU to
+    itself with a kernel, which could not start while ours hold all SMs and wait for it (see net/native/cuda.h).
+    Four SMs of an H200 copy far more than the network that they stand for.
+    """
+    shares = {}
+    for rank, device in devices.items():
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        free = max(sms // 32, 1) if nodes > 1 else 0
+        shares[rank] = max((sms - free) // list(devices.values()).count(device), 1)
+    return shares
 
 
 def spawn(
@@ -227,9 +317,7 @@ def spawn(
     """Run function(group, *args) in a thread per rank; results by rank."""
     if not torch.cuda.is_available():
         raise ArgumentError("device='cuda' was asked for, but torch sees no GPU; device='cpu' is the simulator")
-    if nodes != 1:
-        raise ArgumentError("several nodes on CUDA are not supported yet; use device='cpu' for nodes > 1")
-    world = CudaWorld(gpus_per_node, links)
+    world = CudaWorld(nodes, gpus_per_node, links)
     everyone = range(world.size)
     results: list[Any] = [None] * world.size
     failures: list[tuple[float, int, BaseException]] = []
@@ -261,6 +349,7 @@ def spawn(
     for thread in threads:
         thread.join()
     sys.setswitchinterval(interval)
+    world.close(0.0 if failures else timeout)
     if failures:
         _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
         if hasattr(failure, "add_note"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -72,7 +73,8 @@ class Group:
         self.device = world.device(world_rank)
         self._exchanges = 0
         self._subgroups: dict[tuple[int, ...], int] = {}
-        self._broken: CommTimeout | None = None
+        self._broken: MKernelError | None = None
+        self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
         self._closed = False
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
@@ -169,14 +171,21 @@ class Group:
             self.world.drain(self.world_rank, self._ring, self.timeout)
 
     def check(self) -> None:
-        """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait."""
+        """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout, or TransportError if
+        the network had failed."""
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
                 more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
-                self._broken = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+                timeout = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+                self._broken = self.world.cause_of(self, timeout)
         if self._broken is not None:
-            raise CommTimeout(str(self._broken), self._broken.records)
+            raise copy.copy(self._broken) from self._broken.__cause__
+
+    @property
+    def broken(self) -> bool:
+        """Has a kernel of this group, on this rank, given up?"""
+        return self._broken is not None
 
     def check_unseen(self) -> None:
         """`check`, unless the failure was raised before."""
@@ -198,7 +207,14 @@ class Group:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
         self._exchanges += 1
         key = (self.name, self._exchanges)
-        return self.world.exchange(self.world_rank, self.members, key, what, value, self.timeout)
+        given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        for rank, (called, _) in enumerate(given):
+            if called != what:
+                raise ArgumentError(
+                    f"all ranks of the group must make the same calls, and must call it alike; "
+                    f"rank {self.rank} is in {what}, rank {rank} is in {called}"
+                )
+        return [value for _, value in given]
 
     def agree(self, what: str, **values: Hashable) -> None:
         """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""
@@ -212,6 +228,7 @@ class Group:
                     f"{_words(key)}, rank {rank} has {_words(theirs)}"
                 )
         self._agreed.add(key)
+        self.fresh = True
 
     def planned(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
         """The plan that was made for this key, or a new one. Plans are kept: the same object comes

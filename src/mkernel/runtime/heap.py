@@ -60,12 +60,7 @@ class Heap:
             )
         self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
-        shared = group.exchange("heap", group.world.share(group.world_rank, memory))
-        mapped = [
-            group.world.address_of(group.world_rank, theirs) if group.topology.node_of(rank) == group.node else 0
-            for rank, theirs in enumerate(shared)
-        ]
-        segment = Segment(self._next, memory, mapped)
+        segment = Segment(self._next, memory, group.world.map(group, memory))
         self._next += 1
         self._segments[segment.number] = segment
         group.world.register(group, segment.number, memory)
@@ -86,6 +81,10 @@ class Heap:
         alias = torch.from_dlpack(segment.memory)
         weakref.finalize(alias.untyped_storage(), _drop, weakref.ref(self), segment.number)
         return alias[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def segments(self) -> list[tuple[int, torch.Tensor]]:
+        """This rank's segments: their numbers and their memory."""
+        return [(segment.number, segment.memory) for segment in self._segments.values()]
 
     def find(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
         """The segment that a tensor lies in, and its offset there in bytes; None for plain tensors."""

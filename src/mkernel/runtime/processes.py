@@ -1,27 +1,18 @@
-"""Ranks as processes on CPUs, started by torchrun or anything else that makes a process group.
-
-Each process runs the CTAs of its own rank on the interpreter. What the ranks of a node share lies in
-shared memory; nodes talk over the network, through the same native proxy that serves GPUs. So everything but
-the GPU itself is the real thing, and can be tried on a laptop.
+"""Ranks as processes, started by torchrun or anything else that makes a process group.
 
 The process group is only used to start: its store carries what ranks tell each other while they set
-things up. Shared memory has no name in the file system (peers open it through its owner's /proc
-entry), so nothing is left behind, however a process ends.
+things up. Nodes talk over RDMA or TCP, through the native proxy. What the ranks of a node share is another
+matter on GPUs (`cuda_processes`) than on CPUs (`cpu_processes`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
-import mmap
 import os
 import pickle
 import socket
 import time
-import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,29 +21,14 @@ import torch.distributed as dist
 
 from mkernel.net import connect
 from mkernel.runtime import records
-from mkernel.runtime.errors import ArgumentError, CommTimeout, TransportError
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.world import Launch
-from mkernel.sim.scheduler import Options, RealTimeScheduler
-from mkernel.sim.world import InlineWorld
-
-IDLES_BETWEEN_LOOKS = 50  # idle moments between two looks at the network's health
+from mkernel.runtime.network import Networked
+from mkernel.runtime.spawn import simulator_is_there
 
 
-@dataclass(eq=False)
-class Connection:
-    """A group's way to other nodes."""
-
-    transport: Any
-    proxy: Any
-    abort_flags: list[int]
-    failed: bool = False
-
-
-class ProcessWorld(InlineWorld):
-    """The world of processes on CPUs; see runtime/world.py for what each method promises."""
-
-    scheduler_type = RealTimeScheduler
+class Processes(Networked):
+    """The part of a world that is the same for all kinds of processes."""
 
     def __init__(
         self,
@@ -61,18 +37,12 @@ class ProcessWorld(InlineWorld):
         transport: connect.Wish | str,
         timeout: float,
     ):
+        Networked.__init__(self)
+        self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         size = dist.get_world_size(process_group)
-        super().__init__(size, 1, self.rank, Options(), None)
         self._store = dist.PrefixStore(_job_name(), dist.distributed_c10d._get_default_store())
-        self._files: dict[int, int] = {}  # address of shared memory -> its file descriptor
-        self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
-        self._just_mapped: list[torch.Tensor] = []
         self._last_name: dict[tuple[int, ...], str] = {}
-        self._connections: dict[Hashable, Connection] = {}
-        self._idles = 0
-        assert isinstance(self.scheduler, RealTimeScheduler)
-        self.scheduler.on_idle = self._watch_proxies
         if gpus_per_node is not None:
             if gpus_per_node < 1 or size % gpus_per_node:
                 raise ArgumentError(
@@ -111,59 +81,12 @@ class ProcessWorld(InlineWorld):
             self._store.delete_key(previous)
         return values
 
-    # -- memory
-
-    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        handle = os.memfd_create("mkernel")
-        os.ftruncate(handle, max(nbytes, 1))
-        memory = self._map(handle, nbytes)
-        self._files[memory.data_ptr()] = handle
-        weakref.finalize(memory.untyped_storage(), _close, self._files, memory.data_ptr())
-        return memory
-
-    def _map(self, handle: int, nbytes: int) -> torch.Tensor:
-        memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-        self._allow(memory)
-        return memory
-
-    def host_words(self, rank: int, count: int) -> torch.Tensor:
-        return super().allocate(rank, count * 8).view(torch.int64)
-
-    def share(self, rank: int, memory: torch.Tensor) -> Any:
-        return os.getpid(), self._files[memory.data_ptr()], memory.data_ptr(), memory.numel()
-
-    def address_of(self, rank: int, shared: Any) -> int:
-        process, file, address, nbytes = shared
-        if process == os.getpid():
-            return address
-        handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-        try:
-            self._just_mapped.append(self._map(handle, nbytes))
-        finally:
-            os.close(handle)
-        return self._just_mapped[-1].data_ptr()
-
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        super().register(group, segment, memory)
-        if memory is None:
-            self._mapped.pop((group.name, segment), None)
-            if group.name in self._connections:
-                connect.drop(self._connections[group.name].transport, segment)
-        else:
-            self._mapped[group.name, segment] = self._just_mapped
-            self._just_mapped = []
-            if group.name in self._connections:
-                connect.attach(group, self._connections[group.name].transport, {segment: memory})
-
     # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        from mkernel.net.native import Proxy
-
         transport = connect.open_transport(group, self._transport, lambda: self._address(group))
-        mine = {number: memory for (name, number, _), memory in self._segments.items() if name == group.name}
-        connect.attach(group, transport, mine)
-        self._connections[group.name] = Connection(transport, Proxy(ring, transport), group._control.addresses)
+        # the memory of the other ranks of this node is mapped into this process
+        self.connect(group, ring, transport, [group.device] * group.size)
 
     def _address(self, group: Group) -> str:
         """The address under which the ranks of other machines reach this one."""
@@ -177,39 +100,13 @@ class ProcessWorld(InlineWorld):
             probe.connect(address)
             return probe.getsockname()[0]
 
-    def _watch_proxies(self) -> None:
-        """When the network fails, the CTAs of this node that wait shall leave, not wait for the timeout."""
-        self._idles += 1
-        if self._idles % IDLES_BETWEEN_LOOKS:
-            return
-        for connection in self._connections.values():
-            if connection.proxy.error is not None and not connection.failed:
-                connection.failed = True
-                for address in connection.abort_flags:
-                    if address:
-                        ctypes.c_int64.from_address(address).value = 1
-                self.scheduler.memory.changed(progress=True)
-
-    def launch(self, rank: int, launch: Launch) -> None:
-        try:
-            super().launch(rank, launch)
-        except CommTimeout as timeout:
-            connection = self._connections.get(launch.group.name)
-            if connection is not None and connection.proxy.error is not None:
-                raise TransportError(f"{connection.proxy.error}. What waited for it: {timeout}") from timeout
-            raise
-
-    def closed(self, group: Group) -> None:
-        connection = self._connections.pop(group.name, None)
-        if connection is not None:
-            connection.proxy.stop(group.timeout)
-            with contextlib.suppress(CommTimeout):
-                group.barrier()  # nobody leaves while another one still sends
-            connection.transport.close()
-
-
-def _close(files: dict[int, int], address: int) -> None:
-    os.close(files.pop(address))
+    def attach(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        """A segment came, or went."""
+        connection = self.connection(group)
+        if connection is not None and memory is not None:
+            connect.attach(group, connection.transport, {segment: memory})
+        elif connection is not None:
+            connect.drop(connection.transport, segment)
 
 
 _jobs = itertools.count()
@@ -232,6 +129,15 @@ def _host_name() -> str:
 def init(
     process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: connect.Wish | str, timeout: float
 ) -> Group:
-    """The group of all ranks of a process group."""
-    world = ProcessWorld(process_group, gpus_per_node, transport, timeout)
+    """The group of all ranks of a process group: on GPUs where there are some."""
+    world: Any
+    if torch.cuda.is_available():
+        from mkernel.runtime.cuda_processes import CudaProcessWorld
+
+        world = CudaProcessWorld(process_group, gpus_per_node, transport, timeout)
+    else:
+        with simulator_is_there():
+            from mkernel.runtime.cpu_processes import ProcessWorld
+
+        world = ProcessWorld(process_group, gpus_per_node, transport, timeout)
     return Group(world, range(world.size), world.rank, timeout=timeout, name="world")

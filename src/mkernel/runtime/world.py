@@ -1,20 +1,31 @@
 """Where ranks live: what the host side needs from a place to run.
 
-There are two in this package: the simulator (`mkernel.sim.world`) and the threads of one process
-with CUDA (`mkernel.runtime.cuda`). A world knows ranks by their number in the world; groups are
-subsets of it.
+There are four in this package: the simulator (`mkernel.sim.world`), the threads of one process with
+CUDA (`mkernel.runtime.cuda`), and processes, with GPUs (`mkernel.runtime.cuda_processes`) or without
+(`mkernel.runtime.cpu_processes`). A world knows ranks by their number in the world; groups are subsets
+of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from mkernel.runtime.errors import CommTimeout, MKernelError
     from mkernel.runtime.group import Group, Scratch
+
+
+def exchange_addresses(
+    group: Group, shared: Any, address_of: Callable[[Any], int] = lambda shared: shared
+) -> list[int]:
+    """Every rank gives what the others need to address its memory, and gets the addresses: 0 for ranks of
+    other nodes."""
+    everyone = enumerate(group.exchange("heap", shared))
+    return [address_of(theirs) if group.topology.node_of(rank) == group.node else 0 for rank, theirs in everyone]
 
 
 @dataclass(frozen=True)
@@ -22,9 +33,13 @@ class Links:
     """Rates that links are paced to, for measurements; None is as fast as the hardware goes.
 
     nvlink: GB/s that one rank can push to the other ranks of its node, all together.
+    network: GB/s that one rank can send to other nodes, all together.
+    network_latency: seconds from the last byte of a transfer to its signal.
     """
 
     nvlink: float | None = None
+    network: float | None = None
+    network_latency: float = 0.0
 
 
 @dataclass(eq=False)
@@ -43,7 +58,7 @@ class Launch:
 
 
 class World(Protocol):
-    """A place where ranks run."""
+    """A place where ranks run. Those with a native network also have what runtime/network.py gives them."""
 
     size: int
     links: Links
@@ -66,11 +81,9 @@ class World(Protocol):
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         """Zeroed bytes that other ranks of the node can address."""
 
-    def share(self, rank: int, memory: torch.Tensor) -> Any:
-        """What another rank needs to address memory that `allocate` gave."""
-
-    def address_of(self, rank: int, shared: Any) -> int:
-        """The address, for this rank's kernels, of what another rank of its node has shared."""
+    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
+        """The addresses, for this rank's kernels, of what `allocate` gave to the ranks of the group, all of
+        which call this; 0 for ranks of other nodes."""
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         """64-bit words in the memory of the rank's device."""
@@ -92,6 +105,9 @@ class World(Protocol):
 
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
         """Wait until the proxy has completed every request in the ring, or the time is over."""
+
+    def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
+        """What to raise when a kernel of the group gave up: the timeout, or what was behind it."""
 
     def stream_key(self, rank: int) -> Hashable:
         """Names the stream that the rank's next launch goes to."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,9 +15,9 @@ from greenlet import greenlet
 
 from mkernel.lang import requests
 from mkernel.runtime import records
-from mkernel.runtime.errors import CommTimeout
+from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
-from mkernel.runtime.world import Launch, Links
+from mkernel.runtime.world import Launch, Links, exchange_addresses
 from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
 from mkernel.sim.network import Proxy
 from mkernel.sim.scheduler import CtaTask, HostTask, Options, Scheduler, Task
@@ -152,11 +151,8 @@ class SimWorld:
         self._allow(memory)
         return memory
 
-    def share(self, rank: int, memory: torch.Tensor) -> int:
-        return memory.data_ptr()
-
-    def address_of(self, rank: int, shared: int) -> int:
-        return shared
+    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
+        return exchange_addresses(group, memory.data_ptr())
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         table = self.host_words(rank, len(words))
@@ -220,6 +216,9 @@ class SimWorld:
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
         taken, completed = ring[requests.TAKEN.value], ring[requests.COMPLETED.value]
         self.scheduler.current_host().block(lambda: bool(completed >= taken), "the network", timeout)
+
+    def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
+        return timeout
 
     # -- launches
 
@@ -303,11 +302,6 @@ class SimWorld:
 
 class InlineWorld(SimWorld):
     """One simulated rank in the caller's own code, with no tasks around it: for mk.init()."""
-
-    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while ring[requests.COMPLETED.value] < ring[requests.TAKEN.value] and time.monotonic() < deadline:
-            time.sleep(1e-4)
 
     def exchange(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float

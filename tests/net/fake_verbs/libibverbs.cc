@@ -22,6 +22,7 @@
 #include <vector>
 
 #include <arpa/inet.h>
+#include <sys/stat.h>
 
 #define MUST(condition)                                                            \
   do {                                                                             \
@@ -40,7 +41,9 @@ struct Controls {
   int64_t seed = 1;
   int64_t silent = 0;           // nothing is carried out, and senders hear so
   int64_t hold = 0;             // nothing is carried out, and nobody hears anything
-  int64_t refuse_memory = 0;    // an errno for all registrations
+  int64_t refuse_memory = 0;    // an errno for all registrations by address
+  int64_t refuse_dmabuf = 0;    // and by dma-buf
+  int64_t dmabufs = 0;          // registrations by dma-buf
   int64_t fail_after = -1;      // so many writes, then one fails with fail_status
   int64_t fail_status = IBV_WC_RETRY_EXC_ERR;
   int64_t writes = 0;           // counted, as are:
@@ -406,7 +409,8 @@ int64_t fake_control(const char* what, int64_t value) {
   std::map<std::string, int64_t*> all = {
       {"silent", &controls.silent}, {"refuse_memory", &controls.refuse_memory}, {"fail_after", &controls.fail_after},
       {"fail_status", &controls.fail_status}, {"writes", &controls.writes}, {"posts", &controls.posts},
-      {"told", &controls.told}, {"hold", &controls.hold}, {"objects", &controls.objects}, {"seed", &controls.seed}};
+      {"told", &controls.told}, {"hold", &controls.hold},
+      {"refuse_dmabuf", &controls.refuse_dmabuf}, {"dmabufs", &controls.dmabufs}, {"objects", &controls.objects}, {"seed", &controls.seed}};
   MUST(all.count(what));
   int64_t old = *all[what];
   if (value != INT64_MIN) *all[what] = value;
@@ -471,10 +475,9 @@ int ibv_dealloc_pd(ibv_pd* domain) {
   Lock lock(state().mutex);
   return give_back(domain);
 }
-ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, size_t length, int) {
-  Lock lock(state().mutex);
-  if (state().controls.refuse_memory != 0) {
-    errno = static_cast<int>(state().controls.refuse_memory);
+static ibv_mr* make_region(ibv_pd* domain, void* address, size_t length, int64_t refusal) {
+  if (refusal != 0) {
+    errno = static_cast<int>(refusal);
     return nullptr;
   }
   auto* region = new Region;
@@ -486,6 +489,17 @@ ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, size_t length, int) {
   state().regions[region->rkey] = region;
   ++state().controls.objects;
   return region;
+}
+ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, size_t length, int) {
+  Lock lock(state().mutex);
+  return make_region(domain, address, length, state().controls.refuse_memory);
+}
+ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* domain, uint64_t offset, size_t length, uint64_t address, int file, int) {
+  Lock lock(state().mutex);
+  struct stat about;
+  MUST(::fstat(file, &about) == 0 && offset + length <= static_cast<uint64_t>(about.st_size));
+  ++state().controls.dmabufs;
+  return make_region(domain, reinterpret_cast<void*>(address), length, state().controls.refuse_dmabuf);
 }
 int ibv_dereg_mr(ibv_mr* region) {
   Lock lock(state().mutex);

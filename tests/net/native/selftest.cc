@@ -1,7 +1,9 @@
 // Stress for the sanitizers: many producers, proxies that come and go, all transports.
-// Usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | lifecycle | fuzz SECONDS
-// verbs and efa need libraries that find devices: a stand-in, in LD_LIBRARY_PATH.
+// Usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | rdma-on-device | lifecycle | cuda | fuzz SECONDS
+// verbs, efa and those on a device need libraries that find devices: stand-ins, in LD_LIBRARY_PATH.
 #include "selftest.h"
+
+#include <dlfcn.h>
 
 #include <cstring>
 #include <random>
@@ -61,7 +63,7 @@ void ring() {
 // Four producers on each of two ranks write numbered blocks to the other; readers wait for the signal
 // of each block and then look at its bytes.
 void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Transport>& one, int64_t blocks,
-              uint64_t largest) {
+              uint64_t largest, int device = -1) {
   std::shared_ptr<Transport> ranks[2] = {zero, one};
   uint64_t signals = kProducers * static_cast<uint64_t>(blocks) * 8;
   uint64_t half = kProducers * static_cast<uint64_t>(blocks) * largest;
@@ -71,7 +73,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (int rank = 0; rank < 2; ++rank) {
     memory[rank].resize((signals + 2 * half) / 8 + 1);
-    ranks[rank]->attach(3, memory[rank].data(), memory[rank].size() * 8);
+    ranks[rank]->attach(3, memory[rank].data(), memory[rank].size() * 8, device);
     producers.push_back(std::make_unique<Producer>(8));
   }
   for (uint32_t rank = 0; rank < 2; ++rank)
@@ -138,7 +140,7 @@ void tcp() {
   }
 }
 
-void rdma(bool efa) {
+void rdma(bool efa, int device = -1) {
   std::vector<std::shared_ptr<RdmaTransport>> ranks;
   for (int rank = 0; rank < 2; ++rank) {
     RdmaOptions options;
@@ -148,8 +150,8 @@ void rdma(bool efa) {
   }
   std::string descriptions[2] = {ranks[0]->describe(1), ranks[1]->describe(0)};
   for (uint32_t rank = 0; rank < 2; ++rank) ranks[rank]->connect(1 - rank, descriptions[1 - rank]);
-  exchange(ranks[0], ranks[1], 200, 600);
-  exchange(ranks[0], ranks[1], 3, 1'200'000);
+  exchange(ranks[0], ranks[1], 200, 600, device);
+  exchange(ranks[0], ranks[1], 3, 1'200'000, device);
   // ends with requests under way
   std::vector<int64_t> memory(8192);
   ranks[0]->attach(0, memory.data(), memory.size() * 8);
@@ -170,8 +172,41 @@ void rdma(bool efa) {
   for (auto& rank : ranks) rank->stop(milliseconds(0));
 }
 
+// GPU memory: by dma-buf, else by its address, else a message that says what to load.
+void rdma_on_device() {
+  rdma(false, 0);
+  rdma(true, 0);
+  auto* control = reinterpret_cast<int64_t (*)(const char*, int64_t)>(
+      ::dlsym(::dlopen("libibverbs.so.1", RTLD_NOW), "fake_control"));
+  CHECK(control != nullptr);
+  RdmaOptions options;
+  options.ports = {{"fake0", 1, 0}};
+  auto transport = make_verbs_transport(options);
+  std::vector<int64_t> memory(4096);
+  control("dmabufs", 0);
+  transport->attach(0, memory.data(), 8192, 0);
+  CHECK(control("dmabufs", 0) == 1);
+  transport->attach(1, memory.data(), 8192);
+  CHECK(control("dmabufs", 0) == 0);
+  control("refuse_dmabuf", EOPNOTSUPP);
+  transport->attach(2, memory.data() + 1, 8192, 0);
+  control("refuse_memory", EFAULT);
+  try {
+    transport->attach(3, memory.data(), 8192, 0);
+    CHECK(!"it was not refused");
+  } catch (const Error& error) {
+    std::string words = error.what();
+    for (const char* part : {"By dma-buf: ibv_reg_dmabuf_mr: Operation not supported", "By peer memory: Bad address",
+                             "nvidia_peermem"})
+      CHECK(words.find(part) != std::string::npos);
+  }
+  control("refuse_memory", 0);
+  control("refuse_dmabuf", 0);
+  transport->attach(3, memory.data(), 8192, 0);
+}
+
 // Proxies and transports that end while requests are under way and segments come and go.
-void lifecycle() {
+void lifecycle(int device = -1) {
   for (int round = 0; round < 40; ++round) {
     std::vector<std::shared_ptr<Transport>> ranks;
     std::unique_ptr<Pair> pair;
@@ -184,8 +219,8 @@ void lifecycle() {
         ranks.push_back(std::make_shared<LoopbackTransport>("lifecycle", rank, LoopbackOptions{0, 0, round}));
     }
     std::vector<int64_t> a(4096), b(4096), c(64);
-    ranks[0]->segments->attach(0, a.data(), a.size() * 8);
-    ranks[1]->segments->attach(0, b.data(), b.size() * 8);
+    ranks[0]->segments->attach(0, a.data(), a.size() * 8, device);
+    ranks[1]->segments->attach(0, b.data(), b.size() * 8, device);
     Producer producer(64), nothing(1);
     for (int i = 0; i < 60; ++i) {
       Request request;
@@ -199,7 +234,7 @@ void lifecycle() {
     Proxy receiver(nothing.words.data(), nothing.words.size(), ranks[1], ProxyOptions{-1, 0});
     std::thread attacher([&] {
       for (uint32_t i = 1; i < 50; ++i) {
-        ranks[1]->segments->attach(i, c.data(), c.size() * 8);
+        ranks[1]->segments->attach(i, c.data(), c.size() * 8, device);
         ranks[1]->segments->detach(i);
       }
     });
@@ -212,7 +247,58 @@ void lifecycle() {
     }
     attacher.join();
     if (round % 3 == 0) ranks[1]->stop(milliseconds(50));
+    receiver.stop(milliseconds(0));
+    for (auto& rank : ranks) rank->stop(milliseconds(0));  // the memory is ours again
+    std::fill(a.begin(), a.end(), 0);
+    std::fill(b.begin(), b.end(), 0);
   }
+}
+
+// An error of the device: the proxy says so, and the words that kernels look at become 1.
+void alarms() {
+  std::shared_ptr<Transport> rank = std::make_shared<LoopbackTransport>("alarms", 0, LoopbackOptions{});
+  std::vector<int64_t> memory(512), flags(2);
+  rank->segments->attach(0, memory.data(), memory.size() * 8, 1);
+  Producer producer(4);
+  Proxy proxy(producer.words.data(), producer.words.size(), rank, ProxyOptions{});
+  proxy.alarm(&flags[0], 1);
+  Request request;
+  request.bytes = 8;
+  request.target = 64;
+  request.signal = 32;
+  request.value = 5;
+  producer.post(request);
+  CHECK(eventually([&] { return look(&memory[4]) == 5; }));
+  CHECK(look(&flags[0]) == 0);
+  request.bytes = 666;  // see fake_cuda
+  producer.post(request);
+  CHECK(eventually([&] { return look(&flags[0]) == 1; }));
+  CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
+  proxy.alarm(&flags[1], -1);  // too late to be early
+  CHECK(look(&flags[1]) == 1);
+  bool refused = false;
+  try {
+    rank->segments->attach(1, memory.data(), 8, 7);
+  } catch (const Error& error) {
+    refused = std::string(error.what()).find("CUDA, find the device: CUDA_ERROR_INVALID_DEVICE") == 0;
+  }
+  CHECK(refused);
+}
+
+// All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
+void on_device() {
+  for (int64_t seed : {-1, 5}) {
+    LoopbackOptions options;
+    options.shuffle_seed = seed;
+    exchange(std::make_shared<LoopbackTransport>("cuda", 0, options),
+             std::make_shared<LoopbackTransport>("cuda", 1, options), 300, 600, 0);
+  }
+  Pair pair(3);
+  exchange(pair.ranks[0], pair.ranks[1], 200, 600, 0);
+  exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000, 1);
+  for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+  lifecycle(0);
+  alarms();
 }
 
 }  // namespace
@@ -227,14 +313,16 @@ int main(int count, char** arguments) {
     else if (what == "counting") selftest::counting();
     else if (what == "verbs") selftest::rdma(false);
     else if (what == "efa") selftest::rdma(true);
+    else if (what == "rdma-on-device") selftest::rdma_on_device();
     else if (what == "tcp") selftest::tcp();
     else if (what == "lifecycle") selftest::lifecycle();
+    else if (what == "cuda") selftest::on_device();
     else if (what == "fuzz" && count > 2) {
       double seconds = std::atof(arguments[2]);
       selftest::fuzz_frames(seconds * 0.8);
       selftest::fuzz_handshake(seconds * 0.2);
     } else {
-      std::fprintf(stderr, "usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | lifecycle | fuzz SECONDS\n");
+      std::fprintf(stderr, "usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | rdma-on-device | lifecycle | cuda | fuzz SECONDS\n");
       return 2;
     }
   } catch (const std::exception& error) {

@@ -164,9 +164,9 @@ int mkernel_net_learn_segment(mkernel_net_transport* transport, uint32_t peer, u
   });
 }
 
-int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size) {
+int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size, int device) {
   return guarded(-1, [&] {
-    transport->transport->attach(segment, base, size);
+    transport->transport->attach(segment, base, size, device);
     return 0;
   });
 }
@@ -192,9 +192,17 @@ void mkernel_net_transport_destroy(mkernel_net_transport* transport) {
 }
 
 mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64_t words, mkernel_net_transport* transport, int cpu,
-                                           int idle_sleep_us) {
+                                           int idle_sleep_us, int spin_us) {
   return guarded<mkernel_net_proxy*>(nullptr, [&] {
-    return new mkernel_net_proxy{Proxy(ring, words, transport->transport, ProxyOptions{cpu, idle_sleep_us})};
+    ProxyOptions options{cpu, idle_sleep_us, spin_us};
+    return new mkernel_net_proxy{Proxy(ring, words, transport->transport, options)};
+  });
+}
+
+int mkernel_net_proxy_alarm(mkernel_net_proxy* proxy, int64_t* word, int device) {
+  return guarded(-1, [&] {
+    proxy->proxy.alarm(word, device);
+    return 0;
   });
 }
 

@@ -29,7 +29,8 @@
 #include <algorithm>
 #include <random>
 
-#include "gpu_memory.h"
+#include "cuda.h"
+#include "mover.h"
 
 namespace mkernel {
 namespace {
@@ -72,6 +73,7 @@ class EfaTransport : public RdmaBase {
   bool poll(std::vector<int64_t>& completed) override;
 
  protected:
+  bool signals_by_host() const override { return true; }
   void abandon() override {
     ways_.clear();  // queue pairs first
     peers_.clear();
@@ -411,8 +413,9 @@ void EfaTransport::arrived(Way& way, const ibv_wc& event, uint32_t slot) {
   }
   if (!whole) return;
   auto it = registered_.find(whole->segment);
-  if (it != registered_.end() && it->second->on_gpu) show_gpu_writes(it->second->base);
-  raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);
+  if (it != registered_.end() && it->second->device >= 0) show_device_writes(it->second->device);
+  Mark mark = raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);
+  if (mark.mover != nullptr) mark.mover->flush();
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace {
 
 // See Cut: a sender that keeps to the rules stays far below.
 constexpr size_t kMostUnfinished = 16384;
+constexpr size_t kMostLanding = 16;  // buffers on their way to the device, before we wait for one
 
 }  // namespace
 
@@ -40,7 +41,20 @@ void Inbox::finish(const Piece& piece) {
     if (--it->second.missing > 0) return;
     transfers_.erase(it);
   }
-  raise_signal(segments_->pin_signal(piece.segment, piece.signal), piece.value);
+  Mark mark = raise_signal(segments_->pin_signal(piece.segment, piece.signal), piece.value);
+  if (mark.mover != nullptr) mark.mover->flush();
+}
+
+void Inbox::land(const Piece& piece, std::shared_ptr<PinnedBuffer> bytes) {
+  Mark mark = start_copy(place(piece, 0, piece.bytes), Segments::Pin(bytes->data), piece.bytes);
+  landing_.emplace_back(mark, std::move(bytes));
+  // a copy engine does not wait for kernels, so this does not last long
+  while (!landing_.empty() && (landing_.front().first.done() || landing_.size() > kMostLanding))
+    if (landing_.front().first.done()) landing_.pop_front();
+}
+
+Inbox::~Inbox() {
+  if (!landing_.empty()) landing_.back().first.mover->settle();
 }
 
 Segments::Pin Inbox::place(const Piece& piece, uint64_t done, uint64_t size) {
@@ -79,6 +93,7 @@ void StreamReader::take_header() {
   inbox_.begin(piece_);
   done_ = 0;
   in_payload_ = true;
+  if (piece_.bytes > 0 && inbox_.on_device(piece_)) waiting_ = std::make_shared<PinnedBuffer>(kPieceBytes);
   placed(0);
 }
 
@@ -86,6 +101,7 @@ void StreamReader::placed(uint64_t size) {
   done_ += size;
   if (done_ < piece_.bytes) return;
   in_payload_ = false;
+  if (waiting_) inbox_.land(piece_, std::move(waiting_));
   inbox_.finish(piece_);
 }
 

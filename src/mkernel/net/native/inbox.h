@@ -5,10 +5,14 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "cuda.h"
+#include "mover.h"
 #include "segments.h"
 #include "wire.h"
 
@@ -18,6 +22,7 @@ namespace mkernel {
 class Inbox {
  public:
   explicit Inbox(std::shared_ptr<Segments> segments) : segments_(std::move(segments)) {}
+  ~Inbox();
 
   // A piece is announced. Throws if it is not acceptable.
   void begin(const Piece& piece);
@@ -25,6 +30,9 @@ class Inbox {
   void finish(const Piece& piece);
   // Where the bytes of a piece from `done` on belong.
   Segments::Pin place(const Piece& piece, uint64_t done, uint64_t size);
+  // Device memory can not be received into: its pieces wait in pinned memory until they are whole.
+  bool on_device(const Piece& piece) { return place(piece, 0, piece.bytes).mover != nullptr; }
+  void land(const Piece& piece, std::shared_ptr<PinnedBuffer> bytes);
   size_t unfinished() const { return transfers_.size(); }
 
  private:
@@ -36,6 +44,7 @@ class Inbox {
 
   std::shared_ptr<Segments> segments_;
   std::unordered_map<uint64_t, Transfer> transfers_;  // those of several pieces, under way
+  std::deque<std::pair<Mark, std::shared_ptr<PinnedBuffer>>> landing_;  // on their way to device memory
 };
 
 // One stream's parser.
@@ -47,7 +56,9 @@ class StreamReader {
   void feed(const uint8_t* data, size_t size);
   // How many bytes of payload come next (0: a header does); they may be received in place.
   uint64_t payload_due() const { return in_payload_ ? piece_.bytes - done_ : 0; }
-  Segments::Pin place(uint64_t size) { return inbox_.place(piece_, done_, size); }
+  Segments::Pin place(uint64_t size) {
+    return waiting_ ? Segments::Pin(waiting_->data + done_) : inbox_.place(piece_, done_, size);
+  }
   void placed(uint64_t size);
   // The peer said that nothing more comes.
   bool ended() const { return ended_; }
@@ -63,6 +74,7 @@ class StreamReader {
   bool in_payload_ = false;
   bool ended_ = false;
   uint64_t done_ = 0;
+  std::shared_ptr<PinnedBuffer> waiting_;  // the piece so far, if it goes to device memory
 };
 
 }  // namespace mkernel

@@ -1,7 +1,6 @@
 #include "loopback.h"
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 
 namespace mkernel {
@@ -9,6 +8,7 @@ namespace {
 
 constexpr size_t kAtOnce = 1024;      // requests in flight
 constexpr int kPiecesPerPoll = 256;
+constexpr auto kSoon = std::chrono::microseconds(100);  // the proxy does not sleep when a signal is due so soon
 
 // Where the ranks of this process find each other's segments.
 struct Registry {
@@ -72,21 +72,20 @@ std::vector<std::pair<uint64_t, uint64_t>> LoopbackTransport::cut(uint64_t bytes
 }
 
 bool LoopbackTransport::post(const Request& request) {
-  if (flights_.size() >= kAtOnce) return false;
+  if (flights_.size() + landing_.size() >= kAtOnce) return false;
   auto peer = find(request.peer);
   // all of it is checked before anything is written
   segments->pin(request.source_segment, request.source, request.bytes, "source");
   peer->pin(request.segment, request.target, request.bytes, "target");
   peer->pin_signal(request.segment, request.signal);
-  Clock::time_point due{};
+  Clock::time_point start{}, due{};
   if (options_.latency_ns > 0 || options_.bytes_per_s > 0) {
-    link_free_ = std::max(link_free_, Clock::now());
-    if (options_.bytes_per_s > 0)
-      link_free_ += std::chrono::nanoseconds(
-          static_cast<int64_t>(static_cast<double>(request.bytes) * 1e9 / options_.bytes_per_s));
+    start = std::max(link_free_, Clock::now());
+    double seconds = options_.bytes_per_s > 0 ? static_cast<double>(request.bytes) / options_.bytes_per_s : 0;
+    link_free_ = start + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
     due = link_free_ + std::chrono::nanoseconds(options_.latency_ns);
   }
-  flights_.push_back({request, std::move(peer), due, cut(request.bytes)});
+  flights_.push_back({request, std::move(peer), start, due, cut(request.bytes)});
   return true;
 }
 
@@ -95,32 +94,71 @@ void LoopbackTransport::copy_piece(Flight& flight) {
   const Request& request = flight.request;
   auto from = segments->pin(request.source_segment, request.source + begin, end - begin, "source");
   auto to = flight.peer->pin(request.segment, request.target + begin, end - begin, "target");
-  std::memmove(to.data, from.data, end - begin);  // a rank may write to itself
+  start_copy(std::move(to), std::move(from), end - begin);
   flight.pieces.pop_back();
 }
 
-bool LoopbackTransport::poll(std::vector<int64_t>& completed) {
-  if (flights_.empty()) return false;
-  bool shuffled = options_.shuffle_seed >= 0;
-  bool paced = options_.latency_ns > 0 || options_.bytes_per_s > 0;
-  auto now = paced ? Clock::now() : Clock::time_point{};
+// One step of a request; false if it is not time for one.
+bool LoopbackTransport::advance(Flight& flight, Clock::time_point now) {
+  if (!flight.pieces.empty()) {
+    if (flight.start > now) return false;
+    copy_piece(flight);
+    return true;
+  }
+  if (flight.due > now) return false;
+  const Request& request = flight.request;
+  flight.mark = raise_signal(flight.peer->pin_signal(request.segment, request.signal), request.value);
+  Mover* mover = flight.mark.mover;
+  if (mover != nullptr && std::find(busy_.begin(), busy_.end(), mover) == busy_.end()) busy_.push_back(mover);
+  return true;
+}
+
+void LoopbackTransport::land(size_t flight) {
+  landing_.push_back(std::move(flights_[flight]));
+  flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(flight));
+}
+
+// Later requests may be copied while earlier ones wait for their time: that is the link's latency.
+bool LoopbackTransport::fly_in_order(Clock::time_point now) {
   bool any = false;
-  for (int i = 0; i < kPiecesPerPoll && !flights_.empty(); ++i) {
-    if (shuffled && random_() % 16 == 0) return true;  // put off
-    size_t chosen = shuffled ? random_() % flights_.size() : 0;
-    Flight& flight = flights_[chosen];
-    if (flight.due > now) {
-      if (shuffled) continue;
-      break;
-    }
-    any = true;
-    if (!flight.pieces.empty()) copy_piece(flight);
-    if (!flight.pieces.empty()) continue;
-    raise_signal(flight.peer->pin_signal(flight.request.segment, flight.request.signal), flight.request.value);
-    completed.push_back(flight.request.ticket);
-    flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(chosen));
+  int steps = 0;
+  for (size_t i = 0; i < flights_.size() && steps < kPiecesPerPoll && flights_[i].start <= now;) {
+    bool copied = flights_[i].pieces.empty();
+    bool moved = advance(flights_[i], now);
+    any |= moved;
+    steps += moved;
+    if (moved && copied) land(i);
+    else if (!moved) ++i;
   }
   return any;
+}
+
+bool LoopbackTransport::fly_shuffled(Clock::time_point now) {
+  bool any = false;
+  for (int i = 0; i < kPiecesPerPoll && !flights_.empty(); ++i) {
+    if (random_() % 16 == 0) return true;  // put off
+    size_t chosen = random_() % flights_.size();
+    bool copied = flights_[chosen].pieces.empty();
+    if (flights_[chosen].due > now || !advance(flights_[chosen], now)) continue;
+    any = true;
+    if (copied) land(chosen);
+  }
+  return any;
+}
+
+bool LoopbackTransport::poll(std::vector<int64_t>& completed) {
+  if (flights_.empty() && landing_.empty()) return false;
+  bool paced = options_.latency_ns > 0 || options_.bytes_per_s > 0;
+  auto now = paced ? Clock::now() : Clock::time_point{};
+  bool any = options_.shuffle_seed >= 0 ? fly_shuffled(now) : fly_in_order(now);
+  for (Mover* mover : busy_) mover->flush();
+  busy_.clear();
+  while (!landing_.empty() && landing_.front().mark.done()) {
+    completed.push_back(landing_.front().request.ticket);
+    landing_.pop_front();
+    any = true;
+  }
+  return any || !landing_.empty() || (!flights_.empty() && flights_.front().due - now < kSoon);
 }
 
 }  // namespace mkernel

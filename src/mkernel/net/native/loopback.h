@@ -1,4 +1,9 @@
-// The loopback transport: ranks of one process, by memcpy. For tests and for emulated links.
+// The loopback transport: ranks of one process, by memcpy or on CUDA streams. For tests and for
+// emulated links.
+//
+// An emulated link carries one request after the other, each for as long as its bytes take at the
+// link's rate; the signal comes `latency` after the last byte. So many requests in flight share the
+// rate, and each of them is late by the latency once.
 #pragma once
 
 #include <chrono>
@@ -7,14 +12,16 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "mover.h"
 #include "transport.h"
 
 namespace mkernel {
 
 struct LoopbackOptions {
   int64_t latency_ns = 0;
-  double bytes_per_s = 0;    // of this rank's link; 0: as fast as memcpy
+  double bytes_per_s = 0;    // of this rank's link; 0: as fast as memory goes
   int64_t shuffle_seed = -1; // >= 0: requests in flight overtake each other, piece by piece
 };
 
@@ -33,19 +40,26 @@ class LoopbackTransport : public Transport {
   struct Flight {
     Request request;
     std::shared_ptr<Segments> peer;
-    Clock::time_point due;
+    Clock::time_point start, due;  // when the link takes its first byte, and when its signal is set
     std::vector<std::pair<uint64_t, uint64_t>> pieces;  // those still to be copied: begin, end
+    Mark mark{};                                        // of the signal, once it was asked for
   };
 
   std::shared_ptr<Segments> find(uint32_t peer);
   std::vector<std::pair<uint64_t, uint64_t>> cut(uint64_t bytes);
   void copy_piece(Flight& flight);
+  bool advance(Flight& flight, Clock::time_point now);
+  void land(size_t flight);
+  bool fly_in_order(Clock::time_point now);
+  bool fly_shuffled(Clock::time_point now);
 
   const std::string job_;
   const LoopbackOptions options_;
   std::mt19937_64 random_;
   std::map<uint32_t, std::shared_ptr<Segments>> peers_;
   std::deque<Flight> flights_;
+  std::deque<Flight> landing_;  // everything was asked for, and may be under way
+  std::vector<Mover*> busy_;    // movers that may keep signals back
   Clock::time_point link_free_{};
 };
 

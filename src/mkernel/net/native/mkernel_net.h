@@ -80,18 +80,23 @@ MKERNEL_NET_API int64_t mkernel_net_describe_segment(mkernel_net_transport* tran
 MKERNEL_NET_API int mkernel_net_learn_segment(mkernel_net_transport* transport, uint32_t peer, uint32_t segment,
                                               const void* description, size_t size);
 
-/* Memory that requests name by its number. When detach returns nobody touches the memory any more. */
-MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size);
+/* Memory that requests name by its number; device: of CUDA, -1: host memory. When detach returns nobody
+ * touches the memory any more. */
+MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size,
+                                       int device);
 MKERNEL_NET_API int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment);
 
 /* Leaves the job in order and detaches everything; stop its proxy before. */
 MKERNEL_NET_API int mkernel_net_transport_stop(mkernel_net_transport* transport, int64_t timeout_ms);
 MKERNEL_NET_API void mkernel_net_transport_destroy(mkernel_net_transport* transport);
 
-/* Serve a ring of `words` 64-bit words. cpu -1: not pinned; idle_sleep_us 0: never sleeps. */
+/* Serve a ring of `words` 64-bit words. cpu -1: not pinned; idle_sleep_us 0: never sleeps; spin_us: how
+ * long it looks for work all the time before the first sleep. */
 MKERNEL_NET_API mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64_t words,
                                                            mkernel_net_transport* transport, int cpu,
-                                                           int idle_sleep_us);
+                                                           int idle_sleep_us, int spin_us);
+/* A word that becomes 1 when the proxy stops serving because of an error; device as for attach. */
+MKERNEL_NET_API int mkernel_net_proxy_alarm(mkernel_net_proxy* proxy, int64_t* word, int device);
 /* Ends the thread. 1: everything was served; 0: the timeout came first, or an error had. */
 MKERNEL_NET_API int mkernel_net_proxy_stop(mkernel_net_proxy* proxy, int64_t timeout_ms);
 /* Why the proxy stopped serving, cut to `size` bytes with the final zero. Returns the length of it

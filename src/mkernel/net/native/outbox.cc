@@ -9,12 +9,13 @@ namespace mkernel {
 namespace {
 
 constexpr size_t kPiecesAtOnce = 16;               // in one system call
+constexpr size_t kFetchedAhead = 4;                // pieces on their way from the device
 constexpr uint64_t kBytesPerFlush = 4 * kPieceBytes;  // then other streams, and receiving, get their turn
 
 }  // namespace
 
 void Outbox::push(std::shared_ptr<Outgoing> owner, const Piece& piece, uint64_t source) {
-  queue_.push_back({piece, std::move(owner), source, 0});
+  queue_.push_back({piece, std::move(owner), source, 0, nullptr});
   bytes_ += sizeof(Piece) + piece.bytes;
 }
 
@@ -24,22 +25,46 @@ void Outbox::push_bye() {
   push(nullptr, bye, 0);
 }
 
+bool Outbox::Fetched::here() {
+  if (!mark.done()) return false;
+  mark = {};
+  return true;
+}
+
+// Where the rest of an item's payload can be read; null: it is still on its way from the device.
+const uint8_t* Outbox::payload(Item& item, uint64_t done, Segments& segments, std::vector<Segments::Pin>& pins) {
+  if (!item.fetched) {
+    auto pin = segments.pin(item.owner->request.source_segment, item.source + done, item.piece.bytes - done, "source");
+    if (pin.mover == nullptr) {
+      pins.push_back(std::move(pin));
+      return pins.back().data;
+    }
+    item.fetched = std::make_unique<Fetched>();
+    item.fetched->mark = start_copy(Segments::Pin(item.fetched->bytes.data), std::move(pin), item.piece.bytes);
+  }
+  return item.fetched->here() ? item.fetched->bytes.data + done : nullptr;
+}
+
 // One system call. Throws with the errno's text.
 uint64_t Outbox::send_some(int fd, Segments& segments) {
   iovec parts[2 * kPiecesAtOnce];
   size_t count = 0;
+  bool missing = false;
   std::vector<Segments::Pin> pins;
   pins.reserve(kPiecesAtOnce);
   for (size_t i = 0; i < queue_.size() && i < kPiecesAtOnce; ++i) {
     Item& item = queue_[i];
+    uint64_t done = item.sent < sizeof(Piece) ? 0 : item.sent - sizeof(Piece);
+    const uint8_t* bytes = item.piece.bytes > 0 ? payload(item, done, segments, pins) : nullptr;
+    missing |= item.piece.bytes > 0 && bytes == nullptr;
+    if (missing && i >= kFetchedAhead) break;
+    if (missing) continue;  // but those that come next are fetched already
     if (item.sent < sizeof(Piece))
       parts[count++] = {reinterpret_cast<uint8_t*>(&item.piece) + item.sent, sizeof(Piece) - item.sent};
-    if (item.piece.bytes == 0) continue;
-    uint64_t done = item.sent < sizeof(Piece) ? 0 : item.sent - sizeof(Piece);
-    uint64_t rest = item.piece.bytes - done;
-    pins.push_back(segments.pin(item.owner->request.source_segment, item.source + done, rest, "source"));
-    parts[count++] = {pins.back().data, rest};
+    if (item.piece.bytes > 0) parts[count++] = {const_cast<uint8_t*>(bytes), item.piece.bytes - done};
   }
+  fetching = missing;
+  if (count == 0) return 0;
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = count;
@@ -57,6 +82,7 @@ uint64_t Outbox::flush(int fd, Segments& segments, std::vector<std::shared_ptr<O
   uint64_t total = 0;
   while (!queue_.empty() && !blocked && total < kBytesPerFlush) {
     uint64_t left = send_some(fd, segments);
+    if (left == 0) break;
     total += left;
     bytes_ -= left;
     while (!queue_.empty()) {

@@ -6,6 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "cuda.h"
+#include "mover.h"
 #include "ring.h"
 #include "segments.h"
 #include "wire.h"
@@ -29,16 +31,29 @@ class Outbox {
   // handed over. Returns the number of bytes; `blocked` tells if the kernel would take no more.
   uint64_t flush(int fd, Segments& segments, std::vector<std::shared_ptr<Outgoing>>& sent);
   bool blocked = false;
+  // The next piece is still on its way from the device.
+  bool fetching = false;
 
  private:
+  // A piece of device memory on its way through pinned memory, from where the kernel takes it.
+  struct Fetched {
+    ~Fetched() {
+      if (mark.mover != nullptr) mark.mover->settle();
+    }
+    bool here();
+    PinnedBuffer bytes{kPieceBytes};
+    Mark mark;
+  };
   struct Item {
     Piece piece;
     std::shared_ptr<Outgoing> owner;  // none: a farewell
     uint64_t source;                  // of this piece
     uint64_t sent;                    // of header and payload together
+    std::unique_ptr<Fetched> fetched;  // if the source is device memory
   };
 
   uint64_t send_some(int fd, Segments& segments);
+  const uint8_t* payload(Item& item, uint64_t done, Segments& segments, std::vector<Segments::Pin>& pins);
 
   std::deque<Item> queue_;
   uint64_t bytes_ = 0;

@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kPostsPerLoop = 64;  // so that a full ring does not keep the transport from receiving
 constexpr size_t kMostHeld = 4096;
-constexpr auto kSpin = std::chrono::microseconds(20);
 
 void pin_to(int cpu) {
   if (cpu >= CPU_SETSIZE) fail("there is no core ", cpu);
@@ -77,6 +76,30 @@ void Proxy::run() noexcept {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   error_ = words("network proxy of rank ", transport_->rank, ": ", what);
+  raise_alarms();
+}
+
+void Proxy::alarm(int64_t* word, int device) {
+  if (device >= 0) transport_->segments->mover_of(device);  // made now, not while kernels wait
+  std::lock_guard<std::mutex> lock(mutex_);
+  alarms_.emplace_back(word, device);
+  if (!error_.empty()) raise_alarms();
+}
+
+void Proxy::raise_alarms() noexcept {
+  for (auto& [word, device] : alarms_) {
+    if (device < 0) {
+      __atomic_store_n(word, 1, __ATOMIC_RELEASE);
+      continue;
+    }
+    try {
+      Mover& mover = transport_->segments->mover_of(device);
+      mover.raise(Segments::Pin(reinterpret_cast<uint8_t*>(word)), 1);
+      mover.flush();
+    } catch (const std::exception& error) {
+      error_ += words("; and waiting kernels could not be told: ", error.what());
+    }
+  }
 }
 
 void Proxy::serve() {
@@ -154,7 +177,7 @@ bool Proxy::drained() const { return held_.empty() && requests_ == completions_ 
 // Nothing to do: look again at once for a while, then less and less often.
 void Proxy::rest(Clock::time_point idle_since) {
   auto idle = Clock::now() - idle_since;
-  if (idle < kSpin || options_.idle_sleep_us <= 0) return relax();
+  if (idle < std::chrono::microseconds(options_.spin_us) || options_.idle_sleep_us <= 0) return relax();
   auto longest = std::chrono::nanoseconds(std::chrono::microseconds(options_.idle_sleep_us));
   std::this_thread::sleep_for(std::min(longest, std::chrono::nanoseconds(idle / 8)));
 }

@@ -9,9 +9,11 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "mkernel_net.h"
+#include "mover.h"
 #include "ring.h"
 #include "transport.h"
 
@@ -20,6 +22,7 @@ namespace mkernel {
 struct ProxyOptions {
   int cpu = -1;             // pin the thread to this core; -1: no
   int idle_sleep_us = 50;   // the longest sleep when there is nothing to do; 0: never sleep
+  int spin_us = 20;         // how long to look for work all the time before the first sleep
 };
 
 class Proxy {
@@ -31,6 +34,9 @@ class Proxy {
   // True: everything was served. False: some was given up, or there was an error before.
   bool stop(std::chrono::milliseconds patience);
 
+  // A word that becomes 1 when the proxy stops serving because of an error, so that kernels which wait for
+  // it leave. `device` as in Segments::attach.
+  void alarm(int64_t* word, int device);
   // Why it stopped serving; empty as long as all is well.
   std::string error() const;
   mkernel_net_statistics statistics() const;
@@ -46,6 +52,7 @@ class Proxy {
   bool poll_transport();
   bool drained() const;
   void rest(Clock::time_point idle_since);
+  void raise_alarms() noexcept;
 
   Ring ring_;
   const std::shared_ptr<Transport> transport_;
@@ -63,8 +70,9 @@ class Proxy {
   std::atomic<Clock::rep> deadline_{0};
   std::atomic<bool> all_served_{false};
 
-  mutable std::mutex mutex_;  // of error_
+  mutable std::mutex mutex_;  // of error_ and the alarms
   std::string error_;
+  std::vector<std::pair<int64_t*, int>> alarms_;
   std::mutex stop_mutex_;
   std::thread thread_;
 };

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "gpu_memory.h"
+#include "cuda.h"
 
 namespace mkernel {
 namespace {
@@ -84,11 +84,11 @@ void RdmaBase::usable() const {
 
 // GPU memory by dma-buf, which needs nothing but a new kernel and driver; else through the module that
 // lets the device look the address up.
-ibv_mr* RdmaBase::register_memory(Rail& rail, void* base, uint64_t size) {
-  bool gpu = is_gpu_memory(base);
+ibv_mr* RdmaBase::register_memory(Rail& rail, void* base, uint64_t size, int device) {
+  bool gpu = device >= 0;
   std::string why;
   if (gpu) {
-    DmaBuf buffer = dma_buf_of(base, size);
+    DmaBuf buffer = dma_buf_of(device, base, size);
     why = buffer.why;
     if (buffer.fd && library_.reg_dmabuf_mr == nullptr) {
       why = "libibverbs has no ibv_reg_dmabuf_mr (it needs rdma-core 34)";
@@ -110,16 +110,16 @@ ibv_mr* RdmaBase::register_memory(Rail& rail, void* base, uint64_t size) {
        problem == ENOMEM ? ". The limit on locked memory must allow it (ulimit -l unlimited)" : "");
 }
 
-void RdmaBase::attach(uint32_t number, void* base, uint64_t size) {
+void RdmaBase::attach(uint32_t number, void* base, uint64_t size, int device) {
   std::lock_guard<std::mutex> lock(mutex_);
   usable();
-  segments->attach(number, base, size);
+  segments->attach(number, base, size, signals_by_host() ? device : -1);
   try {
     auto entry = std::make_shared<Registered>();
     entry->base = static_cast<uint8_t*>(base);
     entry->size = size;
-    entry->on_gpu = is_gpu_memory(base);
-    for (Rail& rail : rails_) entry->regions.emplace_back(register_memory(rail, base, size), library_.dereg_mr);
+    entry->device = device;
+    for (Rail& rail : rails_) entry->regions.emplace_back(register_memory(rail, base, size, device), library_.dereg_mr);
     registered_[number] = std::move(entry);
   } catch (...) {
     segments->detach(number);

@@ -57,7 +57,7 @@ class RdmaBase : public RdmaTransport {
  public:
   explicit RdmaBase(const RdmaOptions& options);
 
-  void attach(uint32_t number, void* base, uint64_t size) override;
+  void attach(uint32_t number, void* base, uint64_t size, int device = -1) override;
   // Waits for the requests that read from the segment; at the peer timeout they are given up, and the
   // transport with them.
   void detach(uint32_t number) override;
@@ -70,7 +70,7 @@ class RdmaBase : public RdmaTransport {
   struct Registered {
     uint8_t* base = nullptr;
     uint64_t size = 0;
-    bool on_gpu = false;
+    int device = -1;
     std::vector<Owned<ibv_mr>> regions;  // by rail
   };
   // A segment of a peer.
@@ -95,13 +95,15 @@ class RdmaBase : public RdmaTransport {
     }
   }
   void usable() const;
+  // Does this transport write signals itself, and so needs a stream of the device?
+  virtual bool signals_by_host() const = 0;
   // Lets go of all queue pairs and of what is in flight.
   virtual void abandon() = 0;
 
   // Both check that the bytes are there, and the second that the signal is too.
   std::shared_ptr<Registered> source_of(const Request& request) const;
   const Remote& target_of(const Request& request) const;
-  ibv_mr* register_memory(Rail& rail, void* base, uint64_t size);
+  ibv_mr* register_memory(Rail& rail, void* base, uint64_t size, int device = -1);
   void move_queue(ibv_qp* queue, ibv_qp_attr& attributes, int mask, const char* to, const Rail& rail);
   // The words for a completion that failed.
   std::string reason_of(const ibv_wc& completion) const;

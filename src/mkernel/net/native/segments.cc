@@ -1,10 +1,14 @@
 #include "segments.h"
 
-#include <algorithm>
+#include <chrono>
 
+#include "cuda.h"
 #include "error.h"
+#include "mover.h"
 
 namespace mkernel {
+
+Segments::~Segments() { close(); }
 
 Segments::Pin::~Pin() {
   if (!segment_) return;
@@ -12,14 +16,25 @@ Segments::Pin::~Pin() {
   if (--segment_->pins == 0 && segment_->leaving) owner_->unpinned_.notify_all();
 }
 
-void Segments::attach(uint32_t number, void* base, uint64_t size) {
+void Segments::attach(uint32_t number, void* base, uint64_t size, int device) {
   if (number >= 1u << 24) fail("segment ", number, " does not fit into a request's 24 bits");
   if (base == nullptr && size > 0) fail("segment ", number, " has no memory");
+  Mover* mover = device >= 0 ? &mover_of(device) : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) fail("rank ", rank_, ": segment ", number, " came after the transport was closed");
-  auto segment = std::make_shared<Segment>(Segment{static_cast<uint8_t*>(base), size});
+  auto segment = std::make_shared<Segment>(Segment{static_cast<uint8_t*>(base), size, mover});
   if (!segments_.emplace(number, std::move(segment)).second)
     fail("rank ", rank_, ": segment ", number, " is attached already");
+}
+
+Mover& Segments::mover_of(int device) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (auto found = movers_.find(device); found != movers_.end()) return *found->second;
+  }
+  auto made = cuda_mover(device);  // without the lock: it waits for the device
+  std::lock_guard<std::mutex> lock(mutex_);
+  return *movers_.try_emplace(device, std::move(made)).first->second;
 }
 
 void Segments::leave(std::unique_lock<std::mutex>& lock,
@@ -27,7 +42,18 @@ void Segments::leave(std::unique_lock<std::mutex>& lock,
   std::shared_ptr<Segment> segment = it->second;
   segments_.erase(it);  // no new pins
   segment->leaving = true;
-  unpinned_.wait(lock, [&] { return segment->pins == 0; });
+  auto free = [&] { return segment->pins == 0; };
+  if (segment->mover == nullptr) return unpinned_.wait(lock, free);
+  while (!free()) {
+    // movers let go of memory when they are asked; a peer's mover may hold ours
+    lock.unlock();
+    settle_cuda_movers();
+    lock.lock();
+    unpinned_.wait_for(lock, std::chrono::milliseconds(1), free);
+  }
+  lock.unlock();  // movers let go of pins, which takes our lock: never both the other way round
+  segment->mover->forget(segment->base, segment->size);
+  lock.lock();
 }
 
 void Segments::detach(uint32_t number) {
@@ -61,13 +87,6 @@ Segments::Pin Segments::pin_signal(uint32_t number, uint64_t offset) {
   if (reinterpret_cast<uintptr_t>(signal.data) % sizeof(int64_t) != 0)
     fail("signal: byte ", offset, " of segment ", number, " on rank ", rank_, " is not aligned to 8 bytes");
   return signal;
-}
-
-void raise_signal(const Segments::Pin& signal, int64_t value) {
-  auto* word = reinterpret_cast<int64_t*>(signal.data);
-  int64_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, std::max(old, value), true, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
-  }
 }
 
 }  // namespace mkernel

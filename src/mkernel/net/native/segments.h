@@ -3,16 +3,20 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 
 namespace mkernel {
 
+class Mover;
+
 class Segments {
   struct Segment {
     uint8_t* base;
     uint64_t size;
+    Mover* mover;  // of device memory; none: host memory
     int pins = 0;
     bool leaving = false;
   };
@@ -21,7 +25,10 @@ class Segments {
   // Holds a segment in place while some of its bytes are read or written. Short: detach waits for it.
   class Pin {
    public:
-    Pin(Pin&& other) noexcept : data(other.data), owner_(other.owner_), segment_(std::move(other.segment_)) {
+    // Host memory that stays in place by itself.
+    explicit Pin(uint8_t* bytes) : data(bytes), mover(nullptr), owner_(nullptr) {}
+    Pin(Pin&& other) noexcept
+        : data(other.data), mover(other.mover), owner_(other.owner_), segment_(std::move(other.segment_)) {
       other.segment_ = nullptr;
     }
     Pin(const Pin&) = delete;
@@ -29,18 +36,21 @@ class Segments {
     Pin& operator=(Pin&&) = delete;
     ~Pin();
     uint8_t* const data;
+    Mover* const mover;  // device memory can only be touched through it; none: host memory
 
    private:
     friend class Segments;
     Pin(uint8_t* bytes, Segments* owner, std::shared_ptr<Segment> segment)
-        : data(bytes), owner_(owner), segment_(std::move(segment)) {}
+        : data(bytes), mover(segment->mover), owner_(owner), segment_(std::move(segment)) {}
     Segments* owner_;
     std::shared_ptr<Segment> segment_;
   };
 
   explicit Segments(int rank) : rank_(rank) {}
+  ~Segments();
 
-  void attach(uint32_t number, void* base, uint64_t size);
+  // `device` is the number of the CUDA device that the memory is on; -1: host memory.
+  void attach(uint32_t number, void* base, uint64_t size, int device = -1);
   // When it returns, nobody touches the segment's memory any more.
   void detach(uint32_t number);
   // Detach all, and take no more.
@@ -50,6 +60,8 @@ class Segments {
   Pin pin(uint32_t number, uint64_t offset, uint64_t size, const char* what);
   // A signal: an aligned 64-bit word.
   Pin pin_signal(uint32_t number, uint64_t offset);
+  // What copies to and from this device for us.
+  Mover& mover_of(int device);
 
  private:
   void leave(std::unique_lock<std::mutex>& lock, std::unordered_map<uint32_t, std::shared_ptr<Segment>>::iterator it);
@@ -59,10 +71,7 @@ class Segments {
   std::mutex mutex_;
   std::condition_variable unpinned_;
   std::unordered_map<uint32_t, std::shared_ptr<Segment>> segments_;
+  std::map<int, std::unique_ptr<Mover>> movers_;  // by device
 };
-
-// The signal grows to `value`, or stays if it is there already. Everything this thread wrote before
-// is seen by who sees the signal.
-void raise_signal(const Segments::Pin& signal, int64_t value);
 
 }  // namespace mkernel

@@ -167,7 +167,7 @@ bool TcpTransport::send(Peer& peer, Stream& stream) {
     lost(peer, stream, error.what());
   }
   if (stream.outbox.blocked != stream.watching_output) watch(peer, stream, EPOLL_CTL_MOD, stream.outbox.blocked);
-  return bytes > 0;
+  return bytes > 0 || stream.outbox.fetching;
 }
 
 bool TcpTransport::receive(Peer& peer, Stream& stream) {

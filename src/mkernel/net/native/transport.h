@@ -19,8 +19,11 @@ class Transport {
   Transport& operator=(const Transport&) = delete;
   virtual ~Transport() = default;
 
-  // Memory that requests name by its number. When detach returns nobody touches it any more.
-  virtual void attach(uint32_t number, void* base, uint64_t size) { segments->attach(number, base, size); }
+  // Memory that requests name by its number; `device` is of CUDA, -1: host memory. When detach returns
+  // nobody touches it any more.
+  virtual void attach(uint32_t number, void* base, uint64_t size, int device = -1) {
+    segments->attach(number, base, size, device);
+  }
   virtual void detach(uint32_t number) { segments->detach(number); }
 
   // Start a transfer. False: busy with this peer, try again after a poll; another peer's may go.

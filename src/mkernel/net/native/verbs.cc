@@ -71,6 +71,7 @@ class VerbsTransport : public RdmaBase {
   bool poll(std::vector<int64_t>& completed) override;
 
  protected:
+  bool signals_by_host() const override { return false; }
   void abandon() override { peers_.clear(); }
 
  private:

@@ -1,0 +1,384 @@
+#include "cuda.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "error.h"
+
+namespace mkernel {
+namespace cuda {  // all sources are compiled as one
+namespace {
+
+using Context = void*;
+using Stream = void*;
+using Address = unsigned long long;
+
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
+constexpr unsigned kPortableAndMapped = 1 | 2;
+constexpr unsigned kNonBlocking = 1;
+constexpr unsigned kWriteValue64 = 5;
+constexpr int kHandleDmaBuf = 1;
+constexpr int kFlushCurrentContext = 0;
+constexpr int kFlushToAllDevices = 200;
+
+// One write of a batch: CUstreamBatchMemOpParams.
+struct Write {
+  unsigned operation = kWriteValue64;
+  Address address = 0;
+  uint64_t value = 0;
+  unsigned flags = 0;  // with a memory barrier before it
+  Address alias = 0;
+  uint64_t padding = 0;
+};
+static_assert(sizeof(Write) == 48);
+constexpr size_t kWritesAtOnce = 128;
+
+struct Driver {
+  Driver();
+  int (*init)(unsigned);
+  int (*device_get)(int*, int);
+  int (*retain)(Context*, int);
+  int (*push)(Context);
+  int (*pop)(Context*);
+  int (*priorities)(int*, int*);
+  int (*stream_create)(Stream*, unsigned, int);
+  int (*stream_destroy)(Stream);
+  int (*stream_query)(Stream);
+  int (*stream_synchronize)(Stream);
+  int (*copy)(Address, Address, size_t, Stream);
+  int (*write)(Stream, unsigned, Write*, unsigned);
+  int (*host_alloc)(void**, size_t, unsigned);
+  int (*alloc)(Address*, size_t);
+  int (*handle_for_range)(void*, Address, size_t, int, unsigned long long);  // null in old drivers
+  int (*flush_writes)(int, int);                                             // too
+  int (*error_name)(int, const char**);
+  int (*error_text)(int, const char**);
+
+  void check(int result, const char* what) const {
+    if (result == kSuccess) return;
+    const char *name = nullptr, *text = nullptr;
+    error_name(result, &name);
+    error_text(result, &text);
+    fail("CUDA, ", what, ": ", name ? name : "unknown error", " (", text ? text : "", ")");
+  }
+};
+
+Driver::Driver() {
+  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) fail("memory on a GPU needs the NVIDIA driver's library: ", ::dlerror());
+  auto find = [&](auto& function, const char* name, bool optional = false) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(library, name));
+    if (function == nullptr && !optional) fail("the NVIDIA driver is too old: it has no ", name);
+  };
+  find(init, "cuInit");
+  find(device_get, "cuDeviceGet");
+  find(retain, "cuDevicePrimaryCtxRetain");
+  find(push, "cuCtxPushCurrent_v2");
+  find(pop, "cuCtxPopCurrent_v2");
+  find(priorities, "cuCtxGetStreamPriorityRange");
+  find(stream_create, "cuStreamCreateWithPriority");
+  find(stream_destroy, "cuStreamDestroy_v2");
+  find(stream_query, "cuStreamQuery");
+  find(stream_synchronize, "cuStreamSynchronize");
+  find(copy, "cuMemcpyAsync");
+  find(write, "cuStreamBatchMemOp_v2");
+  find(host_alloc, "cuMemHostAlloc");
+  find(alloc, "cuMemAlloc_v2");
+  find(handle_for_range, "cuMemGetHandleForAddressRange", true);
+  find(flush_writes, "cuFlushGPUDirectRDMAWrites", true);
+  find(error_name, "cuGetErrorName");
+  find(error_text, "cuGetErrorString");
+  check(init(0), "start");
+}
+
+const Driver& driver() {
+  static const Driver opened;
+  return opened;
+}
+
+Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
+
+// The device's primary context is current inside.
+class Inside {
+ public:
+  explicit Inside(Context context) { driver().check(driver().push(context), "enter the context"); }
+  ~Inside() {
+    Context left;
+    driver().pop(&left);
+  }
+};
+
+// What a process keeps of a device until it ends, as PyTorch does.
+struct Device {
+  explicit Device(int number) {
+    const Driver& cuda = driver();
+    int handle;
+    cuda.check(cuda.device_get(&handle, number), "find the device");
+    cuda.check(cuda.retain(&context, handle), "open the device");
+    Inside inside(context);
+    cuda.check(cuda.alloc(&scratch, 2 * kScratch), "allocate memory");
+  }
+  // One copy of each size and alignment that may have a kernel of its own, so that none has to be loaded later.
+  void warm_up(Stream stream) {
+    const Driver& cuda = driver();
+    PinnedBuffer host(kScratch);
+    for (uint64_t size : {uint64_t{1}, uint64_t{8}, uint64_t{100}, uint64_t{4096}, uint64_t{65536}, kScratch - 16})
+      for (uint64_t shift : {0, 1, 2, 4, 8}) {
+        cuda.check(cuda.copy(scratch + shift, scratch + kScratch, size, stream), "copy on the device");
+        cuda.check(cuda.copy(scratch, address_of(host.data) + shift, size, stream), "copy to the device");
+        cuda.check(cuda.copy(address_of(host.data), scratch + shift, size, stream), "copy to the host");
+      }
+    cuda.check(cuda.stream_synchronize(stream), "warm up");
+  }
+  static constexpr uint64_t kScratch = 2 << 20;
+  Context context = nullptr;
+  Address scratch = 0;
+};
+
+struct Process {
+  std::mutex mutex;  // of all below
+  std::map<int, std::unique_ptr<Device>> devices;
+  std::map<uint64_t, std::vector<uint8_t*>> free_buffers;  // by size
+  std::mutex movers_mutex;
+  std::set<Mover*> movers;
+};
+
+Process& process() {
+  static auto* only = new Process;  // never destroyed: threads may outlive main
+  return *only;
+}
+
+Device& device_of(int number) {
+  Process& here = process();
+  std::lock_guard<std::mutex> lock(here.mutex);
+  auto& device = here.devices[number];
+  if (!device) device = std::make_unique<Device>(number);
+  return *device;
+}
+
+uint8_t* take_pinned(uint64_t size) {
+  Process& here = process();
+  std::lock_guard<std::mutex> lock(here.mutex);
+  auto& pool = here.free_buffers[size];
+  if (!pool.empty()) {
+    uint8_t* found = pool.back();
+    pool.pop_back();
+    return found;
+  }
+  if (here.devices.empty()) fail("pinned memory was asked for before any device was opened");
+  Inside inside(here.devices.begin()->second->context);
+  void* memory = nullptr;
+  driver().check(driver().host_alloc(&memory, size, kPortableAndMapped), "allocate pinned memory");
+  return static_cast<uint8_t*>(memory);
+}
+
+constexpr uint64_t kWordBytes = 64;
+constexpr unsigned kLooksBetweenQueries = 4096;
+
+class CudaMover : public Mover {
+ public:
+  // Copies to the host have a stream of their own, to run beside those to the device.
+  CudaMover(int number, std::unique_ptr<CudaMover> to_host)
+      : to_host_(std::move(to_host)),
+        device_(device_of(number)),
+        word_(kWordBytes),
+        done_word_(reinterpret_cast<uint64_t*>(word_.data)) {
+    __atomic_store_n(done_word_, 0, __ATOMIC_RELAXED);
+    const Driver& cuda = driver();
+    Inside inside(device_.context);
+    int least, greatest;
+    cuda.check(cuda.priorities(&least, &greatest), "ask for priorities");
+    // streams of other priorities do not share a hardware queue with those of kernels that spin
+    cuda.check(cuda.stream_create(&stream_, kNonBlocking, greatest), "make a stream");
+    device_.warm_up(stream_);
+    flush_inside();
+    cuda.check(cuda.stream_synchronize(stream_), "warm up");
+    Process& here = process();
+    std::lock_guard<std::mutex> lock(here.movers_mutex);
+    here.movers.insert(this);
+  }
+
+  ~CudaMover() override {
+    {
+      Process& here = process();
+      std::lock_guard<std::mutex> lock(here.movers_mutex);
+      here.movers.erase(this);
+    }
+    settle();
+    if (driver().push(device_.context) != kSuccess) return;
+    driver().stream_destroy(stream_);
+    Context left;
+    driver().pop(&left);
+  }
+
+  Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) override {
+    if (to.mover == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    Inside inside(device_.context);
+    driver().check(driver().copy(address_of(to.data), address_of(from.data), bytes, stream_), "copy");
+    unmarked_ = true;
+    held_.push_back({issued_ + 1, std::move(to), std::move(from)});
+    return {this, issued_ + 1};
+  }
+
+  Mark raise(Segments::Pin signal, int64_t value) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto [highest, is_new] = highest_.try_emplace(address_of(signal.data), value);
+    if (!is_new && highest->second >= value) return {this, issued_ + (writes_.empty() && !unmarked_ ? 0 : 1)};
+    highest->second = value;
+    writes_.emplace_back();
+    writes_.back().address = address_of(signal.data);
+    writes_.back().value = static_cast<uint64_t>(value);
+    held_.push_back({issued_ + 1, std::move(signal), Segments::Pin(nullptr)});
+    Mark mark{this, issued_ + 1};
+    if (writes_.size() + 1 >= kWritesAtOnce) flush_locked();
+    return mark;
+  }
+
+  void flush() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    flush_locked();
+  }
+
+  bool done(uint64_t number) override {
+    if (__atomic_load_n(done_word_, __ATOMIC_ACQUIRE) < number) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (number > issued_) flush_locked();
+      if (++looks_ % kLooksBetweenQueries == 0) {
+        Inside inside(device_.context);
+        int result = driver().stream_query(stream_);  // after an error of the device the word never comes
+        if (result != kNotReady) driver().check(result, "wait for a copy");
+      }
+      return false;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    let_go();
+    return true;
+  }
+
+  void settle() noexcept override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    try {
+      flush_locked();
+      Inside inside(device_.context);
+      driver().check(driver().stream_synchronize(stream_), "wait for copies");
+    } catch (const std::exception&) {
+      // the device is lost, and with it whatever was under way
+    }
+    held_.clear();
+  }
+
+  void forget(const void* base, uint64_t size) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto first = highest_.lower_bound(address_of(base));
+    highest_.erase(first, highest_.lower_bound(address_of(base) + size));
+  }
+
+ private:
+  struct Held {
+    uint64_t number;
+    Segments::Pin one, other;
+  };
+
+  void flush_locked() {
+    if (writes_.empty() && !unmarked_) return;
+    Inside inside(device_.context);
+    flush_inside();
+  }
+
+  // The signals that were kept back, and then the number that tells that all is done.
+  void flush_inside() {
+    writes_.emplace_back();
+    writes_.back().address = address_of(done_word_);
+    writes_.back().value = issued_ + 1;
+    int result = driver().write(stream_, static_cast<unsigned>(writes_.size()), writes_.data(), 0);
+    writes_.clear();
+    unmarked_ = false;
+    driver().check(result, "write signals");
+    ++issued_;
+  }
+
+  void let_go() {
+    uint64_t done = __atomic_load_n(done_word_, __ATOMIC_ACQUIRE);
+    while (!held_.empty() && held_.front().number <= done) held_.pop_front();
+  }
+
+  const std::unique_ptr<CudaMover> to_host_;
+  Device& device_;
+  PinnedBuffer word_;
+  uint64_t* done_word_;  // the device writes the number of the last batch that is done
+  Stream stream_ = nullptr;
+
+  std::mutex mutex_;  // of all below
+  uint64_t issued_ = 0;
+  bool unmarked_ = false;  // copies were started after the last batch
+  std::vector<Write> writes_;
+  std::deque<Held> held_;
+  std::map<Address, int64_t> highest_;  // what signals were raised to: a plain write could lower them
+  unsigned looks_ = 0;
+};
+
+}  // namespace
+}  // namespace cuda
+
+PinnedBuffer::PinnedBuffer(uint64_t size) : data(cuda::take_pinned(size)), size_(size) {}
+
+PinnedBuffer::~PinnedBuffer() {
+  if (size_ == 0) return;
+  cuda::Process& here = cuda::process();
+  std::lock_guard<std::mutex> lock(here.mutex);
+  here.free_buffers[size_].push_back(data);
+}
+
+std::unique_ptr<Mover> cuda_mover(int device) {
+  return std::make_unique<cuda::CudaMover>(device, std::make_unique<cuda::CudaMover>(device, nullptr));
+}
+
+DmaBuf dma_buf_of(int device, const void* base, uint64_t size) {
+  DmaBuf result;
+  const cuda::Driver& driver = cuda::driver();
+  if (driver.handle_for_range == nullptr) {
+    result.why = "the NVIDIA driver has no cuMemGetHandleForAddressRange (it needs CUDA 11.7)";
+    return result;
+  }
+  // whole pages: memory is given out in larger units, so the neighbours are of the same allocation
+  auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  cuda::Address address = cuda::address_of(base);
+  cuda::Address begin = address / page * page, end = (address + size + page - 1) / page * page;
+  cuda::Inside inside(cuda::device_of(device).context);
+  int fd = -1;
+  try {
+    driver.check(driver.handle_for_range(&fd, begin, end - begin, cuda::kHandleDmaBuf, 0), "share memory by dma-buf");
+  } catch (const Error& error) {
+    result.why = error.what();
+    return result;
+  }
+  result.fd = Fd(fd);
+  result.offset = address - begin;
+  return result;
+}
+
+void show_device_writes(int device) {
+  const cuda::Driver& driver = cuda::driver();
+  if (driver.flush_writes == nullptr) fail("the NVIDIA driver has no cuFlushGPUDirectRDMAWrites (it needs CUDA 11.3)");
+  cuda::Inside inside(cuda::device_of(device).context);
+  driver.check(driver.flush_writes(cuda::kFlushCurrentContext, cuda::kFlushToAllDevices), "flush RDMA writes");
+}
+
+void settle_cuda_movers() noexcept {
+  cuda::Process& here = cuda::process();
+  std::lock_guard<std::mutex> lock(here.movers_mutex);
+  for (Mover* mover : here.movers) mover->settle();
+}
+
+}  // namespace mkernel

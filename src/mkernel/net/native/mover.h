@@ -1,0 +1,48 @@
+// Moves bytes between memories and sets signals: by memcpy in host memory, by a CUDA stream where
+// device memory takes part. The transports do not care which.
+#pragma once
+
+#include <cstdint>
+
+#include "segments.h"
+
+namespace mkernel {
+
+class Mover;
+
+// A point in a mover's work.
+struct Mark {
+  Mover* mover = nullptr;  // none: it was done at once
+  uint64_t number = 0;
+  bool done() const;
+};
+
+// Works in the order in which it was asked, and holds the memory in place meanwhile. May be used by any
+// thread; nothing here waits for a kernel.
+class Mover {
+ public:
+  virtual ~Mover() = default;
+  // Start to copy.
+  virtual Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) = 0;
+  // The signal grows to `value` when everything that was asked for before is done.
+  virtual Mark raise(Segments::Pin signal, int64_t value) = 0;
+  // Signals may be kept back, to be written together: this sends them off.
+  virtual void flush() = 0;
+  // Is everything up to this number done?
+  virtual bool done(uint64_t number) = 0;
+  // Return when nothing is under way, and all memory is let go.
+  virtual void settle() noexcept = 0;
+  // Signals in this memory may be lower again: it belongs to somebody else now.
+  virtual void forget(const void* base, uint64_t size) = 0;
+};
+
+inline bool Mark::done() const { return mover == nullptr || mover->done(number); }
+
+// Copies with the mover that the memories need: the target's, else the source's, else at once.
+Mark start_copy(Segments::Pin to, Segments::Pin from, uint64_t bytes);
+
+// The signal grows to `value`, or stays if it is there already. Everything that was copied to this
+// memory before is seen by who sees the signal. Host memory: at once.
+Mark raise_signal(Segments::Pin signal, int64_t value);
+
+}  // namespace mkernel

@@ -1,0 +1,321 @@
+"""all_gather_matmul for Hopper: every CTA multiplies all the time, and one of its warps copies.
+
+The protocol is that of all_gather_matmul.py (what is signalled, why buffers are safe), for the ranks
+of one node. What differs is who does it. No CTA is set aside for copying; the warps of each CTA take
+the roles, and each of them runs through the same list of tiles or chunks on its own:
+
+- two warpgroups multiply, 64 rows of the tile each, and store their part of the result;
+- the `load` warp brings the tiles of both operands into shared memory by TMA, some steps ahead;
+- the `await` warp waits for the arrival of the rows of each tile, ahead of the load warp, so that
+  looking at signals (about 1 us each) costs the multiplication nothing;
+- the `push` warp pushes this CTA's share of the rank's rows to the peers. One warp is enough: its
+  share is small, and it has the time of the whole launch. The registers and the shared memory of a
+  copying CTA stay with the multiplication.
+
+Why it cannot deadlock. A push waits only for the peers' entries, which are announced by the await
+warp of their first CTA before it waits for anything. Tiles wait for pushes by any CTA of a peer, so
+all CTAs must be resident: the launch has no more than fit (planning.check), one to an SM.
+
+What it costs: as all_gather_matmul.py, without the CTAs lost to copying.
+
+It needs rows and columns that TMA can read, 16-bit elements, and m in whole tiles; other calls take
+the kernel in all_gather_matmul.py, which is also what the simulator runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.copy import pace
+from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.order import arriving, grouped
+from mkernel.lang.roles import COMPUTE, INTRA
+from mkernel.lang.signals import ARRIVED, ENTERED, gave_up, notify, wait
+from mkernel.ops.all_gather_matmul import announce, arrived, entered, signals_of
+from mkernel.runtime.config import Config
+from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.world import Launch
+
+if TYPE_CHECKING:
+    from mkernel.ops.all_gather_matmul import Plan
+    from mkernel.runtime.group import Group, Workspace
+
+TILE_M = tl.constexpr(128)
+TILE_N = tl.constexpr(256)
+TILE_K = tl.constexpr(64)
+STAGES = tl.constexpr(4)  # with two halves of 16 KB for the result they fill the shared memory
+STORED = tl.constexpr(128)  # columns of the result that a warpgroup stores at a time
+PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
+
+
+@triton.jit
+def _tile_at(turn, rank, blocks, column_blocks, GPUS: tl.constexpr, GROUP: tl.constexpr):
+    """The turn-th tile of a launch: (source rank, row block of that source, column block, is it mine)."""
+    own = blocks * column_blocks
+    mine = turn < own
+    place, column = grouped(
+        tl.where(mine, turn, turn - own), tl.where(mine, blocks, blocks * (GPUS - 1)), column_blocks, GROUP
+    )
+    source, block = arriving(tl.where(mine, place, place + blocks), rank, blocks, GPUS, GPUS)
+    return source, block, column, mine
+
+
+@gluon.jit
+def _load(
+    context, own, even, odd, b, a_stages, b_stages, filled, freed, ready, taken, epoch, m, n, k,
+    B_TRANSPOSED: gl.constexpr, GPUS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    rank = rank_of(context)
+    odd_epoch = epoch % 2 == 1
+    blocks = m // TILE_M
+    column_blocks = tl.cdiv(n, TILE_N)
+    step = 0
+    foreign = 0
+    for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
+        source, block, column_block, mine = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
+        if not mine:
+            mbarrier.wait(ready.index(foreign % 2), (foreign // 2) & 1)
+            acquire_for_descriptors()
+            mbarrier.arrive(taken.index(foreign % 2), count=1)
+            foreign += 1
+        row = source * m + block * TILE_M
+        column = column_block * TILE_N
+        for depth in range(0, k, TILE_K):
+            stage = step % STAGES
+            mbarrier.wait(freed.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(filled.index(stage), own.block_type.nbytes + b.block_type.nbytes)
+            if mine:
+                tma.async_copy_global_to_shared(
+                    own, [block * TILE_M, depth], filled.index(stage), a_stages.index(stage)
+                )
+            elif odd_epoch:
+                tma.async_copy_global_to_shared(odd, [row, depth], filled.index(stage), a_stages.index(stage))
+            else:
+                tma.async_copy_global_to_shared(even, [row, depth], filled.index(stage), a_stages.index(stage))
+            if B_TRANSPOSED:
+                tma.async_copy_global_to_shared(b, [column, depth], filled.index(stage), b_stages.index(stage))
+            else:
+                tma.async_copy_global_to_shared(b, [depth, column], filled.index(stage), b_stages.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _await(
+    context, ready, taken, epoch, m, n, chunk_rows, signals, GPUS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    if gl.program_id(0) == 0:
+        announce(context, epoch, GPUS, GPUS)
+    mine_signals = segment_of(context, rank, tl.int64)
+    blocks = m // TILE_M
+    column_blocks = tl.cdiv(n, TILE_N)
+    foreign = 0
+    for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
+        source, block, _, mine = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
+        if not mine:
+            row = block * TILE_M
+            for chunk in range(row // chunk_rows, tl.cdiv(row + TILE_M, chunk_rows)):
+                signal = arrived(mine_signals, parity, source, chunk, signals, GPUS)
+                wait(context, signal, epoch, COMPUTE, ARRIVED, source, chunk)
+            mbarrier.wait(taken.index(foreign % 2), (foreign // 2 + 1) & 1)
+            mbarrier.arrive(ready.index(foreign % 2), count=1)
+            foreign += 1
+
+
+@gluon.jit
+def _push(
+    context, a, a_stride, epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals, nanoseconds_per_mib,
+    GPUS: gl.constexpr, PACED: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    for i in range(1, GPUS):
+        peer = (rank + i) % GPUS
+        wait(context, entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
+    start = clock()
+    sent = tl.cast(0, tl.int64)
+    lane = gl.arange(0, PUSHED, layout)
+    for chunk in range(gl.program_id(0), chunks, gl.num_programs(0)):
+        row = chunk * chunk_rows
+        rows = tl.minimum(m - row, chunk_rows)
+        for i in range(rows):
+            origin = a + (row + i).to(tl.int64) * a_stride
+            place = data_start + parity.to(tl.int64) * half + (rank * m + row + i).to(tl.int64) * row_stride
+            for column in range(0, k, PUSHED):
+                inside = lane < k - column
+                block = gl.load(origin + column + lane, mask=inside)
+                for j in gl.static_range(1, GPUS):
+                    target = segment_of(context, (rank + j) % GPUS, a.dtype.element_ty)
+                    gl.store(target + place + column + lane, block, mask=inside)
+        if PACED:
+            sent += rows.to(tl.int64) * k * (GPUS - 1) * (a.dtype.element_ty.primitive_bitwidth // 8)
+            pace(start, sent, nanoseconds_per_mib)
+        for i in range(1, GPUS):
+            theirs = segment_of(context, (rank + i) % GPUS, tl.int64)
+            notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)
+
+
+@gluon.jit
+def _multiply(
+    context, c, a_stages, b_stages, c_stage, filled, freed, m, n, k,
+    WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr, GPUS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = TILE_M.value // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N.value, 16])
+    rank = rank_of(context)
+    blocks = m // TILE_M
+    column_blocks = tl.cdiv(n, TILE_N)
+    step = 0
+    for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
+        source, block, column_block, _ = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
+        accumulator = warpgroup_mma_init(gl.zeros([ROWS, TILE_N], gl.float32, layout))
+        for depth in range(0, k, TILE_K):
+            stage = step % STAGES
+            mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
+            x = a_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
+            if B_TRANSPOSED:
+                y = b_stages.index(stage).permute((1, 0))
+            else:
+                y = b_stages.index(stage)
+            accumulator = warpgroup_mma(x, y, accumulator, use_acc=depth > 0, is_async=True)
+            accumulator = warpgroup_mma_wait(1, deps=[accumulator])
+            accumulator = warpgroup_mma_init(accumulator)
+            if depth > 0:
+                # the step before this one is done, so its stage is free
+                mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+            step += 1
+        accumulator = warpgroup_mma_wait(0, deps=[accumulator])
+        mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+        # rows that never came: the group has given up, and the host will say so
+        accumulator += tl.where(gave_up(context), float("nan"), 0.0)
+        row = source * m + block * TILE_M + WARPGROUP * ROWS
+        column = column_block * TILE_N
+        left, right = accumulator.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+        tma.store_wait(0)
+        c_stage.store(gl.convert_layout(left, layout).to(c.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c, [row, column], c_stage)
+        tma.store_wait(0)
+        c_stage.store(gl.convert_layout(right, layout).to(c.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c, [row, column + STORED], c_stage)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def all_gather_matmul_hopper_kernel(
+    context, own, even, odd, b, c, a, a_stride, m, n, k, row_stride, data_start, half,
+    chunk_rows, chunks, signals, nanoseconds_per_mib,
+    B_TRANSPOSED: gl.constexpr, GPUS: gl.constexpr, GROUP: gl.constexpr, PACED: gl.constexpr,
+):  # fmt: skip
+    """The whole operator; see the module's docstring for the roles."""
+    epoch = current_epoch(context)
+    a_stages = gl.allocate_shared_memory(own.dtype, [STAGES] + own.block_type.shape, own.layout)
+    b_stages = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    c_stages = gl.allocate_shared_memory(c.dtype, [2] + c.block_type.shape, c.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (context, c, a_stages, b_stages, c_stages.index(0), filled, freed, m, n, k,
+                         0, B_TRANSPOSED, GPUS, GROUP)),
+            (_multiply, (context, c, a_stages, b_stages, c_stages.index(1), filled, freed, m, n, k,
+                         1, B_TRANSPOSED, GPUS, GROUP)),
+            (_load, (context, own, even, odd, b, a_stages, b_stages, filled, freed, ready, taken, epoch, m, n, k,
+                     B_TRANSPOSED, GPUS, GROUP)),
+            (_await, (context, ready, taken, epoch, m, n, chunk_rows, signals, GPUS, GROUP)),
+            (_push, (context, a, a_stride, epoch, m, k, row_stride, data_start, half, chunk_rows, chunks, signals,
+                     nanoseconds_per_mib, GPUS, PACED)),
+        ],
+        [4, 1, 1, 1],
+        [208, 80, 80, 80],  # registers: with fewer the load warp spills where b is not transposed
+    )  # fmt: skip
+    finish(context, epoch)
+
+
+def suits(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
+    """May a call run here, as far as all ranks know alike? n and the layout of b are each rank's own."""
+    given = config or Config()
+    free = {"ctas", "chunk_rows", "group_m"}  # what this kernel lets the caller choose
+    return (
+        group.device.type == "cuda"
+        and torch.cuda.get_device_capability(group.device)[0] == 9
+        and group.nodes == 1
+        and dtype.itemsize == 2
+        and m % TILE_M.value == 0
+        and all(getattr(given, field.name) is None for field in fields(given) if field.name not in free)
+    )
+
+
+def launch(
+    group: Group, plan: Plan, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> Launch:
+    """The launch that carries out a plan."""
+    m, k = a.shape
+    n = b.shape[1]
+    c = plan.config
+    size, element = group.size, a.element_size()
+    half = workspace.half_bytes // element
+    data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
+
+    def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[a.dtype])
+        return TensorDescriptor(base, [rows, columns], [stride, 1], block, layout)
+
+    tile_m, tile_n, tile_k = c.tile_m, c.tile_n, c.tile_k
+    if plan.right.transposed:
+        b_operand = described(b, n, k, b.stride(1), [tile_n, tile_k])
+    else:
+        b_operand = described(b, k, n, b.stride(0), [tile_k, tile_n])
+    link = group.world.links.nvlink
+    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one pushing warp
+    arguments = dict(
+        context=workspace.context,
+        own=described(a, m, k, a.stride(0), [tile_m, tile_k]),
+        even=described(data, size * m, k, plan.row_stride, [tile_m, tile_k]),
+        odd=described(data[half:], size * m, k, plan.row_stride, [tile_m, tile_k]),
+        b=b_operand,
+        c=described(out, size * m, n, out.stride(0), [tile_m // 2, STORED.value]),
+        a=a, a_stride=a.stride(0), m=m, n=n, k=k,
+        row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks, signals=signals_of(workspace, size),
+        nanoseconds_per_mib=round(2**20 / rate) if link else 0,
+        B_TRANSPOSED=plan.right.transposed, GPUS=size, GROUP=c.group_m, PACED=link is not None,
+    )  # fmt: skip
+    return Launch(
+        op="all_gather_matmul",
+        group=group,
+        kernel=all_gather_matmul_hopper_kernel,
+        grid=c.ctas,
+        arguments=arguments,
+        options=dict(num_warps=c.warps),
+        variant=plan,
+    )

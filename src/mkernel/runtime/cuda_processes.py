@@ -1,0 +1,119 @@
+"""Ranks as processes with GPUs, one or more processes to a GPU.
+
+What the ranks of a node share is torch symmetric memory: each allocation is mapped into the processes
+of the node, which meet over a gloo group of their own. Nodes talk over TCP, through pinned memory.
+
+Processes on one GPU share its SMs, as threads do (they find each other by the GPU's UUID); their kernels
+take turns on the GPU, or run at the same time where MPS serves it.
+
+Loading a kernel waits only for the kernels of the same process, so a rank that spins does not keep another
+one from loading. But it would wait in vain, and time out, if that took long (compiling may): the first
+launch after ranks have agreed on new shapes is made when all have loaded their kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mkernel.net.connect import Wish
+from mkernel.runtime.cuda import CudaRanks
+from mkernel.runtime.errors import MKernelError
+from mkernel.runtime.group import Group
+from mkernel.runtime.processes import Processes
+from mkernel.runtime.world import Launch, Links
+
+
+class CudaProcessWorld(Processes, CudaRanks):
+    """The world of processes with GPUs; see runtime/world.py for what each method promises."""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
+    ):
+        device = _take_device()
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        shares: dict[int, int] = {}
+        CudaRanks.__init__(self, size, Links(), {rank: device}, shares)
+        Processes.__init__(self, process_group, gpus_per_node, transport, timeout)
+        properties: Any = torch.cuda.get_device_properties(device)
+        everywhere = self.exchange(rank, range(size), "devices", "mk.init", str(properties.uuid), timeout)
+        sharing = everywhere.count(str(properties.uuid))
+        shares[rank] = max(properties.multi_processor_count // sharing, 1)
+        if len(set(everywhere)) < size:
+            # torch reads it when memory is mapped for the first time; both spellings were in use
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        self._timeout = timeout
+        self._node_groups: dict[tuple[int, ...], Any] = {}
+        self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
+
+    # -- memory
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device(rank)).zero_()
+        torch.cuda.current_stream(self.device(rank)).synchronize()
+        return memory
+
+    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        mates = [member for rank, member in enumerate(group.members) if group.topology.node_of(rank) == group.node]
+        own = {self.rank: memory.data_ptr()}
+        if len(mates) > 1:
+            try:
+                handle = symmetric_memory.rendezvous(memory, self._node_group(mates))
+            except RuntimeError as problem:
+                raise MKernelError(
+                    f"the ranks {mates} of this node can not map each other's GPU memory "
+                    f"(torch symmetric memory): {problem}"
+                ) from problem
+            address = memory.data_ptr()
+            self._handles[address] = handle
+            weakref.finalize(memory.untyped_storage(), self._handles.pop, address, None)
+            for place, mate in enumerate(sorted(mates)):  # torch numbers the ranks of a group in order
+                if mate != self.rank:
+                    own[mate] = handle.get_buffer(place, (memory.numel(),), torch.uint8).data_ptr()
+        return [own.get(member, 0) for member in group.members]
+
+    def _node_group(self, mates: Sequence[int]) -> Any:
+        """torch's process group of these ranks. Only they take part in making it, so those that are left can
+        make one after a rank was lost."""
+        key = tuple(sorted(mates))
+        if key not in self._node_groups:
+            parent = self.process_group
+            ranks = [dist.get_global_rank(parent, mate) if parent is not None else mate for mate in key]
+            self._node_groups[key] = dist.new_group(
+                ranks, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True
+            )
+        return self._node_groups[key]
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        self.attach(group, segment, memory)
+
+    def opened(self, group: Group) -> None:
+        pass
+
+    # -- launches
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        stream = torch.cuda.current_stream(self.device(rank))
+        self.load(rank, launch, stream)
+        if launch.group.fresh:
+            launch.group.barrier()
+        self.start(rank, launch, stream)
+        self.first_call_is_done(rank, launch.group)
+
+
+def _take_device() -> torch.device:
+    """The current GPU; or, as nobody may have chosen the first one, the one with this process' number."""
+    if torch.cuda.current_device() == 0:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,111 @@
+"""What the host sides of the GEMM operators have in common: what they refuse, and how they read b."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import DTYPES, describable, descriptor, overlap
+
+
+def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
+    """Refuse what is no tensor of so many dimensions on this rank's device, or what needs a gradient."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != dimensions:
+        plural = "s" if dimensions > 1 else ""
+        raise ArgumentError(f"{name} must have {dimensions} dimension{plural}, got shape {tuple(tensor.shape)}")
+    if tensor.device != group.device:
+        raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ArgumentError(
+            f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "
+            f"or pass {name}.detach()"
+        )
+
+
+def check_product(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse matrices that can not be multiplied."""
+    if a.dtype not in DTYPES:
+        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if b.dtype != a.dtype:
+        raise ArgumentError(f"b has dtype {b.dtype}, but a has {a.dtype}: they must be the same")
+    if a.shape[1] != b.shape[0]:
+        raise ArgumentError(
+            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
+            f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
+        )
+
+
+def check_out(
+    out: torch.Tensor, shape: tuple[int, int], meaning: str, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse an output of another shape than `shape`, which is `meaning`, or that overlaps an input."""
+    if tuple(out.shape) != shape:
+        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape} ({meaning})")
+    if out.dtype != dtype:
+        raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
+    if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
+        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+    for name, tensor in inputs.items():
+        if overlap(out, tensor):
+            raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
+
+
+def check_sum(
+    op: str, group: Group, a: torch.Tensor, n: int, bias: Any, residual: torch.Tensor | None,
+    reduce_dtype: torch.dtype | None, shape: tuple[int, int], meaning: str,
+) -> None:  # fmt: skip
+    """Refuse what can not be added to a sum of products, and dtypes that can not travel."""
+    if bias is not None:
+        check_tensor(op, group, "bias", bias, dimensions=1)
+        if bias.shape[0] != n:
+            raise ArgumentError(f"bias has {bias.shape[0]} elements, but b has {n} columns")
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape} ({meaning})")
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.dtype != a.dtype:
+            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but a has {a.dtype}: they must be the same")
+    if reduce_dtype not in (None, a.dtype, torch.float32):
+        raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
+
+
+def inputs_of_sum(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The inputs that out may not overlap. It may be the residual, each element being read before it is
+    written; a part of it, it may not."""
+    inputs = {"a": a, "b": b}
+    if bias is not None:
+        inputs["bias"] = bias[None]
+    if residual is not None and (out.data_ptr() != residual.data_ptr() or out.stride() != residual.stride()):
+        inputs["residual"] = residual
+    return inputs
+
+
+@dataclass(frozen=True)
+class Right:
+    """How the right operand b [k, n] is read: through a descriptor of b, or of the [n, k] matrix that b
+    is a transposed view of, or through pointers."""
+
+    described: bool
+    transposed: bool
+
+    @staticmethod
+    def of(b: torch.Tensor, descriptors: bool) -> Right:
+        transposed = descriptors and not describable(b) and describable(b.t())
+        return Right(descriptors and (describable(b) or transposed), transposed)
+
+    def operand(self, b: torch.Tensor, tile_n: int, tile_k: int) -> Any:
+        """What a kernel gets for b."""
+        k, n = b.shape
+        if not self.described:
+            return b
+        if self.transposed:
+            return descriptor(b, [n, k], [b.stride(1), 1], [tile_n, tile_k])
+        return descriptor(b, [k, n], [b.stride(0), 1], [tile_k, tile_n])
