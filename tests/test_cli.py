@@ -1,5 +1,6 @@
 """The command line: what it prints, and its exit codes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 import mkernel
 import mkernel.bench
+import mkernel.doctor
 from mkernel import cli, demo
+from mkernel.doctor import Diagnosis, Finding
 
 
 def run(*arguments):
@@ -139,6 +142,9 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
         (["bench", "all_gather_matmul", "--link", "9", "--unpaced"], "either --link or --unpaced"),
         (["bench", "all_gather_matmul", "--json", "no/such/folder/figures.json"], "there is no folder"),
         (["frobnicate"], "frobnicate"),
+        (["doctor", "--now"], "--now"),
+        (["why"], "Missing argument"),
+        (["why", "no/such/file"], "no/such/file can not be read"),
     ],
 )
 def test_wrong_options(arguments, expected):
@@ -231,3 +237,51 @@ def test_demo_on_gpus_shows_times(monkeypatch):
     assert text.count("8 MiB") == 12  # 1024 rows of 4096 bf16 from each rank to each other one
     assert "all_gather_matmul, fused 0.250" in text
     assert max(len(line.rstrip()) for line in result.output.splitlines()) <= 80
+
+
+# -- doctor
+
+
+def diagnosis(*statuses):
+    findings = [
+        Finding("GPUs", f"thing {place}", "[1] is here", status, "do this") for place, status in enumerate(statuses)
+    ]
+    return Diagnosis(tuple(findings))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code", "count"),
+    [(["ok", "note"], 0, "No problem."), (["ok", "problem"], 1, "1 problem."), (["problem"] * 2, 1, "2 problems.")],
+)
+def test_doctor(monkeypatch, statuses, code, count):
+    monkeypatch.setattr(mkernel.doctor, "diagnose", lambda: diagnosis(*statuses))
+    result = run("doctor")
+    assert result.exit_code == code
+    text = words(result)
+    assert count in text
+    assert f"{statuses[0]} thing 0: [1] is here do this" in text
+    result = run("doctor", "--json")
+    assert result.exit_code == code
+    assert [finding["status"] for finding in json.loads(result.output)["findings"]] == statuses
+
+
+# -- why
+
+
+def test_why_shows_the_chain(tmp_path):
+    files = [tmp_path / f"waits.{rank}.jsonl" for rank in range(2)]
+    for rank, file in enumerate(files):
+        record = mkernel.WaitRecord(True, "barrier", rank, "host", -1, "call", rank + 1, 0, 1, 3, 2.0)
+        mkernel.CommTimeout("late", [record]).save(file)
+    result = run("why", *map(str, files))
+    assert result.exit_code == 0
+    assert "rank 0 -> rank 1 -> rank 2" in result.output
+    assert "rank 2 waited for nobody" in result.output
+    files[0].write_text("{half a li")
+    result = run("why", *map(str, files))
+    assert result.exit_code == 0
+    assert f"left out {files[0]}:1: this is no JSON" in result.output
+    assert "rank 1 -> rank 2" in result.output
+    result = run("why", str(files[0]))
+    assert result.exit_code == 1
+    assert "no records" in result.output

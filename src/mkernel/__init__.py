@@ -7,6 +7,7 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 """
 
 from mkernel.api import empty, explain, init
+from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
@@ -29,6 +30,7 @@ __all__ = [
     "WaitRecord",
     "__version__",
     "all_gather_matmul",
+    "diagnose",
     "empty",
     "explain",
     "init",

@@ -1,4 +1,4 @@
-"""The command line: `mkernel demo`, `mkernel bench`."""
+"""The command line: `mkernel --help` lists its commands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ImportError as missing:
     # the script that pip installs imports this module and nothing else: one line instead of a traceback
     raise SystemExit(
@@ -141,6 +142,68 @@ def bench(
     except MKernelError as problem:
         raise _failed(problem) from problem
     raise typer.Exit(code)
+
+
+@main.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what is on this machine, what will be used, and what to do about each problem.
+
+    The exit code is 1 if there is a problem.
+    """
+    import json as format
+
+    from mkernel.doctor import diagnose
+
+    diagnosis = diagnose()
+    if json:
+        typer.echo(format.dumps(diagnosis.to_dict(), indent=1))
+    else:
+        console = Console(highlight=False)
+        style = {"ok": "green", "note": "yellow", "problem": "bold red"}
+        section = ""
+        for finding in diagnosis.findings:
+            if finding.section != section:
+                section = finding.section
+                console.print(f"\n[bold]{section}[/bold]")
+            mark = f"[{style[finding.status]}]{finding.status:>8}[/]"
+            console.print(mark, f"{finding.name}:", escape(finding.found), soft_wrap=True)
+            if finding.advice:
+                console.print(" " * 8, escape(finding.advice), style="dim", soft_wrap=True)
+        count = len(diagnosis.problems)
+        console.print(f"\n{'No problem' if not count else '1 problem' if count == 1 else f'{count} problems'}.")
+    raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+@main.command()
+def why(
+    files: Annotated[
+        list[Path], typer.Argument(help="What the ranks saved: error.save(path), one file or one for each rank.")
+    ],
+) -> None:
+    """Show who waited for whom when a call timed out, down to the one that everybody waited for.
+
+    The exit code is 1 if there is nothing to show.
+    """
+    from mkernel.runtime import chains, record_files
+
+    try:
+        contents = record_files.read(files)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILES") from problem
+    for line in contents.damaged:
+        typer.echo(f"mkernel: left out {line}", err=True)
+    found = chains.find(contents.records, contents.failures)
+    if not found:
+        typer.echo("mkernel: there are no records of waits in these files", err=True)
+        raise typer.Exit(1)
+    ranks = sorted({record.rank for record in contents.records} | {failure.rank for failure in contents.failures})
+    typer.echo(f"{len(contents.records)} waits of {len(ranks)} ranks were given up: {', '.join(map(str, ranks))}\n")
+    for chain in found:
+        typer.echo(f"{chain}\n")
+    if any(chain.culprit[0] == "rank" and not chain.cycle for chain in found):
+        typer.echo("(A rank that raised an error of its own, but whose file is not here, looks as if it never came.)")
 
 
 def _parse_shape(text: str, size: int) -> tuple[int, int, int]:

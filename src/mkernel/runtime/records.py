@@ -46,7 +46,7 @@ class WaitRecord:
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
             "call": f"rank {self.peer} to make the same call",
-        }[self.signal]
+        }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
         how = "timed out" if self.timed_out else "gave up with the group"
         who = f"role {self.role}, CTA {self.cta}" if self.cta >= 0 else f"its {self.role} code"
         return (

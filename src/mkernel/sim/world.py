@@ -14,7 +14,7 @@ import torch
 from greenlet import greenlet
 
 from mkernel.lang import requests
-from mkernel.runtime import records
+from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.world import Launch, Links, exchange_addresses
@@ -139,7 +139,7 @@ class SimWorld:
             except CommTimeout as timeout:
                 self._timeouts.append(timeout)
         if self._timeouts:
-            raise min(self._timeouts, key=lambda timeout: not timeout.is_cause)
+            raise chains.join(min(self._timeouts, key=lambda timeout: not timeout.is_cause), self._timeouts)
         return [host.result for host in hosts]
 
     # -- memory
