@@ -164,7 +164,7 @@ def test_several_nodes_on_cuda_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     result = run("demo", "--device", "cuda", "--nodes", "2")
     assert result.exit_code == 2
-    assert "--device cpu simulates them" in words(result)
+    assert "--device cpu simulates several" in words(result)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     run("bench", "all_gather_matmul", *shapes, "--ranks", "2", "--dtype", "fp16", "--link", "100", "--json", path)
     run("bench", "all_gather_matmul", "--unpaced", "--nodes", "2")
     default = dict(
-        op="all_gather_matmul", shapes=None, ranks=4, nodes=1, dtype="bf16", link=450.0, json_path=None
-    )  # fmt: skip
+        op="all_gather_matmul", shapes=None, ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, json_path=None
+    )
     assert calls == [
         default,
         default | dict(shapes=[(64, 32, 16), (128, 8, 8)], ranks=2, dtype="fp16", link=100.0, json_path=path),
-        default | dict(link=None, nodes=2),
+        default | dict(link=None, network=None, nodes=2),
     ]
 
 

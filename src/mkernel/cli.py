@@ -22,6 +22,7 @@ from mkernel.runtime.records import OPS
 from mkernel.version import __version__
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
+NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
 
 main = typer.Typer(
     help="Distributed GPU operators for PyTorch, each of them one persistent kernel per rank.",
@@ -83,7 +84,7 @@ def demo(
             raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
         if nodes not in (None, 1):
             raise typer.BadParameter(
-                f"several nodes on CUDA are not supported yet, got {nodes}; --device cpu simulates them",
+                f"the demo on CUDA shows one node, got {nodes}; --device cpu simulates several",
                 param_hint="--nodes",
             )
     default_nodes, default_gpus = (1, 4) if chosen == "cuda" else (2, 2)
@@ -114,6 +115,10 @@ def bench(
             metavar="GB/S", show_default="450", help="Pace the link of a GPU to this rate; ranks on one GPU share it."
         ),
     ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", show_default="50", help="The same for its way to other nodes, with 5 us latency."),
+    ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
 ) -> None:
@@ -121,10 +126,11 @@ def bench(
     if op not in OPS:
         raise typer.BadParameter(f"there is no operator {op!r}; there are: {', '.join(OPS)}", param_hint="OP")
     shapes = [_parse_shape(text, ranks * nodes) for text in shape] if shape else None
-    if link is not None and unpaced:
-        raise typer.BadParameter("give either --link or --unpaced, not both", param_hint="--link")
-    if link is not None and not link > 0:
-        raise typer.BadParameter(f"must be more than 0 GB/s, got {link:g}", param_hint="--link")
+    for name, rate in (("--link", link), ("--network", network)):
+        if rate is not None and unpaced:
+            raise typer.BadParameter(f"give either {name} or --unpaced, not both", param_hint=name)
+        if rate is not None and not rate > 0:
+            raise typer.BadParameter(f"must be more than 0 GB/s, got {rate:g}", param_hint=name)
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json.absolute().parent}", param_hint="--json")
     from mkernel import bench as benchmarks
@@ -137,6 +143,7 @@ def bench(
             nodes=nodes,
             dtype=dtype.value,
             link=None if unpaced else link or LINK,
+            network=None if unpaced else network or NETWORK,
             json_path=str(json) if json is not None else None,
         )
     except MKernelError as problem:

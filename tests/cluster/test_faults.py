@@ -1,14 +1,8 @@
 """Processes that die: the others hear of it in time, say who it was, and go on."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
-SOURCE = str(Path(__file__).parents[2] / "src")
+from processes import run_ranks
 
 PROGRAM = """
     import os, signal, sys, time
@@ -39,30 +33,6 @@ PROGRAM = """
         time.sleep(3.0)  # the store is in this process: the others may still be reading
     os._exit(0)
 """
-
-
-def run_ranks(program, ranks, seconds=80):
-    """Processes as torchrun would start them, but nobody ends the others when one dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = dict(
-            os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
-        command = [sys.executable, "-c", textwrap.dedent(program)]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        return [(process.communicate(timeout=seconds)[0], process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def check(results, victim):

@@ -1,40 +1,17 @@
 """Several processes on CPUs, started by torchrun, in one node."""
 
-import os
-import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
-
-SOURCE = str(Path(__file__).parents[2] / "src")
-
-
-def run(command, seconds=90, expected=0):
-    """Run a command; what it printed. It is ended, with its children, if it takes too long."""
-    environment = dict(os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1")
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {seconds} s:\n{output}")
-    assert process.returncode == expected, output
-    return output
 
 
 def torchrun(tmp_path, program, ranks):
     """Run a program on so many ranks."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(program))
-    return run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    )
+    return processes.torchrun(script, ranks)
 
 
 CALLS = """
@@ -70,7 +47,7 @@ def test_calls(tmp_path, nodes, gpus_per_node):
 
 def test_example():
     example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
-    output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(example)])
+    output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
 

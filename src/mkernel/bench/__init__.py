@@ -16,8 +16,13 @@ from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_SHAPES = [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)]
+DEFAULT_SHAPES = {
+    "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)],
+    "matmul_reduce_scatter": [(16384, 8192, 8192), (4096, 8192, 8192)],
+}
 REPEATS = 40
+TIMEOUT = 60.0  # seconds; of a wait, so far more than any shape takes
+NETWORK_LATENCY = 5e-6  # seconds, of a paced network
 
 
 def run(
@@ -25,18 +30,28 @@ def run(
     shapes: Sequence[tuple[int, int, int]],
     *,
     ranks: int,
+    nodes: int = 1,
     dtype: torch.dtype,
     link: float | None,
+    network: float | None = None,
     config: Config | None = None,
     repeats: int = REPEATS,
 ) -> list[dict[str, Any]]:
-    """Measure shapes (m_total, n, k). `link`: GB/s of a whole GPU's link; ranks that share a GPU get
-    their share of it, as they get their share of its SMs. None does not pace."""
-    from mkernel.bench import all_gather_matmul
+    """Measure shapes (m_total, n, k) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's NVLink and
+    of its way to other nodes; ranks that share a GPU get their share of it, as they get their share of
+    its SMs. None does not pace."""
+    from mkernel.bench import all_gather_matmul, matmul_reduce_scatter
 
-    measure = {"all_gather_matmul": all_gather_matmul.measure}[op]
-    sharing = -(-ranks // torch.cuda.device_count())
-    links = Links(nvlink=link / sharing) if link and ranks > 1 else Links()
+    measure = {
+        "all_gather_matmul": all_gather_matmul.measure,
+        "matmul_reduce_scatter": matmul_reduce_scatter.measure,
+    }[op]
+    sharing = -(-ranks * nodes // torch.cuda.device_count())
+    links = Links(
+        nvlink=link / sharing if link and ranks > 1 else None,
+        network=network / sharing if network and nodes > 1 else None,
+        network_latency=NETWORK_LATENCY if network and nodes > 1 else 0.0,
+    )
 
     def on_rank(group: Group, shape: tuple[int, int, int]) -> dict[str, Any]:
         return measure(group, *shape, dtype, config, repeats)
@@ -44,7 +59,7 @@ def run(
     results = []
     for shape in shapes:
         results.append(
-            spawn(on_rank, shape, nodes=1, gpus_per_node=ranks, device="cuda", links=links, timeout=600.0)[0]
+            spawn(on_rank, shape, nodes=nodes, gpus_per_node=ranks, device="cuda", links=links, timeout=TIMEOUT)[0]
         )
     return results
 
@@ -67,28 +82,26 @@ def main(
     nodes: int,
     dtype: str,
     link: float | None,
+    network: float | None,
     json_path: str | None,
 ) -> int:
     """What `mkernel bench` does. Returns the exit code."""
     if not torch.cuda.is_available():
         print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
         return 1
-    if nodes != 1:
-        print("mkernel bench: several nodes on CUDA are not supported yet.")
-        return 2
-    columns = "{:>8} {:>6} {:>6} {:>8} {:>8} {:>8} {:>11} {:>8} {:>14} {:>10} {:>9} {:>7}"
-    names = "m_total n k fused cuBLAS wire host-driven speed-up floor_fraction sustained max_error bound"
+    columns = "{:>8} {:>6} {:>6} {:>8} {:>8} {:>8} {:>8} {:>11} {:>8} {:>14} {:>10} {:>9} {:>7}"
+    names = "m_total n k fused cuBLAS wire network host-driven speed-up floor_fraction sustained max_error bound"
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
     print(columns.format(*(name.replace("_f", " f").replace("_e", " e") for name in names.split())))
     results = []
-    for shape in shapes or DEFAULT_SHAPES:
-        result = run(op, [shape], ranks=ranks, dtype=DTYPES[dtype], link=link)[0]
+    for shape in shapes or DEFAULT_SHAPES[op]:
+        result = run(op, [shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network)[0]
         results.append(result)
         mark = "  emulated" if result["emulated"] else ""
         wrong = "" if result["max_error"] <= result["error_bound"] else "  WRONG RESULT"
         figures = [
             *(str(result[name]) for name in ("m_total", "n", "k")),
-            *(f"{result[name]:.3f}" for name in ("fused_ms", "library_ms", "wire_ms", "host_driven_ms")),
+            *(f"{result[name]:.3f}" for name in ("fused_ms", "library_ms", "wire_ms", "network_ms", "host_driven_ms")),
             *(f"{result[name]:.3f}" for name in ("speedup", "floor_fraction", "sustained_floor_fraction")),
             *(f"{result[name]:.2g}" for name in ("max_error", "error_bound")),
         ]

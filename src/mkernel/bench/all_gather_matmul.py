@@ -19,18 +19,25 @@ def measure(
 ) -> dict[str, Any]:
     """One shape; runs on every rank, the same figures come back on each."""
     device = group.device
+    world = group.world
+    assert isinstance(world, CudaWorld)
     rows = m_total // group.size
     generator = torch.Generator(device).manual_seed(group.rank)
     a = torch.randn(rows, k, device=device, dtype=dtype, generator=generator)
+    if group.nodes > 1:
+        a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent from where it is
     w = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
     out = torch.empty(m_total, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("a", a)
     gathered = torch.empty(m_total, k, device=device, dtype=dtype)
 
-    rate = group.world.links.nvlink
-    moved = (group.size - 1) * rows * k * a.element_size()
-    wire_ms = moved / (rate * 1e6) if rate else 0.0
+    links = world.links
+    rate = links.nvlink
+    row_bytes = rows * k * a.element_size()
+    wire_ms = (group.gpus_per_node - 1) * group.nodes * row_bytes / (rate * 1e6) if rate else 0.0
+    crossing = (group.nodes - 1) * row_bytes  # bytes that a rank has to send to other nodes
+    network_ms = crossing / (links.network * 1e6) + links.network_latency * 1e3 if links.network else 0.0
     link = Link(device)
 
     def library() -> None:
@@ -40,7 +47,7 @@ def measure(
         link.open()
         for source, part in enumerate(parts):
             gathered[source * rows : (source + 1) * rows].copy_(part)
-        link.hold(int(wire_ms * 1e6))
+        link.hold(int(max(wire_ms, network_ms) * 1e6))  # as if both went at the same time
         torch.mm(gathered, w.t(), out=out)
 
     stream = torch.cuda.current_stream(device)
@@ -50,19 +57,23 @@ def measure(
     everyone = group.exchange("ready", (launch, stream, library, host_driven))
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:
-        assert isinstance(group.world, CudaWorld)
-        measured = _time(group.world, everyone, repeats)
+        measured = _time(world, everyone, repeats)
     times, sustained = group.exchange("times", measured)[0]
 
     out.fill_(float("nan"))
+    group.quiet()
+    before = world.network_statistics(group)
     all_gather_matmul(a, w.t(), out=out, config=config)
     group.synchronize()
+    group.quiet()
+    after = world.network_statistics(group)
+    sent = after.bytes - before.bytes if after is not None and before is not None else 0
     exact = torch.cat(list(parts)).double() @ w.double().t()
     error = (out.double() - exact).abs().max().item()
     # fp32 sums are rounded at every term: one more term for it, none for the others
     rounding = 4 * k * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
     bound = 4 * k**0.5 * torch.finfo(dtype).eps + rounding
-    floor_ms = max(times["library"], wire_ms)
+    floor_ms = max(times["library"], wire_ms, network_ms)
     return {
         "op": "all_gather_matmul",
         "m_total": m_total,
@@ -73,17 +84,21 @@ def measure(
         "nodes": group.nodes,
         "gpus": torch.cuda.device_count(),
         "link_gb_per_s": rate,
-        "emulated": group.size > torch.cuda.device_count() or rate is not None,
+        "network_gb_per_s": links.network,
+        "emulated": group.size > torch.cuda.device_count() or rate is not None or group.nodes > 1,
         "fused_ms": times["fused"],
         "library_ms": times["library"],
         "wire_ms": wire_ms,
+        "network_ms": network_ms,
+        "network_bytes": group.exchange("bytes", sent),  # of one call, by rank
+        "network_bytes_if_once": crossing,
         "host_driven_ms": times["host_driven"],
         "speedup": times["host_driven"] / times["fused"],
         "floor_fraction": floor_ms / times["fused"],
         "sustained_fused_ms": sustained["fused"],
         "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
-        "sustained_floor_fraction": max(sustained["library"], wire_ms) / sustained["fused"],
+        "sustained_floor_fraction": max(sustained["library"], wire_ms, network_ms) / sustained["fused"],
         "max_error": error if error == error else float("inf"),
         "error_bound": bound,
         "plan": str(explain(a, w.t(), out=out, config=config)),

@@ -27,7 +27,6 @@ TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE 
 EPOCH = tl.constexpr(0)  # the last epoch that was completed
 FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
-SEEN = tl.constexpr(3)  # two words: the newest values of the ring's counters that a waiting CTA has seen
 
 # Words of a wait record; a CTA owns the record of its program id.
 RECORD_WORDS = tl.constexpr(16)

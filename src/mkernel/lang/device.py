@@ -23,19 +23,29 @@ def now(context):
 
 
 @triton.jit
-def load_from_host(word):
-    """Acquires a 64-bit word that the host writes. A load, since an atomic operation that adds nothing would
-    still write: where PCIe has no atomics, what the host wrote in between would be lost. Each thread
-    loads for itself, and two warps may see two values, as with `clock`."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [word], dtype=tl.int64, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def acquire_for_descriptors():
     """Orders this thread's earlier acquires before its later reads through tensor descriptors (TMA),
     which go through another path to memory (the async proxy) than ordinary loads."""
     tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def barrier():
+    """A barrier of the whole CTA, for loops that Triton shall pipeline: it leaves a loop that contains
+    `tl.debug_barrier` as it is, and sees no barrier in an instruction. Not for a part of a CTA's warps."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the lines that the pointers lie in to be brought into the L2 cache. Changes no value."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )

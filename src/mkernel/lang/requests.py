@@ -9,7 +9,10 @@ header of 64-bit words. Many CTAs write requests, one proxy takes them out:
 - the request's words are stored, then its turn number (ticket // capacity + 1) with a release: the
   proxy knows a full slot by the turn number that is due, so nothing has to be cleared.
 
-`COMPLETED` counts requests whose source may be written again, in order.
+`COMPLETED` counts requests whose source may be written again, in order. The proxy alone writes it and
+`CONSUMED`; a kernel waits for them as for signals, by adding nothing, which Triton makes a load. (A test
+looks: an operation that wrote what it had read would undo what the host wrote in between, where
+PCIe has no atomics.)
 
 A request asks for `size` bytes at `source` (offset in this rank's segment `source_segment`) to be
 written to `target` in the peer's segment `segment`; when they are there, the peer's signal at byte
@@ -21,7 +24,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import RING
-from mkernel.lang.signals import RING_SPACE, SENT, notify, wait
+from mkernel.lang.signals import RING_SPACE, SENT, notify, notify_in_loop, wait
 
 # Words of the ring's header.
 TAKEN = tl.constexpr(0)
@@ -42,8 +45,12 @@ VALUE = tl.constexpr(6)
 
 
 @triton.jit
-def post(context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr):
-    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up."""
+def post(
+    context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr,
+    IN_LOOP: tl.constexpr = False,
+):  # fmt: skip
+    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up.
+    IN_LOOP: inside a loop that Triton shall pipeline."""
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
     capacity = tl.load(ring + CAPACITY)
@@ -57,7 +64,10 @@ def post(context, peer, source_segment, source, segment, target, size, signal, v
         tl.store(request + BYTES, size)
         tl.store(request + SIGNAL, signal)
         tl.store(request + VALUE, value)
-        notify(request + TURN, ticket // capacity + 1)
+        if IN_LOOP:
+            notify_in_loop(request + TURN, ticket // capacity + 1)
+        else:
+            notify(request + TURN, ticket // capacity + 1)
     else:
         ticket = tl.cast(-1, tl.int64)
     return ticket

@@ -18,8 +18,8 @@ any more, and marks what it could not compute with NaN; the host finds the recor
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SEEN, SIZE, TABLE, TIMEOUT, state_of
-from mkernel.lang.device import load_from_host, now
+from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
+from mkernel.lang.device import barrier, now
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
@@ -30,6 +30,8 @@ ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
+PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
+FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
 
 
 @triton.jit
@@ -40,10 +42,17 @@ def notify(signal, value):
 
 
 @triton.jit
+def notify_in_loop(signal, value):
+    """`notify` in a loop that Triton shall pipeline (see `barrier`)."""
+    barrier()
+    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
-    seen = _look(context, signal, KIND)
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
     return seen >= expected
@@ -57,32 +66,19 @@ def gave_up(context):
 
 
 @triton.jit
-def _look(context, signal, KIND: tl.constexpr):
-    """The signal's value, the same for all threads of the CTA."""
-    if KIND == RING_SPACE or KIND == SENT:
-        # words of the ring, which the host writes; how all threads get one value: see `now`
-        newest = state_of(context) + SEEN + (KIND - RING_SPACE)
-        tl.atomic_max(newest, load_from_host(signal), sem="relaxed", scope="gpu")
-        seen = tl.atomic_add(newest, 0, sem="acquire", scope="gpu")
-    else:
-        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-    return seen
-
-
-@triton.jit
 def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
     aborted = aborted.to(tl.pointer_type(tl.int64))
     timeout = tl.load(context + TIMEOUT)
     start = now(context)
     reason = 0
-    seen = _look(context, signal, KIND)
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     while (seen < expected) & (reason == 0):
         if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
             reason = TOLD_TO_LEAVE
         elif now(context) - start > timeout:
             reason = TIMED_OUT
-        seen = _look(context, signal, KIND)
+        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         _record(context, reason, ROLE, KIND, peer, index, seen, expected, start)
         if reason == TIMED_OUT:
@@ -106,7 +102,9 @@ def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index
         tl.store(record + 8, seen)
         tl.store(record + 9, expected)
         tl.store(record + 10, now(context) - start)
-        notify(record, reason)
+        # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
+        # Triton from pipelining a loop with a wait in it
+        tl.atomic_xchg(record, reason, sem="release", scope="sys")
 
 
 @triton.jit

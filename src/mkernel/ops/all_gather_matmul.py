@@ -328,7 +328,9 @@ def _compute(
         )  # fmt: skip
 
 
-@triton.jit
+# what may differ from call to call, or from rank to rank, under one plan: another binary for it would be loaded
+# while a peer spins
+@triton.jit(do_not_specialize=["a_segment", "a_offset", "signals"])
 def all_gather_matmul_kernel(
     context,
     own, a, a_stride, a_column_stride, a_segment, a_offset, gathered, b, b_row_stride, b_column_stride,
@@ -464,19 +466,26 @@ def plan(
     pushed = (gpus - 1) * nodes * m * k * element
     send_ctas = pick("send_ctas", 1 if nodes > 1 or staged else 0)
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
+    network = group.world.links.network * 1e9 if group.world.links.network else planning.NETWORK_RATE
+    network_seconds = (nodes - 1) * m * k * element / network
+    # what is there to hide the copies behind
+    longest = max(compute_seconds, network_seconds)
     rate = planning.push_rate(gpus - 1)
-    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, compute_seconds, link, most) if gpus > 1 else 0)
+    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, longest, link, most) if gpus > 1 else 0)
     helpers = send_ctas + intra_ctas
     ctas = pick("ctas", min(most, max(tiles, 1) + helpers) if helpers else planning.fewest_ctas(tiles, most))
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
-    done = math.ceil(push_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
-    join_tiles = pick(
-        "join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if helpers and not staged else 0
-    )
+    busy_seconds = max(push_seconds, network_seconds)
+    done = math.ceil(busy_seconds / max(tile_seconds, 1e-9)) + 1 if group.device.type == "cuda" else 1
+    # those who pass on what the network brings are busy to the end if it takes longer than the compute
+    joining = helpers > 0 and not staged and (network_seconds <= compute_seconds or group.device.type != "cuda")
+    join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if joining else 0)
     reasons.append(
         f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
         f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
     )
+    if nodes > 1:
+        reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
     hopper = (
         _suits_hopper(group, m, a.dtype, config)
         and n > 128

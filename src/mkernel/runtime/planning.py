@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
 # For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
+NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,31 @@ def chooser(config: Config | None) -> Callable[[str, int], int]:
         return default if value is None else value
 
     return choose
+
+
+def common_ctas(group: Group) -> int:
+    """CTAs that every rank of the group can have: the same number on all of them."""
+    return min(group.world.ctas(member) for member in group.members)
+
+
+def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, ctas: int, parts: int) -> tuple[int, int]:
+    """Rows and columns of a tile of a sum over ranks, of which a rank computes `parts` times rows x n. It
+    follows from what is the same on every rank. Large tiles, unless they would leave CTAs idle."""
+    default = default_tiles(device, dtype, n, described=True)
+    tile = default.tile_m, default.tile_n
+    if device.type != "cuda" or dtype == torch.float32:
+        return tile
+    for smaller in ((128, 128), (64, 128), (64, 64)):
+        wasteful = tile[0] >= 2 * rows or math.ceil(rows / tile[0]) * math.ceil(n / tile[1]) * parts < ctas
+        if wasteful and smaller[1] <= tile[1]:
+            tile = smaller
+    return tile
+
+
+def depth_of_tile(tiles: TileDefaults, tile_n: int, described: bool) -> int:
+    """Columns of a and rows of b that are read at a time. Pointers for all of a wide tile do not fit into
+    the registers beside its sum."""
+    return tiles.tile_k if described or tile_n <= 128 else min(tiles.tile_k, 16)
 
 
 def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
@@ -111,6 +141,13 @@ def check_given(config: Config | None) -> None:
             raise ArgumentError(f"config.{name} must be a power of two and at least 16; got {value}")
     if config.chunk_rows == 0:
         raise ArgumentError("config.chunk_rows must be at least 1; got 0")
+
+
+def check_without_helpers(op: str, config: Config | None) -> None:
+    """Refuse a configuration of roles and chunks for an operator that has none."""
+    for name in ("send_ctas", "intra_ctas", "join_tiles", "chunk_rows", "copy_bytes"):
+        if config is not None and getattr(config, name) is not None:
+            raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
 def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:

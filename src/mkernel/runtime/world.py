@@ -58,7 +58,7 @@ class Launch:
 
 
 class World(Protocol):
-    """A place where ranks run."""
+    """A place where ranks run. Those with a native network also have what runtime/network.py gives them."""
 
     size: int
     links: Links

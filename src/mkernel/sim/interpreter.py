@@ -157,18 +157,14 @@ class Builder(base.InterpreterBuilder):
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         if "%globaltimer" in inlineAsm:
             return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
-        if "ld.acquire.sys" in inlineAsm:
-            (word,) = values
-            every = np.ones(word.data.shape, dtype=bool)
-            nothing = np.zeros(word.data.shape, dtype=np.int64)
-
-            def act():
-                return _native.load(word.data, every, nothing, np.dtype(np.int64))
-
-            return _Results(base.TensorHandle(self.running().atomic(word.data, 8, True, False, True, act), tl.int64))
         if "fence.proxy.async" in inlineAsm:
             self.running().acquire_for_descriptors()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        if "bar.sync" in inlineAsm:
+            self.running().barrier()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        if "prefetch" in inlineAsm:
+            return _Results(base.TensorHandle(np.zeros(values[0].data.shape, dtype=np.int32), tl.int32))
         raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
 
     # numbers

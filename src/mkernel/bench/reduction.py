@@ -1,0 +1,143 @@
+"""What the benchmarks of matmul_reduce_scatter and matmul_all_reduce share: the host-driven way, and timing.
+
+The host-driven way is the library's GEMM, then a reduction under the same links. It is a good one: a
+single kernel reads all ranks' products and adds them in fp32, and its time counts only where it is
+longer than what the bytes would take on the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.bench.timing import Stopwatch
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
+
+BLOCK = 4096
+
+
+@triton.jit
+def _add_up(parts, out, offset, count, RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = the sum over all ranks of their part at offset + i."""
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(RANKS):
+            part = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(DTYPE)), 16)
+            total += tl.load(part + offset + place, mask=place < count, other=0.0).to(tl.float32)
+        tl.store(out + place, total.to(DTYPE), mask=place < count)
+
+
+def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype: Any) -> None:
+    """Add elements offset... of all ranks' products, whose addresses are `parts`, into the flat `out`."""
+    ctas = torch.cuda.get_device_properties(out.device).multi_processor_count * 4
+    _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What is timed, on one rank: `multiply` is the library's GEMM, `reduce` what follows it host-driven."""
+
+    launch: Launch
+    stream: torch.cuda.Stream
+    multiply: Callable[[], None]
+    reduce: Callable[[], None]
+
+
+def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of the three ways, in bursts and sustained; the same on every rank."""
+    everyone: Sequence[OnRank] = group.exchange("ready", mine)
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if group.rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        world = group.world
+        streams = [each.stream for each in everyone]
+
+        def fused() -> None:
+            world.launch_together({rank: (each.launch, each.stream) for rank, each in enumerate(everyone)})
+
+        def library() -> None:
+            for each in everyone:
+                with torch.cuda.stream(each.stream):
+                    each.multiply()
+
+        def host_driven() -> None:
+            library()
+            done = [each.stream.record_event() for each in everyone]
+            for each in everyone:
+                for event in done:
+                    each.stream.wait_event(event)
+                with torch.cuda.stream(each.stream):
+                    each.reduce()
+            # a product is not overwritten before everybody has read it
+            done = [each.stream.record_event() for each in everyone]
+            for each in everyone:
+                for event in done:
+                    each.stream.wait_event(event)
+
+        host_driven()
+        for stream in streams:
+            stream.synchronize()
+        calls = {"library": library, "fused": fused, "host_driven": host_driven}
+        stopwatch = Stopwatch(streams)
+        measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+    return group.exchange("times", measured)[0]
+
+
+def wire_ms(group: Group, nvlink_bytes: int, network_bytes: int) -> float:
+    """What the bytes of one rank take on the paced links, both at the same time; 0 if they are not paced."""
+    links = group.world.links
+    seconds = nvlink_bytes / (links.nvlink * 1e9) if links.nvlink and group.gpus_per_node > 1 else 0.0
+    network = getattr(links, "network", None)
+    if network and group.nodes > 1:
+        seconds = max(seconds, network_bytes / (network * 1e9))
+    return seconds * 1e3
+
+
+def figures(
+    op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype,
+    times: dict[str, float], sustained: dict[str, float], wire: float, error: float, bound: float, plan: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `mkernel bench` prints and writes for one shape (m, n, k of all ranks)."""
+    floor = max(times["library"], wire)
+    rate = group.world.links.nvlink
+    return {
+        "op": op,
+        "m_total": shape[0],
+        "n": shape[1],
+        "k": shape[2],
+        "dtype": str(dtype).removeprefix("torch."),
+        "ranks": group.size,
+        "nodes": group.nodes,
+        "gpus": torch.cuda.device_count(),
+        "link_gb_per_s": rate,
+        "emulated": group.size > torch.cuda.device_count() or rate is not None,
+        "fused_ms": times["fused"],
+        "library_ms": times["library"],
+        "wire_ms": wire,
+        "host_driven_ms": times["host_driven"],
+        "speedup": times["host_driven"] / times["fused"],
+        "floor_fraction": floor / times["fused"],
+        "sustained_fused_ms": sustained["fused"],
+        "sustained_library_ms": sustained["library"],
+        "sustained_host_driven_ms": sustained["host_driven"],
+        "sustained_floor_fraction": max(sustained["library"], wire) / sustained["fused"],
+        "max_error": error if error == error else float("inf"),
+        "error_bound": bound,
+        "plan": str(plan),
+    }
+
+
+def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
+    """Largest error of an element of a sum over ranks of products of normally distributed numbers: that of
+    one product, and a rounding of every rank's part, which is rarely over 5*sqrt(k_local)."""
+    eps = torch.finfo(dtype).eps
+    rounding = 4 * k * eps if dtype == torch.float32 else 0.0
+    return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2
