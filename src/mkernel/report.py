@@ -28,6 +28,10 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
+# no button that would send the figures anywhere
+BUTTONS = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
+
+
 def plot(identifier: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
     """A plot, as plotly's JavaScript draws it from traces (dictionaries of lists)."""
     full = {
@@ -42,7 +46,7 @@ def plot(identifier: str, traces: Sequence[dict[str, Any]], title: str, x: str, 
     data = _json([dict(trace) for trace in traces])
     return (
         f'<div id="{escape(identifier)}" class="plot"></div>\n<script>Plotly.newPlot({json.dumps(identifier)}, {data}, '
-        f"{_json(full)}, {_json({'responsive': True, 'displaylogo': False})});</script>"
+        f"{_json(full)}, {_json(BUTTONS)});</script>"
     )
 
 

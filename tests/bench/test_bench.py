@@ -187,7 +187,7 @@ def test_published_figures_stand_beside(fake, capsys):
     assert bench.main(wanted, **OPTIONS) == 0
     text = capsys.readouterr().out
     assert "9.772" in text
-    assert "not the same: 1 nodes x 4 ranks on 1 GPU instead of 2 nodes x 8 H200" in text
+    assert "not the same: 1 node x 4 ranks on 1 GPU instead of 2 nodes x 8 H200" in text
     assert "UC Berkeley" in text
 
 

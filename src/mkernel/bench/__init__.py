@@ -101,7 +101,7 @@ def main(
             return 2
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
     if any(one.row for one in wanted):
-        here = f"{nodes} nodes x {ranks} ranks on {torch.cuda.device_count()} GPU"
+        here = published.place(nodes, ranks, torch.cuda.device_count())
         print(f"published: {published.figures()['source']}")
         print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
     results: list[dict[str, Any]] = []

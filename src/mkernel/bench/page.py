@@ -106,7 +106,7 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
         )
         notes = [result["published_note"] for result in measured if result.get("published_note")]
         first = measured[0]
-        here = f"{first['nodes']} nodes x {first['ranks'] // first['nodes']} ranks on {first['gpus']} GPU"
+        here = published.place(first["nodes"], first["ranks"] // first["nodes"], first["gpus"])
         for words in (published.SAME, published.DIFFERENT.format(here=here), *known["weak_points"], *notes[:1]):
             parts.append(report.text(words, "small"))
     return parts

@@ -26,6 +26,13 @@ DIFFERENT = (
 )
 
 
+def place(nodes: int, ranks: int, gpus: int) -> str:
+    """Where the figures of this run are from, in words."""
+    numbers = ((nodes, "node"), (ranks, "rank"), (gpus, "GPU"))
+    first, second, third = (f"{number} {what}{'' if number == 1 else 's'}" for number, what in numbers)
+    return f"{first} x {second} on {third}"
+
+
 @cache
 def figures() -> dict[str, Any]:
     return json.loads(resources.files("mkernel.bench").joinpath("published.json").read_text())

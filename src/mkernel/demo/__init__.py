@@ -99,7 +99,7 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
             else:
                 shown.append(_measure(operator, gpus_per_node, seed, advance))
     for one in shown:
-        console.print(f"[bold]{one.name}[/bold] {one.summary}.")
+        console.print(f"[bold]{one.name}[/bold]: {one.summary}.")
         console.print(f"  Each rank holds {one.inputs} (bf16).", style="dim")
     console.print()
     console.print(_table(shown, simulated))

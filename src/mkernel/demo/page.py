@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from mkernel import report
 
+SCALE = [[0, "#f7f7f7"], [1, report.COLORS[0]]]
+
 if TYPE_CHECKING:
     from mkernel.demo import Shown
 
@@ -43,7 +45,7 @@ def _operator(one: Shown) -> list[str]:
     ]
     parts = [
         report.heading(one.name),
-        report.text(f"It {one.summary}. Each rank holds {one.inputs} (bf16)."),
+        report.text(f"{one.summary[0].upper()}{one.summary[1:]}. Each rank holds {one.inputs} (bf16)."),
         report.table(["rank", "result", "largest error", "of the bound", ""], rows),
     ]
     ranks = [f"rank {rank}" for rank in range(len(one.checks))]
@@ -52,7 +54,7 @@ def _operator(one: Shown) -> list[str]:
         ("network", one.network, "Bytes sent between nodes, over the network"),
     ):
         if sum(map(sum, sent)):
-            trace = {"type": "heatmap", "x": ranks, "y": ranks, "z": sent, "colorscale": "Blues", "reversescale": False}
+            trace = {"type": "heatmap", "x": ranks, "y": ranks, "z": sent, "colorscale": SCALE}
             trace["hovertemplate"] = "%{y} to %{x}: %{z} bytes<extra></extra>"
             parts.append(
                 report.plot(f"{one.name}-{key}", [trace], title, "to", "from", yaxis={"autorange": "reversed"})
