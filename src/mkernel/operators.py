@@ -79,7 +79,7 @@ ALL = (
         "multiplies, and adds the products of all ranks on every rank",
         dimensions=("m_total", "n", "k"),
         shared=("k",),
-        shapes=((16384, 8192, 8192), (4096, 8192, 8192)),
+        shapes=((16384, 8192, 8192), (128, 8192, 8192)),
         small=((4096, 2048, 2048),),
         of_paper=lambda size, ranks: (size, size, size // 16 * ranks),
     ),

@@ -1,6 +1,6 @@
-"""matmul_reduce_scatter on a GPU: several ranks share it.
+"""matmul_reduce_scatter and matmul_all_reduce on a GPU: several ranks share it.
 
-`pytest tests/gpu/test_reduce_gpu.py -k "one_node"` needs no network; the others are in `two_nodes`.
+`pytest tests/gpu/test_reduce_gpu.py -k one_node` needs no network; the others are in `two_nodes`.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mkernel as mk
+from mkernel.ops import matmul_all_reduce as all_reduce_module
 
 SENTINEL = 12345.0
 CLUSTERS = [(1, 1), (1, 2), (1, 3), (1, 4)]
@@ -29,7 +30,7 @@ def spawn(fn, *args, cluster=(1, 4), **kwargs):
     return mk.spawn(fn, *args, nodes=cluster[0], gpus_per_node=cluster[1], device="cuda", **kwargs)
 
 
-def check(group, y, a, b, *, bias=None, residual=None, reduce_dtype=None, scatter=True):
+def check(group, y, a, b, *, bias=None, residual=None, reduce_dtype=None):
     """y against float64, within the documented bound: every part that travels is rounded once, and once more
     in a node's sum; fp32 sums of k terms are rounded at every term."""
     torch.cuda.current_stream().synchronize()
@@ -37,7 +38,8 @@ def check(group, y, a, b, *, bias=None, residual=None, reduce_dtype=None, scatte
     sizes = [(x.double().abs() @ w.double().abs()).to(group.device) for x, w in group.exchange("inputs", (a, b))]
     group.synchronize()
     rows = a.shape[0] // group.size
-    mine = slice(group.rank * rows, (group.rank + 1) * rows) if scatter else slice(None)
+    scattered = y.shape[0] != a.shape[0] or group.size == 1
+    mine = slice(group.rank * rows, (group.rank + 1) * rows) if scattered else slice(None)
     exact, travelled, magnitude = (sum(tensors)[mine] for tensors in (parts, [part.abs() for part in parts], sizes))
     for more in (bias, residual):
         if more is not None:
@@ -47,7 +49,8 @@ def check(group, y, a, b, *, bias=None, residual=None, reduce_dtype=None, scatte
     bound = 2 * half * travelled * 1.01 + torch.finfo(y.dtype).eps * exact.abs() + k * 2**-23 * magnitude + 1e-30
     error = (y.double() - exact).abs()
     assert bool((error <= bound).all()), f"rank {group.rank}: error {(error - bound).max().item()} over the bound"
-    return y
+    if not scattered:
+        assert all(torch.equal(y, other.to(group.device)) for other in group.exchange("y", y)), "bits differ"
 
 
 SHAPES = [(256, 512, 256), (129, 257, 65), (1, 1, 1), (7, 131, 8), (640, 384, 512), (37, 1000, 333), (300, 2560, 96)]
@@ -63,6 +66,40 @@ def call_all(group, rows, n, k, dtype):
     check(group, y, a, w.t(), bias=bias, residual=residual)
     y = mk.matmul_reduce_scatter(a, w.t(), reduce_dtype=torch.float32)
     check(group, y, a, w.t(), reduce_dtype=torch.float32)
+    residual = randn(group, m, n, dtype=dtype, seed=5, common=True)
+    check(group, mk.matmul_all_reduce(a, b), a, b)
+    y = mk.matmul_all_reduce(a, w.t(), bias=bias, residual=residual)
+    check(group, y, a, w.t(), bias=bias, residual=residual)
+    # other tiles, and so other numbers of them
+    config = mk.Config(tile_m=64, tile_n=64, warps=4)
+    y = mk.matmul_all_reduce(a, w.t(), reduce_dtype=torch.float32, config=config)
+    check(group, y, a, w.t(), reduce_dtype=torch.float32)
+    y = mk.matmul_reduce_scatter(a, b, config=config)
+    check(group, y, a, b)
+
+
+@pytest.fixture(params=["one shot", "two levels"])
+def way(request, monkeypatch):
+    """Small results are summed up in one shot by default: both ways must be right."""
+    monkeypatch.setattr(all_reduce_module, "LARGEST_ONE_SHOT", 2**30 if request.param == "one shot" else 0)
+    monkeypatch.setattr(all_reduce_module, "EXCHANGE_SECONDS", 1.0)
+    return request.param
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(256, 512, 256), (129, 257, 65), (1, 1, 1), (300, 2560, 96), (1300, 1300, 64)]
+)
+def test_one_node_both_ways(way, cluster, m, n, k):
+    def on_rank(group):
+        for dtype in (torch.bfloat16, torch.float32):
+            a, b = randn(group, m, k, dtype=dtype), randn(group, k, n, dtype=dtype, seed=1)
+            assert mk.explain("matmul_all_reduce", a, b).one_shot == (way == "one shot")
+            bias = randn(group, n, dtype=dtype, seed=3, common=True)
+            for _ in range(3):
+                check(group, mk.matmul_all_reduce(a, b, bias=bias), a, b, bias=bias)
+
+    spawn(on_rank, cluster=cluster)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -108,6 +145,30 @@ def test_two_nodes_strides():
     spawn(strides, cluster=(2, 2))
 
 
+def strides_of_all_reduce(group):
+    m, n, k = 333, 264, 192
+    a, b = randn(group, m, 2 * k)[:, ::2], randn(group, 2 * k, n + 1, seed=1)[::2, 1:]
+    frame = torch.full((m + 2, n + 16), SENTINEL, device=group.device, dtype=a.dtype)
+    out = frame[1:-1, 8:-8]
+    assert mk.matmul_all_reduce(a, b, out=out) is out
+    check(group, out, a, b)
+    border = frame.clone()
+    border[1:-1, 8:-8] = SENTINEL
+    assert (border == SENTINEL).all()
+    together = randn(group, n, m, seed=5, common=True).t()
+    before = together.clone()
+    mk.matmul_all_reduce(a.t().contiguous().t(), b, residual=together, out=together)
+    check(group, together, a, b, residual=before)
+
+
+def test_one_node_strides_of_all_reduce(way):
+    spawn(strides_of_all_reduce)
+
+
+def test_two_nodes_strides_of_all_reduce():
+    spawn(strides_of_all_reduce, cluster=(2, 2))
+
+
 def no_depth(group):
     bias = randn(group, 64, common=True)
     y = mk.matmul_reduce_scatter(randn(group, 8 * group.size, 0), randn(group, 0, 64), bias=bias)
@@ -126,6 +187,7 @@ def many_calls(group):
         rows, n, k = [(256, 512, 256), (64, 128, 512), (130, 300, 72)][i % 3]
         a, b = randn(group, rows * group.size, k, seed=i), randn(group, k, n, seed=100 + i)
         calls.append((mk.matmul_reduce_scatter(a, b), a, b))
+        calls.append((mk.matmul_all_reduce(a, b), a, b))
     for y, a, b in calls:
         check(group, y, a, b)
 
@@ -142,10 +204,11 @@ def large(group):
     """Every CTA has many tiles of every kind, and the tiles do not come out even."""
     rows, n, k = 1160, 4096 + 264, 512
     a, w = randn(group, rows * group.size, k), randn(group, n, k, seed=1)
-    results = [mk.matmul_reduce_scatter(a, w.t()) for _ in range(4)]
-    check(group, results[0], a, w.t())
-    group.synchronize()
-    assert all(torch.equal(results[0], other) for other in results), "other bits on another run"
+    for op in (mk.matmul_reduce_scatter, mk.matmul_all_reduce):
+        results = [op(a, w.t()) for _ in range(4)]
+        check(group, results[0], a, w.t())
+        group.synchronize()
+        assert all(torch.equal(results[0], other) for other in results), "other bits on another run"
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -170,6 +233,8 @@ def two_groups(group):
         with torch.cuda.stream(stream):
             done.append((group, mk.matmul_reduce_scatter(a, b, group=group), a, b))
             done.append((pair, mk.matmul_reduce_scatter(a, b, group=pair), a, b))
+            done.append((group, mk.matmul_all_reduce(a, b, group=group), a, b))
+            done.append((pair, mk.matmul_all_reduce(a, b, group=pair), a, b))
     group.synchronize()
     for on, y, a, b in done:
         check(on, y, a, b)
@@ -185,8 +250,9 @@ def test_one_node_late_rank():
         for i in range(5):
             if group.rank == i % group.size:
                 torch.cuda._sleep(20_000_000)
-            y = mk.matmul_reduce_scatter(a, b)
+            y, z = mk.matmul_reduce_scatter(a, b), mk.matmul_all_reduce(a, b)
         check(group, y, a, b)
+        check(group, z, a, b)
 
     spawn(on_rank, cluster=(1, 3))
 
@@ -208,30 +274,36 @@ def test_one_node_captured_graph_is_replayed():
     spawn(on_rank, cluster=(1, 1))
 
 
-def test_one_node_dead_peer_is_reported_and_the_others_go_on():
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_one_node_dead_peer_is_reported_and_the_others_go_on(name):
+    op = getattr(mk, name)
+
     def on_rank(group):
-        a, b = randn(group, 768, 256), randn(group, 256, 512, seed=1)
-        check(group, mk.matmul_reduce_scatter(a, b), a, b)
+        a, b = randn(group, 768, 256), randn(group, 256, 2048, seed=1)
+        check(group, op(a, b), a, b)
         if group.rank == 2:
             return None
-        mk.matmul_reduce_scatter(a, b)
+        op(a, b)
         with pytest.raises(mk.CommTimeout) as caught:
             group.synchronize()
         record = caught.value.record
-        assert (record.op, record.rank, record.signal) == ("matmul_reduce_scatter", group.rank, "partial")
+        assert (record.op, record.rank) == (name, group.rank)
+        assert record.signal in ("partial", "finished tile")
         left = group.subset([0, 1, 3])
-        check(left, mk.matmul_reduce_scatter(a, b, group=left), a, b)
-        return record.peer
+        check(left, op(a, b, group=left), a, b)
+        return {other.peer for other in caught.value.records}
 
-    assert set(spawn(on_rank, timeout=1.0)) - {None} == {2}
+    assert 2 in set().union(*(peers for peers in spawn(on_rank, timeout=1.0) if peers))
 
 
 def test_one_node_lost_signal_times_out(tmp_path):
     source = inspect.getsource(sys.modules["mkernel.ops.matmul_reduce_scatter"])
-    lost = "notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)"
-    assert lost in source
+    for lost in ("notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)",
+                 "notify(signal.to(tl.pointer_type(tl.int64)), epoch)"):  # fmt: skip
+        assert source.count(lost) == 1
+        source = source.replace(lost, "pass")
     path = tmp_path / "broken_matmul_reduce_scatter.py"
-    path.write_text(source.replace(lost, "pass"))
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     broken = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = broken

@@ -24,7 +24,7 @@ from mkernel.runtime.world import Links
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPEATS = 40
-TIMEOUT = 60.0  # seconds; of a wait, so far more than any shape takes
+TIMEOUT = 120.0  # seconds; of a wait, so far more than any shape takes
 NETWORK_LATENCY = 5e-6  # seconds, of a paced network
 
 

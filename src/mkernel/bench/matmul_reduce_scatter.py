@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wire_ms
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
 from mkernel.bench.timing import Link
 from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Sum
 
 
 def measure(
@@ -28,7 +29,7 @@ def measure(
     torch.cuda.current_stream(device).synchronize()
     parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
     tile = rows * n * a.element_size()
-    wire = wire_ms(group, group.nodes * (group.gpus_per_node - 1) * tile, (group.nodes - 1) * tile)
+    wire = wires(group, group.nodes * (group.gpus_per_node - 1) * tile, (group.nodes - 1) * tile)
     link = Link(device)
 
     def multiply() -> None:
@@ -37,11 +38,11 @@ def measure(
     def reduce() -> None:
         link.open()
         add_up(parts, size, out.view(-1), group.rank * rows * n, DTYPES[dtype])
-        link.hold(int(wire * 1e6))
+        link.hold(int(wire.ms * 1e6))
 
-    launch = prepare(group, a, w.t(), out, None, None, dtype, config)
+    launch = prepare(group, Sum(a, w.t(), out, config=config))
     stream = torch.cuda.current_stream(device)
-    mine = OnRank(launch, stream, multiply, reduce)
+    mine = OnRank(launch, stream, multiply, [[reduce]])
     times, sustained = measure_together(group, mine, repeats)
 
     out.fill_(float("nan"))

@@ -41,14 +41,18 @@ def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype
     _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
 
 
+Step = Callable[[], None]
+
+
 @dataclass(frozen=True)
 class OnRank:
-    """What is timed, on one rank: `multiply` is the library's GEMM, `reduce` what follows it host-driven."""
+    """What is timed, on one rank: `multiply` is the library's GEMM. What follows it host-driven is one of
+    `ways`, each a list of steps that all ranks make together; the fastest counts."""
 
     launch: Launch
     stream: torch.cuda.Stream
-    multiply: Callable[[], None]
-    reduce: Callable[[], None]
+    multiply: Step
+    ways: Sequence[Sequence[Step]]
 
 
 def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -68,45 +72,67 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
                 with torch.cuda.stream(each.stream):
                     each.multiply()
 
-        def host_driven() -> None:
-            library()
-            done = [each.stream.record_event() for each in everyone]
-            for each in everyone:
-                for event in done:
-                    each.stream.wait_event(event)
-                with torch.cuda.stream(each.stream):
-                    each.reduce()
-            # a product is not overwritten before everybody has read it
+        def meet() -> None:
+            """What any rank's stream does next comes after what all of them have done."""
             done = [each.stream.record_event() for each in everyone]
             for each in everyone:
                 for event in done:
                     each.stream.wait_event(event)
 
-        host_driven()
+        def host_driven(way: int) -> Step:
+            def run() -> None:
+                library()
+                meet()
+                for step in range(len(mine.ways[way])):
+                    for each in everyone:
+                        with torch.cuda.stream(each.stream):
+                            each.ways[way][step]()
+                    meet()
+
+            return run
+
+        ways = {f"host_driven {way}": host_driven(way) for way in range(len(mine.ways))}
+        for run in ways.values():
+            run()
         for stream in streams:
             stream.synchronize()
-        calls = {"library": library, "fused": fused, "host_driven": host_driven}
+        calls = {"library": library, "fused": fused, **ways}
         stopwatch = Stopwatch(streams)
         measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+        for times in measured:
+            times["host_driven"] = min(times.pop(name) for name in ways)
     return group.exchange("times", measured)[0]
 
 
-def wire_ms(group: Group, nvlink_bytes: int, network_bytes: int) -> float:
-    """What the bytes of one rank take on the paced links, both at the same time; 0 if they are not paced."""
+@dataclass(frozen=True)
+class Wires:
+    """Milliseconds that the bytes of one rank take on its paced links; 0 where they are not paced."""
+
+    nvlink: float
+    network: float
+
+    @property
+    def ms(self) -> float:
+        """Both at the same time."""
+        return max(self.nvlink, self.network)
+
+
+def wires(group: Group, nvlink_bytes: int, network_bytes: int) -> Wires:
+    """What so many bytes of one rank take."""
     links = group.world.links
-    seconds = nvlink_bytes / (links.nvlink * 1e9) if links.nvlink and group.gpus_per_node > 1 else 0.0
-    network = getattr(links, "network", None)
-    if network and group.nodes > 1:
-        seconds = max(seconds, network_bytes / (network * 1e9))
-    return seconds * 1e3
+    nvlink = nvlink_bytes / (links.nvlink * 1e6) if links.nvlink and group.gpus_per_node > 1 else 0.0
+    network = 0.0
+    if links.network and group.nodes > 1:
+        network = network_bytes / (links.network * 1e6) + links.network_latency * 1e3
+    return Wires(nvlink, network)
 
 
 def figures(
     op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype,
-    times: dict[str, float], sustained: dict[str, float], wire: float, error: float, bound: float, plan: Any,
+    times: dict[str, float], sustained: dict[str, float], wire: Wires, error: float, bound: float, plan: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What `mkernel bench` prints and writes for one shape (m, n, k of all ranks)."""
-    floor = max(times["library"], wire)
+    floor = max(times["library"], wire.ms)
     rate = group.world.links.nvlink
     return {
         "op": op,
@@ -118,17 +144,19 @@ def figures(
         "nodes": group.nodes,
         "gpus": torch.cuda.device_count(),
         "link_gb_per_s": rate,
-        "emulated": group.size > torch.cuda.device_count() or rate is not None,
+        "network_gb_per_s": group.world.links.network,
+        "emulated": group.size > torch.cuda.device_count() or rate is not None or group.nodes > 1,
         "fused_ms": times["fused"],
         "library_ms": times["library"],
-        "wire_ms": wire,
+        "wire_ms": wire.nvlink,
+        "network_ms": wire.network,
         "host_driven_ms": times["host_driven"],
         "speedup": times["host_driven"] / times["fused"],
         "floor_fraction": floor / times["fused"],
         "sustained_fused_ms": sustained["fused"],
         "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
-        "sustained_floor_fraction": max(sustained["library"], wire) / sustained["fused"],
+        "sustained_floor_fraction": max(sustained["library"], wire.ms) / sustained["fused"],
         "max_error": error if error == error else float("inf"),
         "error_bound": bound,
         "plan": str(plan),

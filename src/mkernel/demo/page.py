@@ -71,6 +71,6 @@ def _operator(one: Shown) -> list[str]:
         )
     if one.times:
         names = list(one.times)
-        trace = {"type": "bar", "x": names, "y": [one.times[name] for name in names]}
-        parts.append(report.plot(f"{one.name}-times", [trace], "Time of a call", "", "ms"))
+        times = {"type": "bar", "x": names, "y": [one.times[name] for name in names]}
+        parts.append(report.plot(f"{one.name}-times", [times], "Time of a call", "", "ms"))
     return parts

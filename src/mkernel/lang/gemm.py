@@ -29,11 +29,12 @@ def multiply_tile(
     b, column, n, k, b_row_stride, b_column_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, column_stride=1,
 ):  # fmt: skip
     """fp32 accumulator of a[part, row : row + TILE_M, :] @ b[:, column : column + TILE_N].
 
     b is [k, n]; B_TRANSPOSED: its descriptor is one of the [n, k] tensor that b is a view of.
+    `column_stride` is that of a, where it is read through pointers.
 
     The accumulator must start as a constant: with a value known only at run time (NaN for a tile
     whose inputs never came) the loop ran 20% slower. Marking the finished tile costs nothing that
@@ -42,7 +43,7 @@ def multiply_tile(
     accumulator = tl.zeros((TILE_M, TILE_N), tl.float32)
     for step in range(tl.cdiv(k, TILE_K)):
         accumulator = multiply_step(
-            accumulator, a, part, row, rows, part_stride, row_stride, 1,
+            accumulator, a, part, row, rows, part_stride, row_stride, column_stride,
             b, column, n, step * TILE_K, k, b_row_stride, b_column_stride,
             TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
         )  # fmt: skip

@@ -57,10 +57,3 @@ def prefetch_partial(slot, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     at a time. It does not matter whether the part is there yet."""
     ELEMENTS: tl.constexpr = LINE // (slot.dtype.element_ty.primitive_bitwidth // 8)
     prefetch(slot + tl.arange(0, TILE_M * TILE_N // ELEMENTS) * ELEMENTS)
-
-
-@triton.jit
-def halves(tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The left and the right half of a tile's columns. What is stored or read by rows goes through
-    shared memory; half a tile at a time leaves it to the operands."""
-    return tile.reshape(TILE_M, 2, TILE_N // 2).permute(0, 2, 1).split()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -67,24 +67,52 @@ def common_ctas(group: Group) -> int:
     return min(group.world.ctas(member) for member in group.members)
 
 
-def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, ctas: int, parts: int) -> tuple[int, int]:
-    """Rows and columns of a tile of a sum over ranks, of which a rank computes `parts` times rows x n. It
-    follows from what is the same on every rank. Large tiles, unless they would leave CTAs idle."""
+def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[str]:
+    """Why tensors are not accessed through descriptors, for a plan."""
+    if not descriptors:
+        return ["the device has no tensor descriptors (TMA): operands are read through pointers"]
+    return [
+        f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers"
+        for name, good in described.items()
+        if not good
+    ]
+
+
+def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
+    """Rows and columns of a tile of a sum over ranks [rows, n] that shall be cut into at least `wanted` tiles:
+    the widest tile that does, or the narrowest. It follows from what is the same on every rank, since whole
+    tiles travel."""
     default = default_tiles(device, dtype, n, described=True)
-    tile = default.tile_m, default.tile_n
     if device.type != "cuda" or dtype == torch.float32:
-        return tile
-    for smaller in ((128, 128), (64, 128), (64, 64)):
-        wasteful = tile[0] >= 2 * rows or math.ceil(rows / tile[0]) * math.ceil(n / tile[1]) * parts < ctas
-        if wasteful and smaller[1] <= tile[1]:
-            tile = smaller
-    return tile
+        return default.tile_m, default.tile_n
+    tile_m = default.tile_m if rows > 64 else 64
+    for tile_n in (256, 128, 64):
+        if tile_n <= default.tile_n and (math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64):
+            break
+    return tile_m, tile_n
 
 
-def depth_of_tile(tiles: TileDefaults, tile_n: int, described: bool) -> int:
-    """Columns of a and rows of b that are read at a time. Pointers for all of a wide tile do not fit into
-    the registers beside its sum."""
-    return tiles.tile_k if described or tile_n <= 128 else min(tiles.tile_k, 16)
+def settings_of_sum(
+    device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, described: bool, ctas: int,
+    config: Config | None,
+) -> Settings:  # fmt: skip
+    """The other settings of an operator that sums over ranks, all of whose CTAs compute; `described`: a and b
+    are read through descriptors."""
+    defaults = default_tiles(device, dtype, tile_n, described)
+    depth, stages, warps = defaults.tile_k, defaults.stages, defaults.warps
+    if device.type == "cuda" and dtype != torch.float32:
+        if described:
+            stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
+        elif tile_n > 128:
+            depth = 16  # pointers for more of a wide tile do not fit into the registers beside its sum
+        if tile_m == 64:
+            warps = 4  # a warp holds 16 rows of the sum
+    choose = chooser(config)
+    return Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=choose("tile_k", depth), group_m=choose("group_m", defaults.group_m),
+        stages=choose("stages", stages), warps=choose("warps", warps), ctas=choose("ctas", ctas),
+        send_ctas=0, intra_ctas=0, join_tiles=0, chunk_rows=tile_m, copy_bytes=defaults.copy_bytes,
+    )  # fmt: skip
 
 
 def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
