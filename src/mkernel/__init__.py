@@ -7,6 +7,7 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 """
 
 from mkernel.api import empty, explain, init
+from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.matmul_all_reduce import matmul_all_reduce
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -31,6 +32,7 @@ __all__ = [
     "WaitRecord",
     "__version__",
     "all_gather_matmul",
+    "diagnose",
     "empty",
     "explain",
     "init",

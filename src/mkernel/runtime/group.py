@@ -178,6 +178,7 @@ class Group:
             if found:
                 more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
                 timeout = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+                timeout.group = self.name
                 self._broken = self.world.cause_of(self, timeout)
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken.__cause__
@@ -207,7 +208,11 @@ class Group:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
         self._exchanges += 1
         key = (self.name, self._exchanges)
-        given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        try:
+            given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        except CommTimeout as late:
+            late.group = self.name
+            raise
         for rank, (called, _) in enumerate(given):
             if called != what:
                 raise ArgumentError(

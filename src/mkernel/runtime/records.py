@@ -50,7 +50,7 @@ class WaitRecord:
             "partial": f"rank {self.peer}'s part of tile {self.index}",
             "finished tile": f"tile {self.index}, which rank {self.peer} sums up",
             "call": f"rank {self.peer} to make the same call",
-        }[self.signal]
+        }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
         how = "timed out" if self.timed_out else "gave up with the group"
         who = f"role {self.role}, CTA {self.cta}" if self.cta >= 0 else f"its {self.role} code"
         return (

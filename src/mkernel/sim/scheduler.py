@@ -153,6 +153,8 @@ class CtaTask(Task):
         result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
         if result.size == 1:
             self._loaded_one(int(np.ravel(addresses)[0]), result)
+        else:
+            self.launch.on_load(addresses, mask, dtype.itemsize)
         return result
 
     def _loaded_one(self, address: int, result: np.ndarray) -> None:
