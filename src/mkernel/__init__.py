@@ -8,6 +8,7 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 
 from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.ring_attention import from_zigzag, ring_attention, to_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
 from mkernel.runtime.group import Group
@@ -31,6 +32,9 @@ __all__ = [
     "all_gather_matmul",
     "empty",
     "explain",
+    "from_zigzag",
     "init",
+    "ring_attention",
     "spawn",
+    "to_zigzag",
 ]

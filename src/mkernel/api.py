@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
-_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
+_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain, "ring_attention": _ring_attention.explain}
 
 
 def init(

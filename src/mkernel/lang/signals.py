@@ -30,6 +30,7 @@ ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
+FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
 
 
 @triton.jit

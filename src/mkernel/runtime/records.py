@@ -13,13 +13,14 @@ from mkernel.runtime.errors import CommTimeout
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
 
-OPS = ("all_gather_matmul",)
+OPS = ("all_gather_matmul", "ring_attention")
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
     signals.ARRIVED.value: "arrived",
     signals.RING_SPACE.value: "ring space",
     signals.SENT.value: "sent",
+    signals.FREED.value: "freed",
 }
 
 
@@ -45,6 +46,7 @@ class WaitRecord:
             "arrived": f"chunk {self.index} of rank {self.peer}'s rows",
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
+            "freed": f"rank {self.peer} to be done with round {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }[self.signal]
         how = "timed out" if self.timed_out else "gave up with the group"
