@@ -8,11 +8,12 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 
 from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
-from mkernel.ops.ring_attention import from_zigzag, ring_attention, to_zigzag
+from mkernel.ops.ring_attention import ring_attention
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.records import WaitRecord
+from mkernel.runtime.sequences import from_zigzag, to_zigzag
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 from mkernel.version import __version__

@@ -117,13 +117,11 @@ def slot_rows(slots, row, rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr, DESC
 
 
 @triton.jit
-def take_in(scores, total, largest, scale, MASKED: tl.constexpr):
+def take_in(scores, total, largest, scale):
     """One block of scores more: (weights, total, largest, fade); what was accumulated must be
-    multiplied by `fade`. A row with no key in any MASKED block so far keeps largest = -inf."""
+    multiplied by `fade`. A row that has seen no key so far keeps largest = -inf."""
     newest = tl.maximum(largest, tl.max(scores, 1) * scale)
-    pivot = newest
-    if MASKED:
-        pivot = tl.where(newest == float("-inf"), 0.0, newest)
+    pivot = tl.where(newest == float("-inf"), 0.0, newest)
     weights = tl.exp2(scores * scale - pivot[:, None])
     fade = tl.exp2(largest - pivot)
     return weights, total * fade + tl.sum(weights, 1), newest, fade
@@ -133,28 +131,24 @@ def take_in(scores, total, largest, scale, MASKED: tl.constexpr):
 def attend(
     query, accumulator, total, largest, bounds, rank, row, scale,
     key, value, batch, head, key_strides, value_strides, slots_row, slots_rows,
-    source, begin, panel, chunk_rows, length, dim, first, full, full_end, end,
-    OWN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    source, begin, length, dim, first, full, full_end, end,
+    OWN: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """Attend with this rank's queries from `row` on to key blocks full..full_end-1 of a source, or, if
-    MASKED, to the other ones of first..end-1. OWN: key and value are the caller's tensors; else both are the slots, where the
-    source's panel starts at row `slots_row` with key `begin`: chunk by chunk, each `chunk_rows` keys
-    (the last one what is left of `panel`), then as many values."""
-    left = full - first
-    count = full_end - full
-    if MASKED:
-        count = left + end - full_end
-        rows = tl.minimum(row + tl.arange(0, TILE_M), length - 1)
-        starts, ends = seen_by(bounds, rank, rows, length, SIZE, ZIGZAG, CAUSAL, PACKED)
-        # of the source's keys a row sees one range, too: two numbers a row, where positions would be one a key
-        lower = keys_below(starts, source, length, SIZE, ZIGZAG)
-        upper = keys_below(ends, source, length, SIZE, ZIGZAG)
-    for i in range(count):
-        block = full + i
-        if MASKED:
-            block = tl.where(i < left, first + i, full_end - left + i)
+    """Attend with this rank's queries from `row` on to key blocks first..end-1 of a source; those in
+    full..full_end-1 need no mask. OWN: key and value are the caller's tensors; else both are the slots,
+    where the source's panel starts at row `slots_row` with key `begin`: TILE_N keys, then their values,
+    then the next.
+
+    One loop that asks for each block whether it must be masked: with two loops, one for masked blocks,
+    the kernel for several ranks needed more registers than there are (24 bytes were spilled)."""
+    rows = tl.minimum(row + tl.arange(0, TILE_M), length - 1)
+    starts, ends = seen_by(bounds, rank, rows, length, SIZE, ZIGZAG, CAUSAL, PACKED)
+    # of the source's keys a row sees one range, too: two numbers a row, where positions would be one a key
+    lower = keys_below(starts, source, length, SIZE, ZIGZAG)
+    upper = keys_below(ends, source, length, SIZE, ZIGZAG)
+    for block in range(first, end):
         at = block * TILE_N
         if OWN:
             keys = rows_of(
@@ -162,16 +156,15 @@ def attend(
                 TILE_N, DIM, DESCRIPTOR,
             )  # fmt: skip
         else:
-            chunk = (at - begin) // chunk_rows
-            place = slots_row + (at - begin) + chunk * chunk_rows
+            place = slots_row + 2 * (at - begin)
             keys = slot_rows(key, place, slots_rows, dim, TILE_N, DIM, DESCRIPTOR)
         scores = tl.dot(query, keys.T, input_precision=PRECISION)
-        if MASKED:
+        if (block < full) | (block >= full_end):
             index = at + tl.arange(0, TILE_N)[None, :]
             scores = tl.where(index < upper[:, None], scores, float("-inf"))
             if PACKED:
                 scores = tl.where(index >= lower[:, None], scores, float("-inf"))
-        weights, total, largest, fade = take_in(scores, total, largest, scale, MASKED)
+        weights, total, largest, fade = take_in(scores, total, largest, scale)
         accumulator = accumulator * fade[:, None]
         if OWN:
             values = rows_of(
@@ -179,10 +172,7 @@ def attend(
                 value_strides[0], value_strides[1], value_strides[2], value_strides[3], TILE_N, DIM, DESCRIPTOR,
             )  # fmt: skip
         else:
-            values = slot_rows(
-                value, place + tl.minimum(chunk_rows, panel - chunk * chunk_rows), slots_rows, dim,
-                TILE_N, DIM, DESCRIPTOR,
-            )  # fmt: skip
+            values = slot_rows(value, place + TILE_N, slots_rows, dim, TILE_N, DIM, DESCRIPTOR)
         accumulator = tl.dot(weights.to(values.dtype), values, accumulator, input_precision=PRECISION)
     return accumulator, total, largest
 

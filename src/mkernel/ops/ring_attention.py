@@ -66,13 +66,11 @@ other. Waiting for chunk after chunk: see _everything_is_here.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -103,6 +101,7 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Scratch, Workspace, current
 from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.sequences import Sequences, documents_of, scheduled
 from mkernel.runtime.world import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -152,24 +151,25 @@ def _copy_own(
     length, dim, data_start, window, part_rows, chunk_rows,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
     SEEN_ONLY: tl.constexpr, ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, DIM: tl.constexpr,
+    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of this rank's own keys and values into slots; see _copy_rows."""
-    key = begin + chunk * chunk_rows
-    rows = tl.minimum(length - key, height)
-    row = 2 * chunk * chunk_rows
-    place = tl.cast(batch, tl.int64) * k_strides[0] + tl.cast(head, tl.int64) * k_strides[1]
-    _copy_rows(
-        context, k + place + key.to(tl.int64) * k_strides[2], k_strides[2], k_strides[3], rows, height, dim,
-        data_start, row, turn, rank_of(context), spans, key, height, length, window, part_rows, offset,
-        DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, K_FLAT, COPY, DIM,
-    )  # fmt: skip
-    place = tl.cast(batch, tl.int64) * v_strides[0] + tl.cast(head, tl.int64) * v_strides[1]
-    _copy_rows(
-        context, v + place + key.to(tl.int64) * v_strides[2], v_strides[2], v_strides[3], rows, height, dim,
-        data_start, row + height, turn, rank_of(context), spans, key, height, length, window, part_rows, offset,
-        DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, V_FLAT, COPY, DIM,
-    )  # fmt: skip
+    """Copy a chunk of this rank's own keys and values into slots, a block of TILE_N keys and then its values;
+    see _copy_rows."""
+    start = begin + chunk * chunk_rows
+    k_start = k + tl.cast(batch, tl.int64) * k_strides[0] + tl.cast(head, tl.int64) * k_strides[1]
+    v_start = v + tl.cast(batch, tl.int64) * v_strides[0] + tl.cast(head, tl.int64) * v_strides[1]
+    for key in range(start, start + height, TILE_N):
+        rows = tl.minimum(length - key, TILE_N)
+        _copy_rows(
+            context, k_start + tl.cast(key, tl.int64) * k_strides[2], k_strides[2], k_strides[3], rows, TILE_N, dim,
+            data_start, 2 * (key - begin), turn, rank_of(context), spans, start, height, length, window, part_rows,
+            offset, DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, K_FLAT, COPY, DIM,
+        )  # fmt: skip
+        _copy_rows(
+            context, v_start + tl.cast(key, tl.int64) * v_strides[2], v_strides[2], v_strides[3], rows, TILE_N, dim,
+            data_start, 2 * (key - begin) + TILE_N, turn, rank_of(context), spans, start, height, length, window,
+            part_rows, offset, DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, V_FLAT, COPY, DIM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _send(
     rounds, window, parts, part_rows, chunk_rows, chunks, stamps, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, CREDITS: tl.constexpr,
     ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, DIM: tl.constexpr,
+    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Stage this rank's chunks in its own slot and post them to its counterparts in other nodes."""
     rank = rank_of(context)
@@ -201,7 +201,8 @@ def _send(
                         _copy_own(
                             context, k, k_strides, v, v_strides, unit // kv_heads, unit % kv_heads, turn, begin,
                             chunk, height, spans, 0, length, dim, data_start, window, part_rows, chunk_rows,
-                            DTYPE, SIZE, GPUS, SLOTS, 1, False, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, DIM,
+                            DTYPE, SIZE, GPUS, SLOTS, 1, False, ZIGZAG, CAUSAL, PACKED,
+                            K_FLAT, V_FLAT, COPY, TILE_N, DIM,
                         )  # fmt: skip
                         staged = key >= 0
                     peer = (rank + i * GPUS) % SIZE
@@ -224,7 +225,7 @@ def _intra(
     rounds, window, parts, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, CREDITS: tl.constexpr,
     PACED: tl.constexpr, ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, DIM: tl.constexpr,
+    K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Push this rank's chunks to its node, and those of its counterparts in other nodes as they arrive."""
     rank = rank_of(context)
@@ -250,7 +251,7 @@ def _intra(
                 _copy_own(
                     context, k, k_strides, v, v_strides, unit // kv_heads, unit % kv_heads, turn, begin,
                     chunk, height, spans, 1, length, dim, data_start, window, part_rows, chunk_rows,
-                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, DIM,
+                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
                 )  # fmt: skip
             elif is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
                 slot = slot_of(source, rank, SIZE)
@@ -347,7 +348,6 @@ def _compute(
         row = block * TILE_M
         begin = part * part_rows
         until = tl.minimum(begin + part_rows, length)
-        panel = tl.minimum(part_rows, padded - begin)
 
         query = rows_of(
             q, batch, head, row, length, dim, q_strides[0], q_strides[1], q_strides[2], q_strides[3],
@@ -375,14 +375,8 @@ def _compute(
         accumulator, total, largest = attend(
             query, accumulator, total, largest, bounds, rank, row, scale,
             own_k, own_v, batch, kv_head, k_strides, v_strides, 0, 0,
-            rank, begin, panel, chunk_rows, length, dim, first, full, full_end, end,
-            True, False, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
-        )  # fmt: skip
-        accumulator, total, largest = attend(
-            query, accumulator, total, largest, bounds, rank, row, scale,
-            own_k, own_v, batch, kv_head, k_strides, v_strides, 0, 0,
-            rank, begin, panel, chunk_rows, length, dim, first, full, full_end, end,
-            True, True, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
+            rank, begin, length, dim, first, full, full_end, end,
+            True, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
         )  # fmt: skip
 
         missing = 0.0
@@ -418,14 +412,8 @@ def _compute(
                 accumulator, total, largest = attend(
                     query, accumulator, total, largest, bounds, rank, row, scale,
                     slots, slots, batch, kv_head, k_strides, v_strides, slots_row, slots_rows,
-                    source, begin, panel, chunk_rows, length, dim, first, full, full_end, end,
-                    False, False, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
-                )  # fmt: skip
-                accumulator, total, largest = attend(
-                    query, accumulator, total, largest, bounds, rank, row, scale,
-                    slots, slots, batch, kv_head, k_strides, v_strides, slots_row, slots_rows,
-                    source, begin, panel, chunk_rows, length, dim, first, full, full_end, end,
-                    False, True, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
+                    source, begin, length, dim, first, full, full_end, end,
+                    False, PRECISION, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, DESCRIPTOR,
                 )  # fmt: skip
 
         if PARTS:
@@ -473,7 +461,7 @@ def ring_attention_kernel(
             context, epoch, k, (k_batch, k_head, k_row, k_column), v, (v_batch, v_head, v_row, v_column),
             spans, kv_heads, length, padded, dim, data_start,
             rounds, window, parts, part_rows, chunk_rows, chunks, stamps, cta, SENDERS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, DIM,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
         )  # fmt: skip
     elif cta < SENDERS + INTRAS:
         _intra(
@@ -481,7 +469,7 @@ def ring_attention_kernel(
             spans, kv_heads, length, padded, dim, data_start,
             rounds, window, parts, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
             cta - SENDERS, INTRAS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, DIM,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
         )  # fmt: skip
     first = tl.load(schedule + cta).to(tl.int32)
     end = tl.load(schedule + cta + 1).to(tl.int32)
@@ -495,63 +483,6 @@ def ring_attention_kernel(
         DESCRIPTOR, PRECISION, TILE_M, TILE_N, DIM, LOOKS,
     )  # fmt: skip
     finish(context, epoch)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Where the ranks' rows lie in the whole sequence, and which positions each row sees; what
-    lang/attention.py does in kernels, for the host."""
-
-    size: int
-    length: int
-    zigzag: bool
-    causal: bool
-    documents: tuple[int, ...] | None  # boundaries of packed documents, from 0 to size * length
-
-    def positions(self, rank: int) -> np.ndarray:
-        """Positions of a rank's rows."""
-        index = np.arange(self.length)
-        if not self.zigzag:
-            return rank * self.length + index
-        half = self.length // 2
-        return np.where(index < half, rank * half + index, (2 * self.size - 2 - rank) * half + index)
-
-    def keys_below(self, positions: np.ndarray, rank: int) -> np.ndarray:
-        """How many of a rank's rows lie below the given positions."""
-        if not self.zigzag:
-            return np.clip(positions - rank * self.length, 0, self.length)
-        half = self.length // 2
-        first = np.clip(positions - rank * half, 0, half)
-        return first + np.clip(positions - (2 * self.size - 1 - rank) * half, 0, half)
-
-    def seen(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends): each row of a rank sees positions start..end-1."""
-        at = self.positions(rank)
-        starts, ends = np.zeros_like(at), np.full_like(at, self.size * self.length)
-        if self.documents is not None:
-            bounds = np.array(self.documents)
-            document = np.searchsorted(bounds, at, side="right")
-            starts, ends = bounds[document - 1], bounds[np.minimum(document, len(bounds) - 1)]
-        if self.causal:
-            ends = at + 1
-        return starts, ends
-
-    def key_blocks(self, rank: int, tile_m: int, tile_n: int) -> np.ndarray:
-        """How many blocks of keys each of a rank's tiles of queries goes through."""
-        starts, ends = self.seen(rank)
-        first = np.arange(0, self.length, tile_m)
-        last = np.minimum(first + tile_m, self.length) - 1
-        blocks = np.zeros(len(first), dtype=np.int64)
-        for source in range(self.size):
-            low, high = self.keys_below(starts[first], source), self.keys_below(ends[last], source)
-            blocks += np.where(low < high, -(-high // tile_n) - low // tile_n, 0)
-        return blocks
-
-    def keys_sent(self, source: int, rank: int) -> int:
-        """How many of a source's keys a rank gets, but for the rounding to chunks."""
-        starts, ends = self.seen(rank)
-        low, high = (int(self.keys_below(position, source)) for position in (starts[:1][0], ends[-1:][0]))
-        return max(high - low, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -612,11 +543,13 @@ def _tiles(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config 
     if group.device.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
-        tile_m, tile_n, stages, warps = 64, 32, 2, 8
-    elif dim > 128:
-        tile_m, tile_n, stages, warps = 128, 64, 2, 8
+        tile_m, tile_n, stages, warps = (
+            (32, 32, 2, 8) if dim == 64 else (32, 16, 2, 8) if dim <= 128 else (16, 16, 2, 8)
+        )
+    elif has_descriptors(group.device):
+        tile_m, tile_n, stages, warps = (128, 128, 2, 8) if dim <= 128 else (64, 64, 2, 8)
     else:
-        tile_m, tile_n, stages, warps = 128, 128, 2, 8
+        tile_m, tile_n, stages, warps = (128, 64, 2, 8) if dim <= 128 else (64, 32, 2, 8)
     tile_n = tile_n if given.tile_n is None else given.tile_n
     chunk_rows = given.chunk_rows
     if chunk_rows is None:
@@ -661,40 +594,6 @@ def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int,
     return parts, part_rows, min(units * parts, room // (slots * part_rows))
 
 
-def _scheduled(
-    costs: Sequence[int], group: int, units: int, parts: int, ctas: int, helpers: int, ready: float, joined: int
-) -> list[int]:
-    """Which CTA computes which tiles, as the kernel reads it: for each CTA where its list starts and the
-    next one's does, then the lists. A tile is numbered (round * group + head of the group) * tiles + tile.
-
-    Tiles go to the CTA that is free first, long ones of a unit first; the helpers are free at `ready`, for
-    tiles of rounds from `joined` on. Where units have parts, a tile stays with one CTA.
-    """
-    blocks = len(costs)
-    order = sorted(range(group * blocks), key=lambda tile: -costs[tile % blocks])
-    lists: list[list[int]] = [[] for _ in range(ctas)]
-    if parts > 1:
-        compute = ctas - helpers
-        for turn in range(units * parts):
-            for place, tile in enumerate(order):
-                lists[helpers + place % compute].append(turn * len(order) + tile)
-    else:
-        free = [(0.0, cta) for cta in range(helpers, ctas)]
-        for unit in range(units):
-            if helpers and unit == joined:
-                free += [(ready, cta) for cta in range(helpers)]
-                heapq.heapify(free)
-            for tile in order:
-                time, cta = free[0]
-                heapq.heapreplace(free, (time + costs[tile % blocks] + 1, cta))
-                lists[cta].append(unit * len(order) + tile)
-    words, end = [], ctas + 1
-    for mine in lists:
-        words.append(end)
-        end += len(mine)
-    return [*words, end, *(tile for mine in lists for tile in mine)]
-
-
 def _why_not_gluon(group: Group, query: torch.Tensor, described: bool, config: Config | None) -> str | None:
     """Why the kernel for Hopper can not be taken; None if it can."""
     if group.device.type != "cuda":
@@ -725,7 +624,7 @@ def plan(
     elif not described:
         uneven = [n for n, x in (("query", query), ("key", key), ("value", value), ("out", out)) if not _described(x)]
         reasons.append(
-            f"{', '.join(uneven)}: rows are not contiguous and 16-byte aligned, so tensors are accessed through pointers"
+            f"{', '.join(uneven)}: rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
         )
 
     padded = _round_up(length, tiles.tile_n)
@@ -773,12 +672,10 @@ def plan(
     planning.check(resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0)
     # helpers are done when all is pushed, which the last rounds can not be before they have slots
     ready = max(1.1 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
-    schedule = _scheduled(
-        costs.tolist(), heads // kv_heads, units, parts, ctas, helpers, ready, max(rounds - window, 0)
-    )
+    schedule = scheduled(costs.tolist(), heads // kv_heads, units, parts, ctas, helpers, ready, max(rounds - window, 0))
     spans = None
     if documents is not None:
-        ranges = [edge for rank in range(size) for edge in _span(sequences, rank)]
+        ranges = [edge for rank in range(size) for edge in sequences.span(rank)]
         starts, ends = sequences.seen(group.rank)
         spans = group.world.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
     return Plan(
@@ -800,12 +697,6 @@ def plan(
     )
 
 
-def _span(sequences: Sequences, rank: int) -> tuple[int, int]:
-    """What the rows of a rank see together, with all that lies in between."""
-    starts, ends = sequences.seen(rank)
-    return int(starts[0]), int(ends[-1])
-
-
 def _stamps_of(workspace: Workspace, size: int) -> int:
     """Where the stamps begin, in words: behind the counters, which take half of the rest."""
     return size + (workspace.signal_words - size) // 2
@@ -816,7 +707,7 @@ def _launch(
     out: torch.Tensor, lse: torch.Tensor | None, scale: float,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan."""
-    batch, heads, length, dim = query.shape
+    heads, length, dim = query.shape[1:]
     kv_heads = key.shape[1]
     c = plan.config
     size, element = group.size, query.element_size()
@@ -939,7 +830,7 @@ def _check(
         raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
     if layout == "zigzag" and length % 2:
         raise ArgumentError(
-            f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces of the sequence"
+            f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces"
         )
     if group.size * length >= 2**31:
         raise ArgumentError(f"the sequence has {group.size * length} positions; there may be at most {2**31 - 1}")
@@ -976,28 +867,6 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
             if steps >= n:
                 return False
     return True
-
-
-def _documents(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] | None:
-    """The boundaries of packed documents, checked."""
-    if cu_seqlens is None:
-        return None
-    if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-            raise ArgumentError(
-                f"cu_seqlens must be a tensor of whole numbers with one dimension, got {cu_seqlens.dtype} of shape "
-                f"{tuple(cu_seqlens.shape)}"
-            )
-        cu_seqlens = cu_seqlens.tolist()
-    bounds = tuple(int(bound) for bound in cu_seqlens)
-    whole = group.size * length
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in zip(bounds, bounds[1:])):
-        shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
-        raise ArgumentError(
-            f"cu_seqlens must be the boundaries of the documents in the whole sequence: growing, from 0 to {whole} "
-            f"(world * seq_local); got {shown}"
-        )
-    return tuple(sorted(set(bounds)))  # a document of no length changes nothing
 
 
 def ring_attention(
@@ -1046,7 +915,7 @@ def ring_attention(
     """
     group = current(group)
     _check(group, query, key, value, out, layout, enable_gqa, scale, config)
-    documents = _documents(group, cu_seqlens, query.shape[2])
+    documents = documents_of(group, cu_seqlens, query.shape[2])
     tiles = _tiles(group, query, key, config)
     group.agree(
         "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
@@ -1108,34 +977,6 @@ def explain(
     """The plan that `ring_attention` with these arguments would carry out."""
     group = current(group)
     _check(group, query, key, value, out, layout, enable_gqa, scale, config)
-    documents = _documents(group, cu_seqlens, query.shape[2])
+    documents = documents_of(group, cu_seqlens, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     return plan(group, query, key, value, out, bool(is_causal), layout, documents, config)
-
-
-def to_zigzag(sequence: torch.Tensor, *, dim: int = 2, group: Group | None = None) -> torch.Tensor:
-    """This rank's part, in the zigzag layout, of a whole sequence that every rank has.
-
-    Of 2*world equal pieces along `dim`, rank r gets pieces r and 2*world-1-r. Nothing is communicated.
-    """
-    group = current(group)
-    size, length = group.size, sequence.shape[dim]
-    if length % (2 * size):
-        raise ArgumentError(
-            f"sequence has {length} positions in dimension {dim}, which {2 * size} equal pieces (2 * world) do not "
-            f"divide: pad it to {_round_up(length, 2 * size)}"
-        )
-    pieces = sequence.chunk(2 * size, dim) if length else [sequence] * 2 * size
-    return torch.cat([pieces[group.rank], pieces[2 * size - 1 - group.rank]], dim)
-
-
-def from_zigzag(parts: Sequence[torch.Tensor], *, dim: int = 2) -> torch.Tensor:
-    """The whole sequence, from the parts that all ranks have in the zigzag layout, in the order of ranks."""
-    if not parts:
-        raise ArgumentError("parts must be the parts of all ranks; got none")
-    if len({part.shape for part in parts}) > 1 or parts[0].shape[dim] % 2:
-        raise ArgumentError(
-            f"parts must have one shape, even in dimension {dim}; got {', '.join(str(tuple(p.shape)) for p in parts)}"
-        )
-    halves = [part.tensor_split(2, dim) for part in parts]
-    return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)
