@@ -59,7 +59,7 @@ def post(context, peer, source_segment, source, segment, target, size, signal, v
         tl.store(request + VALUE, value)
         notify(request + TURN, ticket // capacity + 1)
     else:
-        ticket = tl.full((), -1, tl.int64)
+        ticket = ticket * 0 - 1
     return ticket
 
 

@@ -146,12 +146,13 @@ def _copy_rows(
 
 
 @triton.jit
-def _copy_own(
+def copy_own(
     context, k, k_strides, v, v_strides, batch, head, turn, begin, chunk, height, spans, offset,
     length, dim, data_start, window, part_rows, chunk_rows,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
     SEEN_ONLY: tl.constexpr, ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copy a chunk of this rank's own keys and values into slots, a block of TILE_N keys and then its values;
     see _copy_rows."""
@@ -160,12 +161,12 @@ def _copy_own(
     v_start = v + tl.cast(batch, tl.int64) * v_strides[0] + tl.cast(head, tl.int64) * v_strides[1]
     for key in range(start, start + height, TILE_N):
         rows = tl.minimum(length - key, TILE_N)
-        _copy_rows(
+        COPY_ROWS(
             context, k_start + tl.cast(key, tl.int64) * k_strides[2], k_strides[2], k_strides[3], rows, TILE_N, dim,
             data_start, 2 * (key - begin), turn, rank_of(context), spans, start, height, length, window, part_rows,
             offset, DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, K_FLAT, COPY, DIM,
         )  # fmt: skip
-        _copy_rows(
+        COPY_ROWS(
             context, v_start + tl.cast(key, tl.int64) * v_strides[2], v_strides[2], v_strides[3], rows, TILE_N, dim,
             data_start, 2 * (key - begin) + TILE_N, turn, rank_of(context), spans, start, height, length, window,
             part_rows, offset, DTYPE, SIZE, GPUS, SLOTS, COUNT, SEEN_ONLY, ZIGZAG, CAUSAL, PACKED, V_FLAT, COPY, DIM,
@@ -173,12 +174,13 @@ def _copy_own(
 
 
 @triton.jit
-def _send(
+def send(
     context, epoch, k, k_strides, v, v_strides, spans, kv_heads, length, padded, dim, data_start,
     rounds, window, parts, part_rows, chunk_rows, chunks, stamps, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, CREDITS: tl.constexpr,
     ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stage this rank's chunks in its own slot and post them to its counterparts in other nodes."""
     rank = rank_of(context)
@@ -198,11 +200,11 @@ def _send(
                 other = (node + i) % (SIZE // GPUS)
                 if is_seen_in_node(spans, other, rank, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
                     if not staged:
-                        _copy_own(
+                        copy_own(
                             context, k, k_strides, v, v_strides, unit // kv_heads, unit % kv_heads, turn, begin,
                             chunk, height, spans, 0, length, dim, data_start, window, part_rows, chunk_rows,
                             DTYPE, SIZE, GPUS, SLOTS, 1, False, ZIGZAG, CAUSAL, PACKED,
-                            K_FLAT, V_FLAT, COPY, TILE_N, DIM,
+                            K_FLAT, V_FLAT, COPY, TILE_N, DIM, COPY_ROWS,
                         )  # fmt: skip
                         staged = key >= 0
                     peer = (rank + i * GPUS) % SIZE
@@ -220,12 +222,13 @@ def _send(
 
 
 @triton.jit
-def _intra(
+def intra(
     context, epoch, k, k_strides, v, v_strides, spans, kv_heads, length, padded, dim, data_start,
     rounds, window, parts, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib, first, step,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, CREDITS: tl.constexpr,
     PACED: tl.constexpr, ZIGZAG: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     K_FLAT: tl.constexpr, V_FLAT: tl.constexpr, COPY: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Push this rank's chunks to its node, and those of its counterparts in other nodes as they arrive."""
     rank = rank_of(context)
@@ -234,7 +237,7 @@ def _intra(
     own_slots = segment_of(context, rank, DTYPE) + data_start
     count = chunks * (SIZE // GPUS)  # chunks of a round that this rank pushes
     start = clock()
-    sent = tl.full((), 0, tl.int64)
+    sent = epoch * 0
     for turn in range(rounds):
         unit = turn // parts
         begin = turn % parts * part_rows
@@ -248,10 +251,11 @@ def _intra(
             height = chunk_height(begin, chunk, chunk_rows, part_rows, padded)
             key = begin + chunk * chunk_rows
             if source == rank:
-                _copy_own(
+                copy_own(
                     context, k, k_strides, v, v_strides, unit // kv_heads, unit % kv_heads, turn, begin,
                     chunk, height, spans, 1, length, dim, data_start, window, part_rows, chunk_rows,
-                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
+                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED,
+                    K_FLAT, V_FLAT, COPY, TILE_N, DIM, COPY_ROWS,
                 )  # fmt: skip
             elif is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
                 slot = slot_of(source, rank, SIZE)
@@ -259,7 +263,7 @@ def _intra(
                 wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
                 row = 2 * chunk * chunk_rows
                 here = slot_row(turn, slot, window, part_rows, SLOTS) + row
-                _copy_rows(
+                COPY_ROWS(
                     context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1, 2 * height, 2 * height,
                     dim, data_start, row, turn, source, spans, key, height, length, window, part_rows, 1,
                     DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
@@ -279,7 +283,7 @@ def _intra(
 
 
 @triton.jit
-def _source(rank, place, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def source_at(rank, place, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """The rank whose keys are attended to at that place: its own, its node, the other nodes, of each of
     them the counterpart first, whose keys come straight from the network."""
     node = (rank // GPUS + place // GPUS) % (SIZE // GPUS)
@@ -287,7 +291,7 @@ def _source(rank, place, SIZE: tl.constexpr, GPUS: tl.constexpr):
 
 
 @triton.jit
-def _chunks_of(
+def chunks_of(
     low, end, source, begin, until, chunk_rows, length, SIZE: tl.constexpr, ZIGZAG: tl.constexpr
 ):  # fmt: skip
     """(first, behind): chunks of a panel with keys at positions low..end-1."""
@@ -310,14 +314,26 @@ def _everything_is_here(
     here = True
     for look in range(0, (SIZE - 1) * chunks, LOOKS):
         i = look + tl.arange(0, LOOKS)
-        source = _source(rank, i // chunks + 1, SIZE, GPUS)
-        first, behind = _chunks_of(low, end, source, begin, until, chunk_rows, length, SIZE, ZIGZAG)
+        source = source_at(rank, i // chunks + 1, SIZE, GPUS)
+        first, behind = chunks_of(low, end, source, begin, until, chunk_rows, length, SIZE, ZIGZAG)
         needed = (i < (SIZE - 1) * chunks) & (i % chunks >= first) & (i % chunks < behind)
         word = arrived_word(turn, slot_of(source, rank, SIZE), i % chunks, stamps, window, chunks, SIZE, SLOTS)
         signals = mine + tl.where(needed, word, 0)
         seen = tl.atomic_add(signals, tl.zeros((LOOKS,), tl.int64), sem="acquire", scope="sys")
         here &= tl.min(tl.where(needed, seen, expected)) >= expected
     return here
+
+
+@triton.jit
+def tile_at(schedule, at, parts, heads, kv_heads, blocks):
+    """(round, number in it, batch, head, head of its keys, block of queries) at a place of the schedule."""
+    entry = tl.load(schedule + at).to(tl.int32)
+    group = heads // kv_heads
+    turn = entry // (group * blocks)
+    within = entry % (group * blocks)
+    unit = turn // parts
+    kv_head = unit % kv_heads
+    return turn, within, unit // kv_heads, kv_head * group + within // blocks, kv_head, within % blocks
 
 
 @triton.jit
@@ -333,18 +349,9 @@ def _compute(
     """Attend with the tiles of queries at places place..end_of_places-1 of the schedule."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
-    group = heads // kv_heads
-    per_round = group * blocks
     for at in range(place, end_of_places):
-        entry = tl.load(schedule + at).to(tl.int32)
-        turn = entry // per_round
-        within = entry % per_round
-        unit = turn // parts
+        turn, within, batch, head, kv_head, block = tile_at(schedule, at, parts, heads, kv_heads, blocks)
         part = turn % parts
-        batch = unit // kv_heads
-        kv_head = unit % kv_heads
-        head = kv_head * group + within // blocks
-        block = within % blocks
         row = block * TILE_M
         begin = part * part_rows
         until = tl.minimum(begin + part_rows, length)
@@ -394,9 +401,9 @@ def _compute(
                 SIZE, GPUS, SLOTS, ZIGZAG, LOOKS,
             )  # fmt: skip
             for place_of_source in range(1, SIZE):
-                source = _source(rank, place_of_source, SIZE, GPUS)
+                source = source_at(rank, place_of_source, SIZE, GPUS)
                 if not here:
-                    chunk, behind = _chunks_of(
+                    chunk, behind = chunks_of(
                         need, need_end, source, begin, until, chunk_rows, length, SIZE, ZIGZAG
                     )  # fmt: skip
                     got = panel_is_here(
@@ -457,19 +464,20 @@ def ring_attention_kernel(
         if cta == 0:
             announce(context, epoch, SIZE, GPUS)
     if cta < SENDERS:
-        _send(
+        send(
             context, epoch, k, (k_batch, k_head, k_row, k_column), v, (v_batch, v_head, v_row, v_column),
             spans, kv_heads, length, padded, dim, data_start,
             rounds, window, parts, part_rows, chunk_rows, chunks, stamps, cta, SENDERS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM, _copy_rows,
         )  # fmt: skip
     elif cta < SENDERS + INTRAS:
-        _intra(
+        intra(
             context, epoch, k, (k_batch, k_head, k_row, k_column), v, (v_batch, v_head, v_row, v_column),
             spans, kv_heads, length, padded, dim, data_start,
             rounds, window, parts, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
             cta - SENDERS, INTRAS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED, K_FLAT, V_FLAT, COPY, TILE_N, DIM,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
+            K_FLAT, V_FLAT, COPY, TILE_N, DIM, _copy_rows,
         )  # fmt: skip
     first = tl.load(schedule + cta).to(tl.int32)
     end = tl.load(schedule + cta + 1).to(tl.int32)
