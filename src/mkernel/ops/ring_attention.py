@@ -106,7 +106,9 @@ from mkernel.runtime.world import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 LAYOUTS = ("contiguous", "zigzag")
+STRIDES = ("batch", "head", "row", "column")
 CHUNK_BYTES = 256 * 1024
+HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
 
 
 @triton.jit
@@ -602,11 +604,20 @@ def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int,
     return parts, part_rows, min(units * parts, room // (slots * part_rows))
 
 
-def _why_not_gluon(group: Group, query: torch.Tensor, described: bool, config: Config | None) -> str | None:
+def _why_not_gluon(group: Group, query: torch.Tensor, described: bool, parts: int, config: Config | None) -> str | None:
     """Why the kernel for Hopper can not be taken; None if it can."""
-    if group.device.type != "cuda":
-        return "it runs on Hopper GPUs only"
-    return "it is not there yet"
+    if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
+        return "the Gluon kernel runs on Hopper GPUs only"
+    if query.dtype == torch.float32:
+        return "the Gluon kernel has no fp32"
+    if not described:
+        return "the Gluon kernel reads and writes by TMA only, and not all tensors have rows for that"
+    if parts > 1:
+        return "the Gluon kernel does not keep a tile's state between the parts of a head"
+    chosen = [name for name in ("tile_m", "tile_n", "stages", "warps") if config and getattr(config, name) is not None]
+    if chosen:
+        return f"the Gluon kernel has a tile of its own, and the configuration gives {', '.join(chosen)}"
+    return None
 
 
 def plan(
@@ -624,8 +635,15 @@ def plan(
     sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
     reasons = []
 
+    padded = _round_up(length, tiles.tile_n)
+    slots = max(size - 1 if nodes == 1 else size, 1)
+    parts, part_rows, window = (1, padded, units) if size == 1 else _cut_rounds(units, padded, slots, tiles)
+    rounds = units * parts
+    chunks = math.ceil(part_rows / tiles.chunk_rows)
+
     described = has_descriptors(group.device) and all(_described(x) for x in (query, key, value, out))
-    why_not = _why_not_gluon(group, query, described, config)
+    why_not = _why_not_gluon(group, query, described, parts, config)
+    tile_m = tiles.tile_m if why_not else HOPPER_TILE_M
     reasons.append("Gluon: a Hopper GPU, 16-bit floats, rows for TMA" if why_not is None else f"Triton: {why_not}")
     if not has_descriptors(group.device):
         reasons.append("the device has no tensor descriptors (TMA): tensors are read through pointers")
@@ -635,11 +653,6 @@ def plan(
             f"{', '.join(uneven)}: rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
         )
 
-    padded = _round_up(length, tiles.tile_n)
-    slots = max(size - 1 if nodes == 1 else size, 1)
-    parts, part_rows, window = (1, padded, units) if size == 1 else _cut_rounds(units, padded, slots, tiles)
-    rounds = units * parts
-    chunks = math.ceil(part_rows / tiles.chunk_rows)
     if size > 1:
         mib = window * slots * part_rows * 2 * dim * element / 2**20
         reasons.append(
@@ -652,9 +665,9 @@ def plan(
         return default if value is None else value
 
     most = group.world.ctas(group.world_rank)
-    costs = sequences.key_blocks(group.rank, tiles.tile_m, tiles.tile_n)
+    costs = sequences.key_blocks(group.rank, tile_m, tiles.tile_n)
     work = int(costs.sum() + len(costs)) * heads * batch  # key blocks, and one for each tile's start and end
-    block_seconds = 4 * tiles.tile_m * tiles.tile_n * dim / (0.8 * planning.CTA_RATE[query.dtype])
+    block_seconds = 4 * tile_m * tiles.tile_n * dim / (0.8 * planning.CTA_RATE[query.dtype])
     node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
     brought = range(group.local_rank, size, gpus)  # ranks whose keys this one pushes to its node
     pushed = sum(sequences.keys_sent(s, peer) for s in brought for peer in node) * units * 2 * dim * element
@@ -672,7 +685,7 @@ def plan(
             f"beside {seconds * 1e3:.3g} ms of computing"
         )
     resolved = Settings(
-        tile_m=tiles.tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
+        tile_m=tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
         stages=tiles.stages, warps=tiles.warps, ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0,
         chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
         steps=tiles.steps,
@@ -710,6 +723,23 @@ def _stamps_of(workspace: Workspace, size: int) -> int:
     return size + (workspace.signal_words - size) // 2
 
 
+def _hopper_kernel() -> Any:
+    # imported when it is needed: it imports this module, and Gluon
+    from mkernel.ops.ring_attention_hopper import ring_attention_hopper_kernel
+
+    return ring_attention_hopper_kernel
+
+
+def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int], gluon: bool) -> Any:
+    """A tensor descriptor for either kernel."""
+    plain = descriptor(tensor, shape, strides, block)
+    if not gluon:
+        return plain
+    from mkernel.ops.ring_attention_hopper import descriptor_of
+
+    return descriptor_of(plain)
+
+
 def _launch(
     group: Group, plan: Plan, workspace: Workspace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor | None, scale: float,
@@ -722,51 +752,47 @@ def _launch(
     wide = c.tile_k
     blocks = math.ceil(length / c.tile_m)
     slots_rows = plan.window * plan.slots * 2 * plan.part_rows
-    q_operand: Any = query
-    k_operand: Any = key
-    v_operand: Any = value
-    out_operand: Any = out
-    slots: Any = None
-    if size > 1:
-        slots = workspace.data.view(query.dtype)
-    if plan.described:
-
-        def of(tensor: torch.Tensor, rows: int) -> Any:
-            return descriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, wide])
-
-        q_operand, out_operand = of(query, c.tile_m), of(out, c.tile_m)
-        k_operand, v_operand = of(key, c.tile_n), of(value, c.tile_n)
-        if size > 1:
-            slots = descriptor(slots, [slots_rows, dim], [dim, 1], [c.tile_n, wide])
-    partial = None
-    if plan.parts > 1:
-        words = heads // kv_heads * blocks * c.tile_m * (wide + 2)
-        partial = group.world.empty(group.world_rank, (words,), torch.float32)
     spread = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
     paced = group.world.links.nvlink is not None and c.intra_ctas > 0
     rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
+    gluon = plan.kernel == "gluon"
+    slots: Any = workspace.data.view(query.dtype) if size > 1 else None
+    operands: dict[str, Any] = dict(q=query, own_k=key, own_v=value, out=out, slots=slots)
+    if plan.described:
+        rows = c.tile_m // 2 if gluon else c.tile_m
+        for name, tensor, height in (("q", query, rows), ("out", out, rows), ("own_k", key, 0), ("own_v", value, 0)):
+            block = [1, 1, height or c.tile_n, wide]
+            operands[name] = _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, gluon)
+        if size > 1:
+            operands["slots"] = _descriptor(slots, [slots_rows, dim], [dim, 1], [c.tile_n, wide], gluon)
     arguments = dict(
-        context=workspace.context,
-        q=q_operand, own_k=k_operand, own_v=v_operand, slots=slots, out=out_operand, lse=lse, partial=partial,
+        context=workspace.context, **operands, lse=lse,
         spans=plan.schedule if plan.spans is None else plan.spans, schedule=plan.schedule, k=key, v=value,
-    )  # fmt: skip
-    for name, tensor in (("q", query), ("k", key), ("v", value), ("out", out)):
-        for which, stride in zip(("batch", "head", "row", "column"), tensor.stride()):
-            arguments[f"{name}_{which}"] = stride
-    arguments |= dict(
         scale=scale * math.log2(math.e), heads=heads, kv_heads=kv_heads, length=length, padded=plan.padded, dim=dim,
-        blocks=blocks, data_start=workspace.data_start // element, slots_rows=slots_rows,
-        rounds=plan.rounds, window=plan.window, parts=plan.parts, part_rows=plan.part_rows,
+        blocks=blocks, data_start=workspace.data_start // element,
+        rounds=plan.rounds, window=plan.window, part_rows=plan.part_rows,
         chunk_rows=c.chunk_rows, chunks=plan.chunks, stamps=_stamps_of(workspace, size),
-        tasks=heads // kv_heads * blocks + spread, nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
+        tasks=heads // kv_heads * blocks * (2 if gluon else 1) + spread,
+        nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[query.dtype], SIZE=size, GPUS=group.gpus_per_node, SLOTS=plan.slots,
-        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, CREDITS=plan.credits, PARTS=plan.parts > 1, PACED=paced,
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, CREDITS=plan.credits, PACED=paced,
         ZIGZAG=plan.sequences.zigzag, CAUSAL=plan.sequences.causal, PACKED=plan.spans is not None,
-        LSE=lse is not None, DESCRIPTOR=plan.described,
-        K_FLAT=key.stride()[2:] == (dim, 1), V_FLAT=value.stride()[2:] == (dim, 1), PRECISION=plan.precision,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=wide, COPY=max(c.copy_bytes // element, wide),
-        LOOKS=min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), 256),
+        LSE=lse is not None, TILE_N=c.tile_n, DIM=wide, COPY=max(c.copy_bytes // element, wide),
     )  # fmt: skip
+    strided = [("k", key), ("v", value), *([] if gluon else [("q", query), ("out", out)])]
+    for name, tensor in strided:
+        for which, stride in zip(("batch", "head", "row") if gluon else STRIDES, tensor.stride()):
+            arguments[f"{name}_{which}"] = stride
+    if not gluon:
+        partial = None
+        if plan.parts > 1:
+            words = heads // kv_heads * blocks * c.tile_m * (wide + 2)
+            partial = group.world.empty(group.world_rank, (words,), torch.float32)
+        arguments |= dict(
+            partial=partial, slots_rows=slots_rows, parts=plan.parts, PARTS=plan.parts > 1, DESCRIPTOR=plan.described,
+            K_FLAT=key.stride()[2:] == (dim, 1), V_FLAT=value.stride()[2:] == (dim, 1), PRECISION=plan.precision,
+            TILE_M=c.tile_m, LOOKS=min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), 256),
+        )  # fmt: skip
     panel = 2 * plan.part_rows * dim * element
     # what is staged for other nodes may still be read by the network
     foreign = [
@@ -777,10 +803,10 @@ def _launch(
     return Launch(
         op="ring_attention",
         group=group,
-        kernel=ring_attention_kernel,
+        kernel=_hopper_kernel() if gluon else ring_attention_kernel,
         grid=c.ctas,
         arguments=arguments,
-        options=dict(num_warps=c.warps, num_stages=c.stages),
+        options=dict(num_warps=4) if gluon else dict(num_warps=c.warps, num_stages=c.stages),
         variant=(plan, lse is not None),
         scratch=Scratch(workspace, foreign if size > 1 else [], whole=True),
     )

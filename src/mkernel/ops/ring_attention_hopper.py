@@ -36,18 +36,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.lang.attention import key_blocks, keys_below, seen_by, seen_by_rank
+from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.context import TABLE, current_epoch, finish, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.rounds import announce, is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
 from mkernel.ops.ring_attention import chunks_of, intra, send, source_at, tile_at
 
-WARPGROUPS = 2  # that attend
-ROWS = 64  # of queries, of each of them
-STAGES = 2  # blocks of keys, and of values, in shared memory
-REGISTERS = (224, 56)  # of a thread of the second warpgroup and of the loading warp; the first gets 224, too
+WARPGROUPS = gl.constexpr(2)  # that attend
+ROWS = gl.constexpr(64)  # of queries, of each of them
+TILE_M = gl.constexpr(128)
+STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
+# Registers of a thread of the second warpgroup and of the loading warp; the first warpgroup gets what is left, 232.
+ATTEND_REGISTERS = gl.constexpr(232)
+LOAD_REGISTERS = gl.constexpr(40)
+
+
+def descriptor_of(plain: TensorDescriptor) -> GluonDescriptor:
+    """A Triton tensor descriptor as a Gluon one: the same, and how its block lies in shared memory."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(plain.block_shape))
+    return GluonDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
 @gluon.jit
@@ -80,7 +92,7 @@ def copy_rows(
 @gluon.jit
 def _load_own(
     k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, head, first, end, loaded,
-    TILE_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    TILE_N: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Load blocks first..end-1 of the rank's own keys and values; returns how many were loaded so far."""
     for block in range(first, end):
@@ -102,7 +114,7 @@ def _load_own(
 def _load_slots(
     context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     first, end, loaded, chunk_rows, stamps, window, chunks, part_rows,
-    SIZE: gl.constexpr, SLOTS: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
+    SIZE: gl.constexpr, SLOTS: gl.constexpr, TILE_N: gl.constexpr,
 ):  # fmt: skip
     """The same for blocks of another rank's keys and values, as their chunks arrive."""
     row = slot_row(turn, slot_of(source, rank_of(context), SIZE), window, part_rows, SLOTS)
@@ -128,7 +140,7 @@ def _load_slots(
 def _blocks(
     bounds, rank, source, row, length,
     SIZE: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    TILE_N: gl.constexpr,
 ):  # fmt: skip
     """(first, full, full_end, end) of a source for the tile of queries from `row` on; see key_blocks. The
     first block of the rank's own keys is left out: it comes before all others."""
@@ -150,12 +162,15 @@ def _load(
     place, end_of_places,
     SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr, CREDITS: gl.constexpr,
     ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
-    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    TILE_N: gl.constexpr, DIM: gl.constexpr,
+     
 ):  # fmt: skip
     """The loading warp: what the tiles of this CTA need, in the order in which it is needed."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
+    # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every
+    # rank needs in registers
+    ranks = tl.load(context + SIZE_WORD).to(gl.int32)
     loaded = place * 0
     for at in range(place, end_of_places):
         turn, within, batch, head, kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
@@ -166,7 +181,7 @@ def _load(
             # one tile of the round waits for all that was sent, before it can be done: the slots are not free before
             if (within // blocks == 0) & (block == blocks - 1):
                 need, need_end = seen_by_rank(spans, rank, length, SIZE, ZIGZAG, CAUSAL, PACKED)
-                for i in range(1, SIZE):
+                for i in range(1, ranks):
                     source = source_at(rank, i, SIZE, GPUS)
                     chunk, behind = chunks_of(need, need_end, source, 0, length, chunk_rows, length, SIZE, ZIGZAG)
                     panel_is_here(context, epoch, turn, source, chunk, behind, stamps, window, chunks, SIZE, SLOTS)
@@ -175,43 +190,41 @@ def _load(
         for which in gl.static_range(WARPGROUPS):
             target = q_smem.index(which)._reinterpret(q.dtype, [1, 1, ROWS, DIM], q.layout)
             tma.async_copy_global_to_shared(q, [batch, head, row + which * ROWS, 0], q_full, target)
-        first, full, full_end, end = _blocks(
-            bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
-        )
+        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
         loaded = _load_own(
             k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, first - 1, first, loaded,
-            TILE_N, DIM, STAGES,
+            TILE_N, DIM,
         )  # fmt: skip
         loaded = _load_own(
             k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, full, full_end, loaded,
-            TILE_N, DIM, STAGES,
+            TILE_N, DIM,
         )  # fmt: skip
         if SIZE > 1:
-            for i in range(1, SIZE):
+            for i in range(1, ranks):
                 source = source_at(rank, i, SIZE, GPUS)
                 _first, other, other_end, _end = _blocks(
-                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
+                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
                 )
                 loaded = _load_slots(
                     context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     other, other_end, loaded, chunk_rows, stamps, window, chunks, part_rows,
-                    SIZE, SLOTS, TILE_N, STAGES,
+                    SIZE, SLOTS, TILE_N,
                 )  # fmt: skip
         for side in range(2):
             loaded = _load_own(
                 k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head,
-                gl.where(side == 0, first, full_end), gl.where(side == 0, full, end), loaded, TILE_N, DIM, STAGES,
+                gl.where(side == 0, first, full_end), gl.where(side == 0, full, end), loaded, TILE_N, DIM,
             )  # fmt: skip
         if SIZE > 1:
-            for i in range(2, 2 * SIZE):
+            for i in range(2, 2 * ranks):
                 source = source_at(rank, i // 2, SIZE, GPUS)
                 first, full, full_end, end = _blocks(
-                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
+                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
                 )
                 loaded = _load_slots(
                     context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end), loaded,
-                    chunk_rows, stamps, window, chunks, part_rows, SIZE, SLOTS, TILE_N, STAGES,
+                    chunk_rows, stamps, window, chunks, part_rows, SIZE, SLOTS, TILE_N,
                 )  # fmt: skip
 
 
@@ -250,8 +263,8 @@ def _attend(
     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end_of_places,
     GROUP: gl.constexpr,
     SIZE: gl.constexpr, GPUS: gl.constexpr, CREDITS: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr,
-    PACKED: gl.constexpr, LSE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, OWN_OUT: gl.constexpr,
+    PACKED: gl.constexpr, LSE: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
+    OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: rows GROUP*ROWS and on of this CTA's tiles."""
     score: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16])
@@ -262,18 +275,17 @@ def _attend(
     bounds = spans + 2 * SIZE
     zeros = gl.zeros([ROWS, TILE_N], gl.float32, score)
     query = q_smem.index(GROUP)
+    ranks = tl.load(context + SIZE_WORD).to(gl.int32)
     step = place * 0  # blocks that were taken so far
     for at in range(place, end_of_places):
         turn, _within, batch, head, _kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
         row = block * TILE_M
         rows = row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, score))
-        first, full, full_end, end = _blocks(
-            bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
-        )
+        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
         count = full_end - full
-        for i in range(1, SIZE):
+        for i in range(1, ranks):
             _first, other, other_end, _end = _blocks(
-                bounds, rank, source_at(rank, i, SIZE, GPUS), row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
+                bounds, rank, source_at(rank, i, SIZE, GPUS), row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
             )
             count += other_end - other
 
@@ -307,10 +319,10 @@ def _attend(
             accumulator = accumulator * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, value)), 1)
             weights = next_weights
             step += 1
-        for i in range(2 * SIZE):
+        for i in range(2 * ranks):
             source = source_at(rank, i // 2, SIZE, GPUS)
             first, full, full_end, end = _blocks(
-                bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N
+                bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
             )
             for masked in range(gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end)):
                 stage = step % STAGES
@@ -373,11 +385,9 @@ def ring_attention_hopper_kernel(
     SENDERS: gl.constexpr, INTRAS: gl.constexpr, CREDITS: gl.constexpr, PACED: gl.constexpr,
     ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, LSE: gl.constexpr,
     TILE_N: gl.constexpr, DIM: gl.constexpr, COPY: gl.constexpr,
-    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    SMEM_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The whole operator; see the module's docstring and ring_attention.py's."""
-    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
     cta = gl.program_id(0)
     epoch = current_epoch(context)
@@ -431,7 +441,7 @@ def ring_attention_hopper_kernel(
                     context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 0,
-                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_M, TILE_N, DIM, ROWS, STAGES, OWN_OUT,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
                 ),
             ),
             (
@@ -440,7 +450,7 @@ def ring_attention_hopper_kernel(
                     context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 1,
-                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_M, TILE_N, DIM, ROWS, STAGES, OWN_OUT,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
                 ),
             ),
             (
@@ -450,11 +460,11 @@ def ring_attention_hopper_kernel(
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, heads, kv_heads, length, blocks, window, part_rows, chunk_rows, chunks, stamps,
                     place, end,
-                    SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_M, TILE_N, DIM, WARPGROUPS, ROWS, STAGES,
+                    SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
                 ),
             ),
         ],
         [4, 1],
-        [REGISTERS[0], REGISTERS[1]],
+        [ATTEND_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
     finish(context, epoch)
