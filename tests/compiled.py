@@ -27,7 +27,8 @@ class Compiled:
             source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
             source.write_text(self.ptx)
             architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
-            command = [PROGRAMS / "ptxas", "-v", f"--gpu-name={architecture}", source, "-o", cubin]
+            program = PROGRAMS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+            command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         said = done.stdout + done.stderr
         self.registers = int(re.search(r"Used (\d+) registers", said)[1])

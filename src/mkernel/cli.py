@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -102,7 +102,11 @@ def bench(
     op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(OPS)}.")],
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="MxNxK", help="Rows of all ranks x columns x depth, as 16384x2048x8192. Repeatable."),
+        typer.Option(
+            metavar="MxNxK",
+            help="Rows of all ranks x columns x depth, as 16384x2048x8192; for ring_attention batch, heads, positions "
+            "of all ranks and head dimension, as B4xH16xS12288xD128. Repeatable.",
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
@@ -115,29 +119,40 @@ def bench(
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with a causal mask.")] = False,
+    zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: in the zigzag layout.")] = False,
 ) -> None:
     """Measure an operator on the GPUs that are here, beside the library and the host-driven way."""
     if op not in OPS:
         raise typer.BadParameter(f"there is no operator {op!r}; there are: {', '.join(OPS)}", param_hint="OP")
-    shapes = [_parse_shape(text, ranks * nodes) for text in shape] if shape else None
+    attention = op == "ring_attention"
+    if (causal or zigzag) and not attention:
+        raise typer.BadParameter(f"{op} has no mask and no layout of ranks", param_hint="--causal, --zigzag")
+    parse = _parse_attention_shape if attention else _parse_shape
+    shapes: list[Any] | None = [parse(text, ranks * nodes) for text in shape] if shape else None
     if link is not None and unpaced:
         raise typer.BadParameter("give either --link or --unpaced, not both", param_hint="--link")
     if link is not None and not link > 0:
         raise typer.BadParameter(f"must be more than 0 GB/s, got {link:g}", param_hint="--link")
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json.absolute().parent}", param_hint="--json")
+    options: dict[str, Any] = dict(
+        shapes=shapes,
+        ranks=ranks,
+        nodes=nodes,
+        dtype=dtype.value,
+        link=None if unpaced else link or LINK,
+        json_path=str(json) if json is not None else None,
+    )
     from mkernel import bench as benchmarks
 
     try:
-        code = benchmarks.main(
-            op=op,
-            shapes=shapes,
-            ranks=ranks,
-            nodes=nodes,
-            dtype=dtype.value,
-            link=None if unpaced else link or LINK,
-            json_path=str(json) if json is not None else None,
-        )
+        if attention:
+            from mkernel.bench import ring_attention
+
+            code = ring_attention.main(causal=causal, layout="zigzag" if zigzag else "contiguous", **options)
+        else:
+            code = benchmarks.main(op=op, **options)
     except MKernelError as problem:
         raise _failed(problem) from problem
     raise typer.Exit(code)
@@ -157,6 +172,22 @@ def _parse_shape(text: str, size: int) -> tuple[int, int, int]:
             param_hint="--shape",
         )
     return m, n, k
+
+
+def _parse_attention_shape(text: str, size: int) -> tuple[int, int, int, int]:
+    match = re.fullmatch(r"b(\d+)xh(\d+)xs(\d+)xd(\d+)", text.strip().lower())
+    batch, heads, positions, dim = (int(number) for number in match.groups()) if match else (0, 0, 0, 0)
+    if not (batch and heads and positions and dim):
+        raise typer.BadParameter(
+            f"{text!r} is no shape; write batch, heads, positions of all ranks and head dimension: B4xH16xS12288xD128",
+            param_hint="--shape",
+        )
+    if positions % (2 * size):
+        raise typer.BadParameter(
+            f"{text}: the positions of all ranks ({positions}) must be divisible by twice the number of ranks ({size})",
+            param_hint="--shape",
+        )
+    return batch, heads, positions, dim
 
 
 def _failed(problem: MKernelError) -> typer.Exit:

@@ -21,7 +21,9 @@ LENGTH = 512
 @cache
 def built(cluster=(1, 1), config=None, capability=90, lse=False, paced=False, heads=8, transposed=False, **case):
     """(compiled kernel, plan) of a call on a cluster of such GPUs."""
-    shape = Case(LENGTH, heads=heads, kv_heads=case.pop("kv_heads", heads), **{"dtype": torch.bfloat16, "dim": 128, **case})
+    shape = Case(
+        LENGTH, heads=heads, kv_heads=case.pop("kv_heads", heads), **{"dtype": torch.bfloat16, "dim": 128, **case}
+    )
 
     def work(group):
         with pretending(capability):
