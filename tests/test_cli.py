@@ -134,6 +134,9 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
         (["bench", "all_gather_matmul", "--shape", "1024x1024"], "m_total x n x k"),
         (["bench", "all_gather_matmul", "--shape", "1024x0x8"], "1 or more"),
         (["bench", "all_gather_matmul", "--shape", "1022x8x8"], "divisible by the number of ranks (4)"),
+        (["bench", "ring_attention", "--shape", "1024x8x8"], "B4xH16xS12288xD128"),
+        (["bench", "ring_attention", "--shape", "B1xH1xS12xD64"], "twice the number of ranks (4)"),
+        (["bench", "all_gather_matmul", "--causal"], "has no mask"),
         (["bench", "all_gather_matmul", "--dtype", "int8"], "'bf16', 'fp16', 'fp32'"),
         (["bench", "all_gather_matmul", "--link", "0"], "more than 0 GB/s"),
         (["bench", "all_gather_matmul", "--link", "9", "--unpaced"], "either --link or --unpaced"),
@@ -195,6 +198,21 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
         default,
         default | dict(shapes=[(64, 32, 16), (128, 8, 8)], ranks=2, dtype="fp16", link=100.0, json_path=path),
         default | dict(link=None, nodes=2),
+    ]
+
+
+def test_bench_of_ring_attention_hands_its_options_over(monkeypatch):
+    calls = []
+    monkeypatch.setattr("mkernel.bench.ring_attention.main", lambda **options: calls.append(options) or 0)
+    shape = ["--shape", "B4xH16xS3072xD128"]
+    assert run("bench", "ring_attention", *shape, "--ranks", "1", "--causal", "--zigzag").exit_code == 0
+    assert run("bench", "ring_attention").exit_code == 0
+    default = dict(
+        shapes=None, ranks=4, nodes=1, dtype="bf16", link=450.0, json_path=None, causal=False, layout="contiguous"
+    )  # fmt: skip
+    assert calls == [
+        default | dict(shapes=[(4, 16, 3072, 128)], ranks=1, causal=True, layout="zigzag"),
+        default,
     ]
 
 

@@ -39,7 +39,7 @@ def test_three_nodes(causal, layout):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("cluster", [(1, 2), (1, 3), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (1, 3), (2, 1)], ids=name_of)
 def test_schedules(cluster, seed):
     causal, layout = MASKS[seed % 4]
     case = Case((17, 2, 34, 6, 1, 16)[seed], causal=causal, layout=layout)
@@ -53,14 +53,13 @@ def test_grouped_heads(cluster, heads, kv_heads):
     run(lambda group: call(group, case, config=SMALL), cluster=cluster)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "dim"), [*zip(DTYPES * 2, [64, 96, 128, 256, 128, 96])])
 def test_dtypes_and_head_dimensions(dtype, dim):
     case = Case(20, heads=2, kv_heads=1, dim=dim, dtype=dtype, causal=True)
     run(lambda group: call(group, case), cluster=(1, 2))
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 31, 33, 50])
+@pytest.mark.parametrize("length", [1, 15, 31, 33, 50])
 def test_lengths(length):
     run(lambda group: call(group, Case(length, causal=length % 2 == 0), config=SMALL), cluster=(1, 2), seed=length)
 
@@ -106,11 +105,7 @@ def test_packed_documents_in_nodes(steps):
     """Documents that lie between the two pieces of a rank are sent to it, and seen by none of its rows."""
     case = Case(32, kv_heads=2, heads=2, causal=True, layout="zigzag", documents=(0, 20, 40, 90, 100, 128))
 
-    def work(group):
-        for turn in range(2):
-            call(group, case, turn, config=small(steps=steps))
-
-    run(work, cluster=(2, 2))
+    run(lambda group: call(group, case, config=small(steps=steps)), cluster=(2, 2))
 
 
 @pytest.mark.parametrize(("causal", "layout"), MASKS)
@@ -135,8 +130,9 @@ def buffered(group):
     return workspace.segment.memory.numel() - workspace.data_start
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("cluster", "kv_heads"), [((1, 4), 5), ((1, 4), 1), ((2, 2), 1), ((2, 2), 5)])
+@pytest.mark.parametrize(
+    ("cluster", "kv_heads", "causal"), [((1, 4), 5, True), ((1, 4), 1, True), ((2, 2), 1, True), ((2, 2), 5, False)]
+)
 def test_two_steps_of_keys_and_values_are_enough(cluster, kv_heads, causal):
     """Slots are used again and again; with few heads a tile's state is kept between the parts of a head."""
     length = 64 if kv_heads == 1 else 32
@@ -144,8 +140,7 @@ def test_two_steps_of_keys_and_values_are_enough(cluster, kv_heads, causal):
     config = small(steps=2)
 
     def work(group):
-        for turn in range(2):
-            call(group, case, turn, config=config)
+        call(group, case, config=config)
         step = 2 * kv_heads * length * case.dim * 4
         assert buffered(group) <= 2 * step
         return mk.explain("ring_attention", *[case.part("key", 0)] * 3, config=config, **case.arguments())
@@ -156,7 +151,7 @@ def test_two_steps_of_keys_and_values_are_enough(cluster, kv_heads, causal):
     assert plan.window >= 2
 
 
-@pytest.mark.parametrize("steps", [1, 3, 9])
+@pytest.mark.parametrize("steps", [1, 9])
 def test_steps(steps):
     case = Case(48, heads=3, kv_heads=3, causal=True)
 
@@ -180,12 +175,17 @@ def test_by_default_a_head_is_not_cut():
 # -- many schedules
 
 
-@pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}, {"late": {0: 3000}, "slow": {1: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
+LATE, SLOW, BOTH = {"late": {1: 3000}}, {"slow": {0: 0.02}}, {"late": {0: 3000}, "slow": {1: 0.02}}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [((1, 2), LATE), ((1, 2), SLOW), ((1, 2), BOTH), ((2, 1), LATE), ((2, 1), SLOW), ((2, 2), BOTH)],
+)
 def test_stragglers(cluster, options):
     def work(group):
-        for turn in range(3):
-            call(group, Case(18, heads=2, kv_heads=2, causal=turn == 1), turn, config=small(steps=2))
+        for turn in range(2):
+            call(group, Case(18, heads=2, kv_heads=2, causal=turn == 1), turn, config=SMALL)
 
     run(work, cluster=cluster, **options)
 
@@ -199,7 +199,7 @@ def test_ctas_one_after_the_other(cluster):
 
 
 def test_all_schedules_give_the_same_bits():
-    case = Case(33, heads=2, kv_heads=2, dtype=torch.bfloat16, causal=True)
+    case = Case(20, heads=2, kv_heads=2, dtype=torch.bfloat16, causal=True)
     options = [{}, {"slow": {2: 0.02}}, {"ctas": 9}]
     results = [
         run(lambda group: call(group, case, config=SMALL), cluster=(2, 2), seed=seed, **option)
@@ -214,13 +214,13 @@ def test_all_schedules_give_the_same_bits():
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_many_calls(cluster):
     def work(group):
-        for turn in range(12):
-            call(group, Case(8, heads=2, kv_heads=2, causal=turn % 2 == 0), turn, config=small(steps=1 + turn % 2))
+        for turn in range(8):
+            call(group, Case(8, heads=2, kv_heads=2, causal=turn % 2 == 0), turn, config=small(steps=2 + turn % 2))
 
     run(work, cluster=cluster, seed=3)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_shapes_alternate(cluster, seed):
     """Counters and stamps of one shape lie where those of another do not."""
@@ -308,7 +308,7 @@ def test_nothing_beside_the_workspace_is_written(cluster, monkeypatch):
     def work(group):
         for turn, length in enumerate([3, 35, 18]):
             case = Case(length, heads=2, kv_heads=2, causal=turn == 1)
-            call(group, case, turn, config=small(chunk_rows=16 + 16 * (turn % 2), steps=2))
+            call(group, case, turn, config=small(chunk_rows=16 + 16 * (turn % 2)))
 
     run(work, cluster=cluster)
     guards.check()
@@ -348,8 +348,8 @@ def test_what_is_masked_is_not_sent():
     assert zigzag == [[0, panel // 2, panel // 2], [panel, 0, panel // 2], [panel, panel, 0]]
     documents = traffic_of(Case(32, documents=(0, 16, 48, 64, 96)), (1, 3)).nvlink
     assert documents == [[0, panel // 2, 0], [panel // 2, 0, 0], [0, 0, 0]]
-    nodes = traffic_of(Case(32, causal=True), (2, 2)).network
-    assert nodes == [[0, 0, panel, 0], [0, 0, 0, panel], [0] * 4, [0] * 4]
+    nodes = traffic_of(Case(16, causal=True), (2, 2)).network
+    assert nodes == [[0, 0, panel // 2, 0], [0, 0, 0, panel // 2], [0] * 4, [0] * 4]
 
 
 def test_what_is_masked_is_not_computed():
@@ -364,7 +364,7 @@ def test_what_is_masked_is_not_computed():
 
 
 def test_computing_begins_before_everything_is_there():
-    traffic = traffic_of(Case(64, heads=4, kv_heads=4), (1, 3))
+    traffic = traffic_of(Case(32, heads=3, kv_heads=3), (1, 2))
     assert all(0 < before < total for before, total in zip(traffic.before_last_arrival, traffic.multiplications))
 
 
@@ -378,14 +378,19 @@ def test_computing_begins_before_everything_is_there():
         mk.Config(tile_m=16, tile_n=64),
         mk.Config(chunk_rows=1),
         mk.Config(chunk_rows=64),
-        mk.Config(intra_ctas=3, send_ctas=2),
-        mk.Config(ctas=3, intra_ctas=1, send_ctas=1),
-        mk.Config(copy_bytes=64),
+        mk.Config(intra_ctas=3),
+        mk.Config(ctas=2, intra_ctas=1),
+        mk.Config(copy_bytes=512),
     ],
 )
 def test_config(config):
     case = Case(40, heads=2, kv_heads=2, causal=True, layout="zigzag")
-    run(lambda group: call(group, case, config=config), cluster=(2, 2))
+    run(lambda group: call(group, case, config=config), cluster=(1, 2))
+
+
+def test_several_senders():
+    case = Case(34, heads=2, kv_heads=2)
+    run(lambda group: call(group, case, config=small(intra_ctas=2, send_ctas=2)), cluster=(2, 2))
 
 
 def test_ranks_may_have_different_configurations():
@@ -400,14 +405,15 @@ def test_explain():
         q, k = torch.zeros(2, 4, 40, 64), torch.zeros(2, 2, 40, 64)
         return [
             str(mk.explain("ring_attention", q, k, k, enable_gqa=True, config=SMALL)),
-            str(mk.explain("ring_attention", q, q[..., 1:, :].repeat(1, 1, 2, 1)[:, :, ::2][:, :, :40], q)),
-            str(mk.explain("ring_attention", q[:1, :1], q[:1, :1], q[:1, :1], config=small(steps=1))),
+            str(mk.explain("ring_attention", q, torch.zeros(2, 4, 40, 65)[..., 1:], q)),
+            str(mk.explain("ring_attention", q[:1, :1], q[:1, :1], q[:1, :1], config=small(steps=3))),
         ]
 
-    plain, _, cut = run(work, cluster=(1, 3))[0]
+    plain, odd, cut = run(work, cluster=(1, 5))[0]
     assert "triton kernel, tiles of 16 queries x 16 keys" in plain
-    assert "Triton: it runs on Hopper GPUs only" in plain
-    assert "room for 4 of 4 rounds" in plain
+    assert "Triton: the Gluon kernel runs on Hopper GPUs only" in plain
+    assert "room for 2 of 4 rounds" in plain
+    assert "key: rows are not contiguous and 16-byte aligned" in odd
     assert "over NVLink" in plain
     assert "parts, its state is kept in between" in cut
 
@@ -463,7 +469,7 @@ def test_empty(shape):
 
 
 @settings(
-    max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(
     cluster=st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]),
@@ -472,7 +478,7 @@ def test_empty(shape):
     dtype=st.sampled_from(DTYPES),
     masks=st.sampled_from(MASKS),
     cuts=st.none() | st.lists(st.floats(0, 1), max_size=4),
-    steps=st.sampled_from([None, 2, 9]),
+    steps=st.sampled_from([None, 4, 9]),
     seed=st.integers(0, 10**6),
 )
 def test_anything(cluster, length, heads, dtype, masks, cuts, steps, seed):
@@ -485,10 +491,6 @@ def test_anything(cluster, length, heads, dtype, masks, cuts, steps, seed):
     )
 
     def work(group):
-        for turn in range(2):
-            try:
-                call(group, case, turn, config=small(steps=steps))
-            except mk.ArgumentError as refusal:
-                assert "config.steps" in str(refusal)
+        call(group, case, config=small(steps=steps))
 
     run(work, cluster=cluster, seed=seed)
