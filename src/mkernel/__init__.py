@@ -11,10 +11,12 @@ from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.matmul_all_reduce import matmul_all_reduce
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from mkernel.ops.ring_attention import ring_attention
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.records import WaitRecord
+from mkernel.runtime.sequences import from_zigzag, to_zigzag
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 from mkernel.version import __version__
@@ -35,8 +37,11 @@ __all__ = [
     "diagnose",
     "empty",
     "explain",
+    "from_zigzag",
     "init",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "ring_attention",
     "spawn",
+    "to_zigzag",
 ]

@@ -11,6 +11,7 @@ import torch
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
 from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
@@ -23,6 +24,7 @@ _EXPLAINERS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul.explain,
     "matmul_all_reduce": _matmul_all_reduce.explain,
     "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
+    "ring_attention": _ring_attention.explain,
 }
 
 

@@ -32,6 +32,7 @@ RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ri
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
 PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
+FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
 
 
 @triton.jit

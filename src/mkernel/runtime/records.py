@@ -13,7 +13,7 @@ from mkernel.runtime.errors import CommTimeout
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention")
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
@@ -22,6 +22,7 @@ SIGNALS = {
     signals.SENT.value: "sent",
     signals.PARTIAL.value: "partial",
     signals.FINISHED_TILE.value: "finished tile",
+    signals.FREED.value: "freed",
 }
 
 
@@ -49,6 +50,7 @@ class WaitRecord:
             "sent": "the network proxy to finish sending",
             "partial": f"rank {self.peer}'s part of tile {self.index}",
             "finished tile": f"tile {self.index}, which rank {self.peer} sums up",
+            "freed": f"rank {self.peer} to be done with round {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
         how = "timed out" if self.timed_out else "gave up with the group"

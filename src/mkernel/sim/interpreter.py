@@ -102,12 +102,13 @@ class Builder(base.InterpreterBuilder):
         fill = np.zeros((), dtype=dtype) if other is None else other.data
         if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
             mask = base.TensorHandle(mask, tl.int1)
-        return base.TensorHandle(self.running().load(ptrs.data, mask.data, fill, dtype, descriptor), element)
+        plain = mask.data.astype(bool, copy=False)  # a mask that was computed with `&` may hold bytes
+        return base.TensorHandle(self.running().load(ptrs.data, plain, fill, dtype, descriptor), element)
 
     def create_masked_store(self, ptrs, value, mask, *hints):
         plain = mask if isinstance(mask, np.ndarray) else mask.data
         element = base._get_np_dtype(ptrs.get_element_ty())
-        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain)
+        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain.astype(bool, copy=False))
 
     def create_load(self, ptr, *hints):
         return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
