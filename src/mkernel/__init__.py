@@ -8,8 +8,18 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 
 from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
+from mkernel.runtime.errors import (
+    ArgumentError,
+    CapacityError,
+    CommTimeout,
+    Deadlock,
+    MKernelError,
+    RoutingError,
+    SimulatorError,
+    TransportError,
+)
 from mkernel.runtime.group import Group
 from mkernel.runtime.records import WaitRecord
 from mkernel.runtime.spawn import spawn
@@ -18,12 +28,14 @@ from mkernel.version import __version__
 
 __all__ = [
     "ArgumentError",
+    "CapacityError",
     "CommTimeout",
     "Config",
     "Deadlock",
     "Group",
     "Links",
     "MKernelError",
+    "RoutingError",
     "SimulatorError",
     "TransportError",
     "WaitRecord",
@@ -32,5 +44,6 @@ __all__ = [
     "empty",
     "explain",
     "init",
+    "moe_dispatch_matmul",
     "spawn",
 ]

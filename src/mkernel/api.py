@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
-_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
+_EXPLAINERS = {
+    "all_gather_matmul": _all_gather_matmul.explain,
+    "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
+}
 
 
 def init(

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
 from mkernel.lang.device import now
+from mkernel.lang.roles import COMPUTE
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
@@ -96,3 +97,10 @@ def _raise_abort(context):
         flag = tl.load(context + TABLE + size + rank)
         if flag != 0:
             tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def refuse(context, reason, peer, seen, expected):
+    """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
+    its end, on all ranks, and the group can be used again."""
+    _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, now(context))

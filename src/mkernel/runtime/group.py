@@ -169,12 +169,16 @@ class Group:
             self.world.drain(self.world_rank, self._ring, self.timeout)
 
     def check(self) -> None:
-        """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait."""
+        """Raise CommTimeout if a kernel of this group, on this rank, gave up a wait, RoutingError if one
+        refused its input."""
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
                 more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
                 self._broken = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+            refusal = records.take_refusal(self._records)
+            if self._broken is None and refusal is not None:
+                raise refusal
         if self._broken is not None:
             raise CommTimeout(str(self._broken), self._broken.records)
 

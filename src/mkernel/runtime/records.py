@@ -7,20 +7,27 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.lang import context, roles, signals
-from mkernel.runtime.errors import CommTimeout
+from mkernel.lang import context, roles, routing, signals
+from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
 
-OPS = ("all_gather_matmul",)
+OPS = ("all_gather_matmul", "moe_dispatch_matmul", "moe_combine", "moe_ffn")
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
     signals.ARRIVED.value: "arrived",
     signals.RING_SPACE.value: "ring space",
     signals.SENT.value: "sent",
+    routing.ROUTED.value: "routed",
+    routing.COUNTED.value: "counted",
+    routing.SCHEDULED.value: "scheduled",
+    routing.HELD.value: "held",
+    routing.PLACED.value: "placed",
 }
+
+REFUSALS = (routing.NO_ROOM.value, routing.NO_SUCH_EXPERT.value)  # reasons that are no waits
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,11 @@ class WaitRecord:
             "arrived": f"chunk {self.index} of rank {self.peer}'s rows",
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
+            "routed": f"the expert ids of rank {self.peer}",
+            "counted": "the other CTAs of this rank to count rows",
+            "scheduled": "the other CTAs of this rank to order blocks of rows",
+            "held": f"chunk {self.index} of rank {self.peer}'s tokens",
+            "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }[self.signal]
         how = "timed out" if self.timed_out else "gave up with the group"
@@ -69,6 +81,8 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
     """The records in a rank's table, those that timed out first."""
     found = []
     for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
+        if row[0] in REFUSALS:
+            continue
         reason, op, rank, role, cta, kind, peer, index, seen, expected, nanoseconds = row[:11]
         found.append(
             WaitRecord(
@@ -86,3 +100,21 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
             )
         )
     return sorted(found, key=lambda record: (not record.timed_out, -record.seconds))
+
+
+def take_refusal(table: torch.Tensor) -> RoutingError | None:
+    """Why a kernel refused its input, if one did; the record is taken out of the table."""
+    for row in table.view(-1, WORDS):
+        reason, op, _, _, _, _, peer, _, seen, expected = row[:10].tolist()
+        if reason in REFUSALS:
+            row[0] = 0
+            if reason == routing.NO_ROOM.value:
+                return CapacityError(
+                    f"{OPS[op]}: {seen} rows go to rank {peer}, which has room for {expected}: give it more "
+                    f"capacity. Nothing was computed, on any rank; the group can be used again."
+                )
+            return RoutingError(
+                f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "
+                f"Nothing was computed, on any rank; the group can be used again."
+            )
+    return None

@@ -65,6 +65,11 @@ def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+def _as_bools(mask: np.ndarray) -> np.ndarray:
+    """A mask that was made from a scalar condition comes as integers."""
+    return mask.astype(bool, copy=False)
+
+
 class _Results:
     """What `create_inline_asm` gives back."""
 
@@ -102,10 +107,11 @@ class Builder(base.InterpreterBuilder):
         fill = np.zeros((), dtype=dtype) if other is None else other.data
         if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
             mask = base.TensorHandle(mask, tl.int1)
-        return base.TensorHandle(self.running().load(ptrs.data, mask.data, fill, dtype, descriptor), element)
+        chosen = _as_bools(mask.data)
+        return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor), element)
 
     def create_masked_store(self, ptrs, value, mask, *hints):
-        plain = mask if isinstance(mask, np.ndarray) else mask.data
+        plain = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
         element = base._get_np_dtype(ptrs.get_element_ty())
         self.running().store(ptrs.data, value.data.astype(element, copy=False), plain)
 
@@ -135,7 +141,7 @@ class Builder(base.InterpreterBuilder):
         order = self.ir_sem_to_interpreter_sem[sem]
 
         def act():
-            return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, order)
+            return _native.atomic_rmw(operation, ptr.data, val.data, _as_bools(mask.data), order)
 
         return base.TensorHandle(self._atomic(ptr, sem, only_looks, act), val.dtype.scalar)
 

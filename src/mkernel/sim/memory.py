@@ -27,6 +27,7 @@ from triton._C.libtriton import interpreter as _native
 from mkernel.runtime.errors import SimulatorError
 
 HISTORY = 256  # how many writes back a load may look
+SCATTERED = 64  # elements of a load that may lie in different tensors
 BUFFERED = 32  # how many stores a CTA may keep to itself
 
 
@@ -111,6 +112,15 @@ class Memory:
             place -= 1
         raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given")
 
+    def check_each(self, addresses: np.ndarray, size: int, what: str) -> None:
+        """Addresses that may lie in different tensors, as the tables of several ranks do."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        if low + size * addresses.size == high:
+            self.check(low, high, what)
+        else:
+            for address in addresses.reshape(-1).tolist():
+                self.check(address, address + size, what)
+
     # -- a CTA's loads and stores
 
     def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
@@ -136,7 +146,10 @@ class Memory:
             return np.broadcast_to(other, addresses.shape).astype(dtype)
         touched = addresses if mask.all() else addresses[mask]
         low, high = int(touched.min()), int(touched.max()) + dtype.itemsize
-        self.check(low, high, "a load")
+        if touched.size <= SCATTERED:
+            self.check_each(touched, dtype.itemsize, "a load")
+        else:
+            self.check(low, high, "a load")
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
         newest = view.acquired_for_descriptors if descriptor else view.acquired
