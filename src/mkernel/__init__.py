@@ -8,6 +8,7 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 
 from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.moe_combine import moe_combine
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import (
@@ -44,6 +45,7 @@ __all__ = [
     "empty",
     "explain",
     "init",
+    "moe_combine",
     "moe_dispatch_matmul",
     "spawn",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.ops import moe_combine as _moe_combine
 from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current, set_current
@@ -17,6 +18,7 @@ from mkernel.runtime.spawn import simulator_is_there
 
 _EXPLAINERS = {
     "all_gather_matmul": _all_gather_matmul.explain,
+    "moe_combine": _moe_combine.explain,
     "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
 }
 

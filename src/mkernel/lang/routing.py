@@ -180,9 +180,9 @@ def write_words(table, words, stride, column_stride, count, K: tl.constexpr, FLO
 def publish(
     context, epoch, ids, ids_stride, ids_column_stride, weights, weights_stride, weights_column_stride,
     tokens, most_tokens, experts, room, tables_at, half_words, table_words, signals,
-    K: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    K: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's routing table and send it to my counterparts. WEIGHTS: it has the weights, too."""
+    """Write this rank's routing table and send it to my counterparts. It has ids, or weights, or both."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     segment = tl.load(context + SEGMENT)
@@ -193,12 +193,15 @@ def publish(
         word = tl.arange(0, 16)
         header = tl.where(word == TOKENS, tokens, 0) + tl.where(word == EXPERTS, experts, 0)
         tl.store(table + word, header + tl.where(word == ROOM, room, 0))
-        write_words(table + HEADER, ids, ids_stride, ids_column_stride, tokens, K, False)
         size = HEADER + tokens * K
+        if IDS:
+            write_words(table + HEADER, ids, ids_stride, ids_column_stride, tokens, K, False)
         if WEIGHTS:
-            behind = table + HEADER + most_tokens * K
+            behind = table + HEADER
+            if IDS:
+                behind += most_tokens * K
+                size += most_tokens * K
             write_words(behind, weights, weights_stride, weights_column_stride, tokens, K, True)
-            size = HEADER + (most_tokens + tokens) * K
         signal = routed_signal(parity, rank, signals, SIZE, GPUS)
         notify(segment_of(context, rank, tl.int64) + signal, epoch)
         place = (tables_at + parity.to(tl.int64) * half_words + rank.to(tl.int64) * table_words) * 4

@@ -104,3 +104,10 @@ def refuse(context, reason, peer, seen, expected):
     """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
     its end, on all ranks, and the group can be used again."""
     _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, now(context))
+
+
+@triton.jit
+def given_up(context):
+    """Has the group given up? What an earlier launch on this rank should have left may be missing then."""
+    flag = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
+    return tl.atomic_add(flag.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys") != 0

@@ -367,7 +367,7 @@ def moe_dispatch_matmul_kernel(
         announce(context, epoch, GPUS)
         publish(
             context, epoch, ids, ids_stride, ids_column_stride, ids, 0, 0, tokens, most_tokens, experts, room,
-            tables_at, half_words, table_words, signals, K, False, SIZE, GPUS,
+            tables_at, half_words, table_words, signals, K, True, False, SIZE, GPUS,
         )  # fmt: skip
     if SIZE > GPUS:
         if cta == SENDERS:

@@ -251,6 +251,23 @@ def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype,
         raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have 1 column or more")
 
 
+def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
+    if not topk_weights.dtype.is_floating_point:
+        raise ArgumentError(f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type")
+    if tuple(topk_weights.shape) != (tokens, k):
+        raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
+
+
+def check_out(op: str, group: Group, out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_tensor(op, group, "out", out, 2)
+    if tuple(out.shape) != shape:
+        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape}")
+    if out.dtype != dtype:
+        raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
+    if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+
+
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
     for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.lang import context, roles, routing, signals
+from mkernel.lang import combining, context, roles, routing, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
@@ -25,6 +25,8 @@ SIGNALS = {
     routing.SCHEDULED.value: "scheduled",
     routing.HELD.value: "held",
     routing.PLACED.value: "placed",
+    combining.RETURNED.value: "returned",
+    combining.BACK.value: "back",
 }
 
 REFUSALS = (routing.NO_ROOM.value, routing.NO_SUCH_EXPERT.value)  # reasons that are no waits
@@ -56,6 +58,8 @@ class WaitRecord:
             "counted": "the other CTAs of this rank to count rows",
             "scheduled": "the other CTAs of this rank to order blocks of rows",
             "held": f"chunk {self.index} of rank {self.peer}'s tokens",
+            "returned": f"rank {self.peer} to sum its rows of chunk {self.index}",
+            "back": f"what the node of rank {self.peer} made of chunk {self.index}",
             "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }[self.signal]
