@@ -77,7 +77,7 @@ def weights_are_here(context, epoch, source, signals, SIZE: tl.constexpr, GPUS: 
 
 @triton.jit
 def return_chunk(
-    context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, positions, summary,
+    context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, destinations, summary,
     weights_at, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half, before, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
@@ -96,7 +96,7 @@ def return_chunk(
     for row in range(chunk * CHUNK, end, COPY_ROWS):
         i = row + tl.arange(0, COPY_ROWS)
         inside = (i < end)[:, None] & (slot < K)
-        position = tl.load(positions + places + i[:, None] * K + slot, mask=inside, other=-1)
+        position = tl.load(destinations + places + i[:, None] * K + slot, mask=inside, other=-1)
         weight = tl.load(weights + i[:, None] * K + slot, mask=inside, other=0.0)
         mine = tl.max(position, axis=1) >= 0
         if tl.max(mine.to(tl.int32)) > 0:

@@ -35,6 +35,8 @@ COUNTED = tl.constexpr(21)  # the CTAs of this rank have counted the rows
 SCHEDULED = tl.constexpr(22)  # the blocks of this rank have an order
 HELD = tl.constexpr(23)  # a chunk of the peer's rows lies where it can be fetched
 PLACED = tl.constexpr(24)  # the rows of a block are where the GEMM reads them
+SETTLED = tl.constexpr(25)  # the tables of this rank say where the rows of a chunk are
+COMPUTED = tl.constexpr(26)  # the tiles of a block are computed
 
 # Why a call was refused by the kernel itself; see `lay_out_rows`.
 FITS = tl.constexpr(0)
@@ -94,6 +96,12 @@ def routed_signal(parity, source, signals, SIZE: tl.constexpr, GPUS: tl.constexp
 def held_signal(parity, source, chunk, chunks, signals, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Word of the signal that a chunk of `source`'s rows is in this segment."""
     return arrivals(parity, signals, SIZE, GPUS) + SIZE + source.to(tl.int64) * chunks + chunk
+
+
+@triton.jit
+def settled_signal(parity, source, chunk, chunks, signals, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Word of the signal, within a rank, that its tables say where the rows of a chunk are."""
+    return arrivals(parity, signals, SIZE, GPUS) + SIZE * (1 + chunks) + source.to(tl.int64) * chunks + chunk
 
 
 # -- entries

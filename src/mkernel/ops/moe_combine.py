@@ -39,6 +39,7 @@ import triton.language as tl
 
 from mkernel.lang.combining import collect_chunk, homeward, relay_chunk, return_chunk, tokens_of
 from mkernel.lang.context import current_epoch, finish, rank_of
+from mkernel.lang.dispatching import fill_with_nan
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.routing import (
     announce,
@@ -60,18 +61,9 @@ from mkernel.runtime.world import Launch
 
 
 @triton.jit
-def _fill_with_nan(out, rows, columns, stride, column_stride, first, step):
-    for row in range(first, rows, step):
-        for column in range(0, columns, 1024):
-            j = column + tl.arange(0, 1024)
-            nothing = tl.full((1024,), float("nan"), tl.float32).to(out.dtype.element_ty)
-            tl.store(out + tl.cast(row, tl.int64) * stride + j.to(tl.int64) * column_stride, nothing, mask=j < columns)
-
-
-@triton.jit
 def _combine(
     context, epoch, y, y_stride, y_column_stride, out, out_stride, out_column_stride,
-    positions, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
+    destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
     tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
@@ -91,7 +83,7 @@ def _combine(
             source, chunk = homeward(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
             if good & (chunk * CHUNK < tokens_of(summary, source)):
                 return_chunk(
-                    context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, positions, summary,
+                    context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, destinations, summary,
                     0, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half, 1, signals,
                     DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip
@@ -116,7 +108,7 @@ def _combine(
 @triton.jit
 def moe_combine_kernel(
     context, y, y_stride, y_column_stride, weights, weights_stride, weights_column_stride,
-    out, out_stride, out_column_stride, positions, everyones_ids, slots, departed, summary,
+    out, out_stride, out_column_stride, destinations, everyones_ids, slots, departed, summary,
     tokens, most_tokens, columns, chunks, signals,
     tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
@@ -127,7 +119,7 @@ def moe_combine_kernel(
     epoch = current_epoch(context)
     if given_up(context):
         # the dispatch may not have left its tables
-        _fill_with_nan(out, tokens, columns, out_stride, out_column_stride, cta, tl.num_programs(0))
+        fill_with_nan(out, tokens, columns, out_stride, out_column_stride, cta, tl.num_programs(0))
     else:
         if cta == 0:
             announce(context, epoch, GPUS)
@@ -139,7 +131,7 @@ def moe_combine_kernel(
                 announce_node(context, epoch, COMPUTE, SIZE, GPUS)
         _combine(
             context, epoch, y, y_stride, y_column_stride, out, out_stride, out_column_stride,
-            positions, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
+            destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
             tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
             DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
@@ -211,7 +203,7 @@ def _launch(
     """The launch that carries out a plan."""
     routing, element = handle.routing, y.element_size()
     areas = _areas(handle, plan.row_stride * element)
-    kept = {name: handle.tables[name] for name in ("positions", "everyones_ids", "slots", "departed", "summary")}
+    kept = {name: handle.tables[name] for name in ("destinations", "everyones_ids", "slots", "departed", "summary")}
     arguments = dict(
         context=workspace.context,
         y=y, y_stride=y.stride(0), y_column_stride=y.stride(1),

@@ -121,6 +121,7 @@ def routing_tables(group: Group, routing: Routing, tile_m: int) -> dict[str, tor
     return tables(
         group,
         positions=everyone * routing.k,
+        destinations=everyone * routing.k,
         everyones_ids=everyone * routing.k,
         counts=segments,
         above=routing.size * routing.ranks,

@@ -25,6 +25,8 @@ SIGNALS = {
     routing.SCHEDULED.value: "scheduled",
     routing.HELD.value: "held",
     routing.PLACED.value: "placed",
+    routing.SETTLED.value: "settled",
+    routing.COMPUTED.value: "computed",
     combining.RETURNED.value: "returned",
     combining.BACK.value: "back",
 }
@@ -60,6 +62,8 @@ class WaitRecord:
             "held": f"chunk {self.index} of rank {self.peer}'s tokens",
             "returned": f"rank {self.peer} to sum its rows of chunk {self.index}",
             "back": f"what the node of rank {self.peer} made of chunk {self.index}",
+            "settled": f"the places of chunk {self.index} of rank {self.peer}'s tokens",
+            "computed": f"the tiles of block {self.index}",
             "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }[self.signal]
