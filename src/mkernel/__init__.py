@@ -10,6 +10,7 @@ from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.moe_combine import moe_combine
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
+from mkernel.ops.moe_ffn import moe_ffn
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import (
     ArgumentError,
@@ -47,5 +48,6 @@ __all__ = [
     "init",
     "moe_combine",
     "moe_dispatch_matmul",
+    "moe_ffn",
     "spawn",
 ]

@@ -11,6 +11,7 @@ import torch
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import moe_combine as _moe_combine
 from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
+from mkernel.ops import moe_ffn as _moe_ffn
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
@@ -20,6 +21,7 @@ _EXPLAINERS = {
     "all_gather_matmul": _all_gather_matmul.explain,
     "moe_combine": _moe_combine.explain,
     "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
+    "moe_ffn": _moe_ffn.explain,
 }
 
 

@@ -129,7 +129,7 @@ def _place_chunk(
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    TILE_M: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
     another rank's memory."""
@@ -198,7 +198,7 @@ def _place_chunk(
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         tl.debug_barrier()
-        tl.atomic_add(placed + number, 1, mask=named_and_fits, sem="release", scope="gpu")
+        tl.atomic_add(placed + number * COUNTERS, 1, mask=named_and_fits, sem="release", scope="gpu")
     return tl.where(source != rank, wanted, 0)
 
 
@@ -210,7 +210,7 @@ def place_tokens(
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals, nanoseconds_per_mib,
     first, step,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    TILE_M: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Fetch all tokens that name an expert of this rank, in the order in which they become available. SETTLED:
@@ -230,7 +230,7 @@ def place_tokens(
                 chunk, chunks, positions, destinations, everyones_ids, bases, first_blocks, placed, slots,
                 row_source, row_token, summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
                 staged_at, landing_at, half, signals,
-                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_ROWS, COPY_COLUMNS,
             )  # fmt: skip
             if SETTLED:
                 notify(mine + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS), epoch)

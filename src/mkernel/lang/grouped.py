@@ -43,3 +43,32 @@ def multiply_rows(
 def store_rows(c, row, rows, column, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Store the first `rows` rows of a tile from `row` on; c is a descriptor as described above."""
     c.store([row + rows, TILE_M - rows, column], tile.to(c.dtype).reshape(1, TILE_M, TILE_N))
+
+
+@triton.jit
+def multiply_gated(
+    rows, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU: silu(rows @ gate) * (rows @ up), where w[expert] is [k, 2*n]: gate, then up."""
+    gate = tl.zeros((TILE_M, TILE_N), tl.float32)
+    up = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in range(tl.cdiv(k, TILE_K)):
+        depth = step * TILE_K
+        x = rows.load([row, depth])
+        if W_DESCRIPTOR:
+            if W_TRANSPOSED:
+                y = w.load([expert, column, depth]).reshape(TILE_N, TILE_K).T
+                z = w.load([expert, n + column, depth]).reshape(TILE_N, TILE_K).T
+            else:
+                y = w.load([expert, depth, column]).reshape(TILE_K, TILE_N)
+                z = w.load([expert, depth, n + column]).reshape(TILE_K, TILE_N)
+        else:
+            matrix = w + tl.cast(expert, tl.int64) * w_expert_stride
+            y = masked_block(matrix, depth, column, k, n, w_row_stride, w_column_stride, TILE_K, TILE_N)
+            matrix += tl.cast(n, tl.int64) * w_column_stride
+            z = masked_block(matrix, depth, column, k, n, w_row_stride, w_column_stride, TILE_K, TILE_N)
+        gate = tl.dot(x, y, gate, input_precision=PRECISION)
+        up = tl.dot(x, z, up, input_precision=PRECISION)
+    return gate / (1.0 + tl.exp(-gate)) * up

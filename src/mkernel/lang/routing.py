@@ -53,6 +53,7 @@ HEADER = tl.constexpr(16)
 VERDICT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 FIRST_EXPERT = tl.constexpr(2)
+TICKETS = tl.constexpr(3)  # pieces of work that have been handed out, of those that go to whoever is free
 SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert by rank
 
 # A word of the workspace's state: CTAs of the running launch that have counted.
@@ -391,11 +392,11 @@ def _verdict(
 def lay_out_rows(
     context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
     tables_at, half_words, table_words,
-    SIZE: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr, TILE_M: tl.constexpr,
+    SIZE: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Turn counts into places: bases[expert, source] is the first row of that source's rows, and behind
     the last of them the number of all rows; first_blocks[expert] the same in blocks of TILE_M rows.
-    Counters of blocks start at zero."""
+    Each block has COUNTERS counters, which start at zero; the first counts the rows that have been placed."""
     parity = (epoch % 2).to(tl.int32)
     total = tl.full((), 0, tl.int32)
     for start in range(0, experts * SIZE, BLOCK):
@@ -419,15 +420,16 @@ def lay_out_rows(
     verdict = _verdict(context, parity, above, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
     if verdict != FITS:
         blocks = tl.full((), 0, tl.int32)
-    for start in range(0, blocks, BLOCK):
+    for start in range(0, blocks * COUNTERS, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        tl.store(placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks)
+        tl.store(placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)
     first = experts_before(
         context, rank_of(context), parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS
     )
     tl.store(summary + VERDICT, verdict)
     tl.store(summary + BLOCKS, blocks)
     tl.store(summary + FIRST_EXPERT, first)
+    tl.store(summary + TICKETS, 0)
     i = tl.arange(0, RANKS)
     tokens = headers(context, parity, tables_at, half_words, table_words, TOKENS, SIZE, GPUS, RANKS)
     owned = headers(context, parity, tables_at, half_words, table_words, EXPERTS, SIZE, GPUS, RANKS)

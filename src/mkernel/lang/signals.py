@@ -72,6 +72,30 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
+def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
+    """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
+    seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
+    if seen < expected:
+        aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
+        aborted = aborted.to(tl.pointer_type(tl.int64))
+        timeout = tl.load(context + TIMEOUT)
+        start = now(context)
+        reason = 0
+        while (seen < expected) & (reason == 0):
+            if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
+                reason = TOLD_TO_LEAVE
+            elif now(context) - start > timeout:
+                reason = TIMED_OUT
+            seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
+        if seen < expected:
+            _record(context, reason, ROLE, KIND, peer, index, seen, expected, start)
+            if reason == TIMED_OUT:
+                _raise_abort(context)
+    tl.debug_barrier()  # what one thread has acquired all may read
+    return seen >= expected
+
+
+@triton.jit
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, start):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS

@@ -168,7 +168,7 @@ def moe_dispatch_matmul_kernel(
             if counted_last(context, counters):
                 lay_out_rows(
                     context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
-                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M,
+                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M, 1,
                 )  # fmt: skip
                 notify(counted, epoch)
                 schedule_blocks(
@@ -182,7 +182,7 @@ def moe_dispatch_matmul_kernel(
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
                     summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
                     staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
-                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, CHUNK, PACED, False, COPY_ROWS, COPY_COLUMNS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, 1, CHUNK, PACED, False, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip
 
     blocks = tl.full((), 0, tl.int32)

@@ -113,7 +113,7 @@ def tables(group: Group, **sizes: int) -> dict[str, torch.Tensor]:
     }
 
 
-def routing_tables(group: Group, routing: Routing, tile_m: int) -> dict[str, torch.Tensor]:
+def routing_tables(group: Group, routing: Routing, tile_m: int, counters: int = 1) -> dict[str, torch.Tensor]:
     """The tables that lang/routing.py fills."""
     everyone = routing.size * routing.most_tokens
     segments = routing.experts * routing.size
@@ -128,7 +128,7 @@ def routing_tables(group: Group, routing: Routing, tile_m: int) -> dict[str, tor
         bases=segments + 1,
         first_blocks=routing.experts + 1,
         expert_counts=routing.experts,
-        placed=blocks,
+        placed=blocks * counters,
         slots=everyone,
         departed=(routing.nodes - 1) * routing.most_tokens,
         unsorted=blocks * words.ENTRY.value,

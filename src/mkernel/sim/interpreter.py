@@ -45,13 +45,14 @@ class Cta(Protocol):
     num_programs: int
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
-    def store(self, addresses: Any, values: Any, mask: Any) -> None: ...
+    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None: ...
     def barrier(self) -> None: ...
     def atomic(
         self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
     ) -> Any: ...
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
+    def complete_descriptor_stores(self) -> None: ...
     def on_dot(self) -> None: ...
 
 
@@ -110,10 +111,10 @@ class Builder(base.InterpreterBuilder):
         chosen = _as_bools(mask.data)
         return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor), element)
 
-    def create_masked_store(self, ptrs, value, mask, *hints):
+    def create_masked_store(self, ptrs, value, mask, *hints, descriptor=False):
         plain = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
         element = base._get_np_dtype(ptrs.get_element_ty())
-        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain)
+        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain, descriptor)
 
     def create_load(self, ptr, *hints):
         return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
@@ -127,7 +128,7 @@ class Builder(base.InterpreterBuilder):
 
     def create_descriptor_store(self, desc, value, indices):
         ptrs, mask = desc.materialize_pointers(indices)
-        self.create_masked_store(ptrs, value, mask)
+        self.create_masked_store(ptrs, value, mask, descriptor=True)
 
     def create_barrier(self, *scope):
         self.running().barrier()
@@ -163,6 +164,9 @@ class Builder(base.InterpreterBuilder):
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         if "%globaltimer" in inlineAsm:
             return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
+        if "cp.async.bulk.wait_group" in inlineAsm:
+            self.running().complete_descriptor_stores()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
         if "fence.proxy.async" in inlineAsm:
             self.running().acquire_for_descriptors()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))

@@ -3,7 +3,7 @@
 A CTA's stores wait in its own store buffer. They reach memory at a release by that CTA, or piece by
 piece, in random order, at any time before. A release covers what was stored before the CTA's last
 barrier: the thread that releases speaks for the others only if a barrier stands between their
-stores and its release.
+stores and its release. Stores through a tensor descriptor (TMA) must have been waited for before that.
 
 Loads may be old, too: a plain load sees what was in memory when its CTA last acquired, or anything
 newer. A load through a tensor descriptor (TMA) takes another path and may be as old as the last
@@ -40,6 +40,7 @@ class Store:
     low: int
     high: int
     behind_barrier: bool = False
+    completed: bool = True  # a store through a descriptor is not, until the CTA has waited for it
 
 
 @dataclass(eq=False)
@@ -123,7 +124,9 @@ class Memory:
 
     # -- a CTA's loads and stores
 
-    def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+    def store(
+        self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False
+    ) -> None:
         """Put a block of values into the CTA's store buffer."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         chosen = mask.reshape(-1)
@@ -133,7 +136,7 @@ class Memory:
             return
         low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
         self.check(low, high, "a store")
-        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high))
+        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high, completed=not descriptor))
         if len(view.buffer) > BUFFERED:
             self._commit(view, view.buffer[0])
 
@@ -196,7 +199,12 @@ class Memory:
     def barrier(self, view: View) -> None:
         """A CTA barrier: a later release speaks for what was stored up to here."""
         for store in view.buffer:
-            store.behind_barrier = True
+            store.behind_barrier = store.completed
+
+    def complete_descriptor_stores(self, view: View) -> None:
+        """Stores through descriptors are done: a later barrier and release speak for them, too."""
+        for store in view.buffer:
+            store.completed = True
 
     def release(self, view: View) -> None:
         """Everything that was stored before the last barrier reaches memory now."""
