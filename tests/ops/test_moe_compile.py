@@ -14,12 +14,17 @@ from triton.compiler import ASTSource
 
 from mkernel.ops.moe_combine import COPY_BYTES, moe_combine_kernel
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
+from mkernel.ops.moe_ffn import moe_ffn_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-KERNELS = {"moe_dispatch_matmul": moe_dispatch_matmul_kernel, "moe_combine": moe_combine_kernel}
+KERNELS = {
+    "moe_dispatch_matmul": moe_dispatch_matmul_kernel,
+    "moe_combine": moe_combine_kernel,
+    "moe_ffn": moe_ffn_kernel,
+}
 
 ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4)
 FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4)
@@ -47,14 +52,15 @@ class Compiled:
 
 
 # arguments that are pointers to the tokens' type, to 64-bit numbers, and 64-bit numbers themselves
-VALUES = {"x", "w", "y_rows", "packed_rows", "out", "y", "inner_rows", "w_gate_up", "w_down"}
+VALUES = {"x", "w", "y_rows", "packed_rows", "inner_rows", "out", "y", "w_gate_up", "w_down"}
 LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
 WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
         "returned_at"}  # fmt: skip
 # sizes that a launch does not divide by 16
 ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib", "ids_stride",
        "weights_stride"}  # fmt: skip
-ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride", "out_column_stride"}
+ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride", "out_column_stride",
+        "gate_column_stride", "down_column_stride"}  # fmt: skip
 
 
 def source_of(kernel, dtype, blocks, constants) -> ASTSource:
@@ -65,7 +71,7 @@ def source_of(kernel, dtype, blocks, constants) -> ASTSource:
     assert set(constants) == known, known ^ set(constants)
     scalars = {
         "x_stride", "w_expert_stride", "w_row_stride", "y_stride", "hidden", "n", "table_words", "row_stride",
-        "inner", "inner_stride", "out_stride", "columns",
+        "inter", "out_stride", "columns",
     }  # fmt: skip
     types = {}
     for name in names:
@@ -95,6 +101,18 @@ def source_of(kernel, dtype, blocks, constants) -> ASTSource:
     )
 
 
+def descriptors(op, tiles, described, transposed) -> dict[str, tuple[int, ...]]:
+    """The blocks of the arguments that are descriptors."""
+    m, n, k = tiles.tile_m, tiles.tile_n, tiles.tile_k
+    if op == "moe_combine":
+        return {}
+    if op == "moe_dispatch_matmul":
+        matrices = {"w": (1, n, k) if transposed else (1, k, n)}
+        return dict(packed=(m, k), y=(1, m, n), **(matrices if described else {}))
+    matrices = dict(w_gate_up=(1, k, n // 2), w_down=(1, k, n))
+    return dict(packed=(m, k), inner=(m, k), packed_store=(1, m, n), **(matrices if described else {}))
+
+
 @pytest.fixture(scope="session")
 def build(tmp_path_factory):
     """build(op, dtype, group, ...) -> Compiled; each is compiled once."""
@@ -106,13 +124,12 @@ def build(tmp_path_factory):
             DTYPE=DTYPES[dtype], K=8, SLOTS=8, CHUNK=32, PACED=False, W_DESCRIPTOR=described, W_TRANSPOSED=False,
             PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
             GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
+            GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
+            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 32,
         ) | GROUPS[group] | dict(chosen)  # fmt: skip
         if op == "moe_combine":
             constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4
-        blocks = {} if op == "moe_combine" else dict(packed=(tiles.tile_m, tiles.tile_k), y=(1, tiles.tile_m, tiles.tile_n))
-        if described and op != "moe_combine":
-            across = (tiles.tile_n, tiles.tile_k) if constants["W_TRANSPOSED"] else (tiles.tile_k, tiles.tile_n)
-            blocks["w"] = (1, *across)
+        blocks = descriptors(op, tiles, described, constants["W_TRANSPOSED"])
         compiled = triton.compile(
             source_of(KERNELS[op], dtype, blocks, constants),
             target=GPUTarget("cuda", capability, 32),
@@ -128,9 +145,10 @@ def build(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
 @pytest.mark.parametrize("group", GROUPS)
-def test_hopper(build, group, dtype):
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_ffn"])
+def test_hopper(build, op, group, dtype):
     """The default tile: tensor cores fed by TMA, everything in registers, 16 bytes a copy."""
-    compiled = build("moe_dispatch_matmul", dtype, group)
+    compiled = build(op, dtype, group)
     assert ".target sm_90a" in compiled.ptx
     assert "wgmma.mma_async" in compiled.ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared::(cluster|cta)\.global", compiled.ptx), "no TMA load"

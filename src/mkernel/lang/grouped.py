@@ -46,6 +46,17 @@ def store_rows(c, row, rows, column, tile, TILE_M: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit
+def store_rows_through_pointers(
+    c, row, rows, column, columns, stride, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
+    """The same through pointers, for a kernel that has no shared memory left for another tile to be stored from."""
+    i = tl.arange(0, TILE_M)[:, None]
+    j = column + tl.arange(0, TILE_N)[None, :]
+    pointers = c + (row + i).to(tl.int64) * stride + j
+    tl.store(pointers, tile.to(c.dtype.element_ty), mask=(i < rows) & (j < columns))
+
+
+@triton.jit
 def multiply_gated(
     rows, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,

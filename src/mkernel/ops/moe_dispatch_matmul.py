@@ -111,7 +111,7 @@ def _compute(
         row = tl.load(schedule + place * ENTRY + 1)
         rows = tl.load(schedule + place * ENTRY + 2)
         block = tl.load(schedule + place * ENTRY + 3)
-        here = wait(context, placed + block, rows, COMPUTE, PLACED, rank_of(context), block)
+        here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
         acquire_for_descriptors()
         accumulator = multiply_rows(
             packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
@@ -176,7 +176,7 @@ def moe_dispatch_matmul_kernel(
                 )
                 notify(scheduled, epoch)
         if cta < helpers:
-            if wait(context, counted, epoch, INTRA, COUNTED, rank, 0):
+            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
                 place_tokens(
                     context, x, x_stride, x_column_stride, packed_rows, epoch, hidden, chunks,
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
@@ -186,7 +186,7 @@ def moe_dispatch_matmul_kernel(
                 )  # fmt: skip
 
     blocks = tl.full((), 0, tl.int32)
-    fits = wait(context, scheduled, epoch, COMPUTE, SCHEDULED, rank, 0)
+    fits = wait(context, scheduled, epoch, COMPUTE, SCHEDULED, -1, 0)
     if fits:
         blocks = tl.load(summary + BLOCKS)
         fits = tl.load(summary + VERDICT) == FITS

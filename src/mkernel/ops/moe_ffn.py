@@ -55,7 +55,7 @@ from mkernel.lang.combining import collect_chunk, relay_chunk, return_chunk, tok
 from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
-from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows
+from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
 from mkernel.lang.order import interleaved
 from mkernel.lang.roles import COMPUTE, INTRA, own_tiles_of
 from mkernel.lang.routing import (
@@ -103,7 +103,7 @@ DONE = tl.constexpr(2)  # tiles of the second
 
 @triton.jit
 def _compute(
-    context, packed, packed_store, inner, inner_store,
+    context, packed, packed_store, inner, inner_rows, inner_stride,
     w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
     w_down, down_expert_stride, down_row_stride, down_column_stride,
     hidden, inter, schedule, placed, blocks, first, end, step,
@@ -112,7 +112,6 @@ def _compute(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tiles first, first+step, ... below end of the sequence of both GEMMs."""
-    rank = rank_of(context)
     half: tl.constexpr = TILE_N // 2  # columns of gate, and as many of up
     gates = tl.cdiv(inter, half)
     for tile in tl.range(first, end, step):
@@ -123,7 +122,7 @@ def _compute(
         block = tl.load(schedule + place * ENTRY + 3)
         counters = placed + block * COUNTERS
         if second:
-            here = wait(context, counters + GATED, gates, COMPUTE, COMPUTED, rank, block)
+            here = wait(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
             acquire_for_descriptors()
             accumulator = multiply_rows(
                 inner, row, w_down, expert, column_block * TILE_N, hidden, inter,
@@ -133,7 +132,7 @@ def _compute(
             accumulator += tl.where(here, 0.0, float("nan"))
             store_rows(packed_store, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
         else:
-            here = wait(context, counters, rows, COMPUTE, PLACED, rank, block)
+            here = wait(context, counters, rows, COMPUTE, PLACED, -1, block)
             acquire_for_descriptors()
             gated = multiply_gated(
                 packed, row, w_gate_up, expert, column_block * half, inter, hidden,
@@ -141,7 +140,9 @@ def _compute(
                 TILE_M, half, TILE_K, GATE_DESCRIPTOR, GATE_TRANSPOSED, PRECISION,
             )  # fmt: skip
             gated += tl.where(here, 0.0, float("nan"))
-            store_rows(inner_store, row, rows, column_block * half, gated, TILE_M, half)
+            store_rows_through_pointers(
+                inner_rows, row, rows, column_block * half, inter, inner_stride, gated, TILE_M, half
+            )
         complete_descriptor_stores()
         tl.debug_barrier()
         tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
@@ -170,7 +171,7 @@ def _chunk_is_computed(
         block = tl.load(first_blocks + expert, mask=mine, other=0)
         block += (row - tl.load(bases + expert * SIZE, mask=mine, other=0)) // TILE_M
         done = placed + block * COUNTERS + DONE
-        good = wait_all(context, done, mine, tl.cdiv(hidden, TILE_N), COMPUTE, COMPUTED, rank, -1)
+        good = wait_all(context, done, mine, tl.cdiv(hidden, TILE_N), COMPUTE, COMPUTED, -1, -1)
     return good
 
 
@@ -247,12 +248,22 @@ def _way_back(
 
 
 @triton.jit
+def _is_scheduled(context, summary, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Wait for the order of blocks; false if the input is impossible, or the group gave up."""
+    scheduled = own_signal(segment_of(context, rank_of(context), tl.int64), 1, SIZE, GPUS)
+    fits = wait(context, scheduled, current_epoch(context), COMPUTE, SCHEDULED, -1, 0)
+    if fits:
+        fits = tl.load(summary + VERDICT) == FITS
+    return fits
+
+
+@triton.jit
 def moe_ffn_kernel(
     context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
     weights, weights_stride, weights_column_stride,
     w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
     w_down, down_expert_stride, down_row_stride, down_column_stride,
-    packed, packed_store, packed_rows, inner, inner_store, out, out_stride, out_column_stride,
+    packed, packed_store, packed_rows, inner, inner_rows, inner_stride, out, out_stride, out_column_stride,
     positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
     unsorted, schedule, summary, row_source, row_token,
     tokens, most_tokens, experts, room, hidden, inter, chunks, signals, nanoseconds_per_mib,
@@ -306,7 +317,7 @@ def moe_ffn_kernel(
                 )
                 notify(scheduled, epoch)
         if cta < helpers:
-            if wait(context, counted, epoch, INTRA, COUNTED, rank, 0):
+            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
                 place_tokens(
                     context, x, x_stride, x_column_stride, packed_rows, epoch, hidden, chunks,
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
@@ -315,30 +326,29 @@ def moe_ffn_kernel(
                     DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, True, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip
 
-    fits = wait(context, scheduled, epoch, COMPUTE, SCHEDULED, rank, 0)
     blocks = tl.full((), 0, tl.int32)
-    if fits:
-        fits = tl.load(summary + VERDICT) == FITS
+    if _is_scheduled(context, summary, SIZE, GPUS):
         blocks = tl.load(summary + BLOCKS)
     tiles = blocks * (tl.cdiv(inter, TILE_N // 2) + tl.cdiv(hidden, TILE_N))
     first, end, step = own_tiles_of(cta, helpers, tiles, 0)
     _compute(
-        context, packed, packed_store, inner, inner_store,
+        context, packed, packed_store, inner, inner_rows, inner_stride,
         w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
         w_down, down_expert_stride, down_row_stride, down_column_stride,
         hidden, inter, schedule, placed, blocks, first, end, step,
         GATE_DESCRIPTOR, GATE_TRANSPOSED, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
     )  # fmt: skip
-    if fits:
+    # asked again, so that the answer, and the epoch, need no registers meanwhile
+    if _is_scheduled(context, summary, SIZE, GPUS):
         _way_back(
-            context, epoch, packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids,
+            context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids,
             bases, first_blocks, placed, slots, departed, summary, experts, tokens, most_tokens,
             tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half, signals,
             DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, COPY_ROWS, SUM_COLUMNS,
         )  # fmt: skip
     else:
         fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
-    finish(context, epoch)
+    finish(context, current_epoch(context))
 
 
 @dataclass(frozen=True, eq=False)
@@ -440,7 +450,8 @@ def _launch(
     element = x.element_size()
     areas = _areas(routing, plan.row_stride * element)
     packed = host.rows_of_tile(group, max(routing.room, 1), hidden, x.dtype, c.tile_m)
-    inner = host.rows_of_tile(group, max(routing.room, 1), inter, x.dtype, c.tile_m)
+    inner_shape = (max(routing.room, 1), host.row_stride_of(inter, x.dtype))
+    inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
     link = group.world.links.nvlink
     paced = link is not None and group.gpus_per_node > 1
     rate = (link or 0) / c.intra_ctas  # GB/s of one copying CTA
@@ -460,7 +471,7 @@ def _launch(
         packed=descriptor(packed, list(packed.shape), [packed.stride(0), 1], [c.tile_m, c.tile_k]),
         packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_n), packed_rows=packed,
         inner=descriptor(inner, list(inner.shape), [inner.stride(0), 1], [c.tile_m, c.tile_k]),
-        inner_store=host.rows_descriptor(inner, c.tile_m, c.tile_n // 2),
+        inner_rows=inner, inner_stride=inner.stride(0),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
         **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
         tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
@@ -473,7 +484,7 @@ def _launch(
         DOWN_DESCRIPTOR=plan.down_read[0], DOWN_TRANSPOSED=plan.down_read[1], PRECISION=plan.precision,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
         COPY_ROWS=4, COPY_COLUMNS=max(c.copy_bytes // element // 4, 1),
-        SUM_COLUMNS=max(c.copy_bytes // element // 16, 1),
+        SUM_COLUMNS=max(c.copy_bytes // element // 32, 1),
     )  # fmt: skip
     return Launch(
         op="moe_ffn",
