@@ -27,38 +27,37 @@ def twice(group, layer, **arguments):
 @pytest.mark.parametrize("seed", range(2))
 @over_clusters
 def test_schedules(cluster, seed):
-    """Three calls in a row, so that both halves of the workspaces are used again."""
-    layer = layer_of(cluster, dtype=DTYPES[seed % len(DTYPES)])
+    """Several calls in a row, so that both halves of the workspaces are used again."""
+    layer = layer_of(cluster, dtype=DTYPES[seed])
 
     def work(group):
-        for turn in range(3 if group.size < 6 else 1):
+        for turn in range(3 if group.size < 4 and seed else 1):
             combine(group, layer, turn)
 
     run(work, cluster=cluster, seed=seed)
 
 
 @pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice"])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_routings(cluster, routing):
-    run(twice, layer_of(cluster, routing=routing), cluster=cluster, seed=len(routing))
+    run(combine, layer_of(cluster, routing=routing), cluster=cluster, seed=len(routing))
 
 
 @pytest.mark.parametrize("k", [1, 5, 16])
 def test_slots(k):
-    run(twice, Layer((7, 3), (9, 8), k=k), cluster=(1, 2))
+    run(combine, Layer((7, 3), (9, 8), k=k), cluster=(1, 2))
 
 
 def test_many_rows_of_few_experts():
     """Blocks with rows of several sources, full ones and ragged ones, and more tiles than CTAs."""
     layer = Layer((40, 33), (1, 2), k=2, hidden=40, out=50, dtype=torch.float32)
-    run(combine, layer, cluster=(2, 1), seed=3)
-    run(twice, layer, cluster=(1, 2), seed=4, ctas=9)
+    run(combine, layer, cluster=(1, 2), seed=4, ctas=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_the_tokens_bit_for_bit(dtype):
     """Multiplied by the identity, rows are what was sent."""
-    layer = Layer((9, 4, 6, 12), (2, 2, 1, 3), k=3, hidden=24, out=24, dtype=dtype)
+    layer = Layer((9, 12), (2, 3), k=3, hidden=24, out=24, dtype=dtype)
 
     def work(group):
         w = torch.eye(24, dtype=dtype).expand(layer.experts[group.rank], 24, 24)
@@ -66,19 +65,19 @@ def test_rows_are_the_tokens_bit_for_bit(dtype):
         rows = int(handle.counts.sum())
         assert_same(y[:rows].contiguous(), layer.dispatched(group.rank))
 
-    run(work, cluster=(2, 2))
+    run(work, cluster=(2, 1))
 
 
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_stragglers(cluster, options):
     run(twice, layer_of(cluster), cluster=cluster, **options)
 
 
 def test_all_schedules_give_the_same_bits():
-    layer = Layer((9, 5, 7, 6), (2, 1, 2, 3), k=4)
+    layer = Layer((5, 4, 3, 6), (2, 1, 2, 1), k=4)
     expected = run(combine, layer, cluster=(2, 2), seed=0)
-    for seed, options in enumerate([{}, {"slow": {2: 0.02}}, {"ctas": 9}], start=1):
+    for seed, options in enumerate([{"slow": {2: 0.02}}, {"ctas": 4}], start=1):
         for z, same in zip(run(combine, layer, cluster=(2, 2), seed=seed, **options), expected, strict=True):
             assert_same(z, same)
 
@@ -88,14 +87,14 @@ def test_all_schedules_give_the_same_bits():
     mk.Config(join_tiles=50, copy_bytes=64),
 ], ids=str)  # fmt: skip
 def test_configurations(config):
-    layer = Layer((9, 3, 17, 6), (2, 1, 2, 3), k=4, dtype=torch.float32)
-    run(lambda group: twice(group, layer, config=config), cluster=(2, 2), ctas=7)
+    layer = Layer((9, 17), (2, 3), k=4, dtype=torch.float32)
+    run(lambda group: combine(group, layer, config=config), cluster=(2, 1), ctas=7)
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 33])
 @pytest.mark.parametrize("out", [1, 17])
 def test_ragged_sizes(hidden, out):
-    run(twice, Layer((5, 6), (2, 1), hidden=hidden, out=out, dtype=torch.float32), cluster=(1, 2))
+    run(combine, Layer((5, 6), (2, 1), hidden=hidden, out=out, dtype=torch.float32), cluster=(1, 2))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every second column", "odd column", "wide rows"])
@@ -121,14 +120,13 @@ def test_layouts(layout):
     run(work, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 3), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_nothing_beside_the_workspaces_is_written(cluster, monkeypatch):
     guards = Guards(monkeypatch)
 
     def work(group):
-        for turn in range(2):
-            combine(group, layer_of(cluster), turn, config=SMALL)
-            combine(group, layer_of(cluster, k=1, hidden=8), turn, capacity=60)
+        combine(group, layer_of(cluster), config=SMALL)
+        combine(group, layer_of(cluster, k=1, hidden=8), capacity=60)
 
     run(work, cluster=cluster)
     guards.check()
@@ -152,8 +150,9 @@ def test_any_y_can_be_combined():
 # -- how much moves
 
 
-@pytest.mark.parametrize("cluster", [(2, 2), (3, 2), (2, 1)], ids=name_of)
-@pytest.mark.parametrize("routing", ["random", "zipf", "one"])
+@pytest.mark.parametrize(
+    ("cluster", "routing"), [((3, 2), "random"), ((2, 2), "zipf"), ((2, 1), "random"), ((3, 1), "one")], ids=name_of
+)
 def test_a_token_crosses_to_a_node_once(cluster, routing):
     """Bytes between nodes: the tables, and each token once for every other node that has an expert of it; as many rows
     come back."""
@@ -209,7 +208,7 @@ def test_a_declared_bound_on_tokens_needs_no_talk():
     run(work, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_exactly_enough_room(cluster):
     layer = layer_of(cluster)
 
@@ -221,7 +220,7 @@ def test_exactly_enough_room(cluster):
     run(work, cluster=cluster)
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2), (1, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=name_of)
 def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, monkeypatch):
     layer = layer_of(cluster)
     full = 0
@@ -286,7 +285,6 @@ def test_layers_of_many_sizes_take_turns():
             combine(group, layer, turn)
 
     run(work, cluster=(2, 1))
-    run(work, cluster=(1, 2))
 
 
 def test_two_streams():
@@ -310,7 +308,7 @@ def test_two_streams():
 
 @st.composite
 def any_layer(draw):
-    cluster = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]))
+    cluster = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3)]))
     size = cluster[0] * cluster[1]
     tokens = tuple(draw(st.lists(st.integers(0, 21), min_size=size, max_size=size)))
     experts = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
@@ -322,7 +320,7 @@ def any_layer(draw):
     return cluster, layer, draw(st.integers(0, 2**16))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(any_layer())
 def test_any_layer(case):
     cluster, layer, seed = case

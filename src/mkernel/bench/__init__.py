@@ -11,12 +11,16 @@ import torch
 import triton
 
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_SHAPES = [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)]
+# tokens of all ranks, out or inter, hidden: a batch of training, then one of decoding
+MOE_SHAPES = [(8192, 2048, 7168), (128, 2048, 7168)]
+SHAPES = {"moe_dispatch_matmul": MOE_SHAPES, "moe_ffn": MOE_SHAPES}
 REPEATS = 40
 
 
@@ -32,9 +36,15 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure shapes (m_total, n, k). `link`: GB/s of a whole GPU's link; ranks that share a GPU get
     their share of it, as they get their share of its SMs. None does not pace."""
-    from mkernel.bench import all_gather_matmul
+    from mkernel.bench import all_gather_matmul, moe
 
-    measure = {"all_gather_matmul": all_gather_matmul.measure}[op]
+    if op == "moe_combine":
+        raise ArgumentError("moe_combine is measured as a part of moe_ffn")
+    measure = {
+        "all_gather_matmul": all_gather_matmul.measure,
+        "moe_dispatch_matmul": moe.measure_dispatch,
+        "moe_ffn": moe.measure_ffn,
+    }[op]
     sharing = -(-ranks // torch.cuda.device_count())
     links = Links(nvlink=link / sharing) if link and ranks > 1 else Links()
 
@@ -81,7 +91,7 @@ def main(
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
     print(columns.format(*(name.replace("_f", " f").replace("_e", " e") for name in names.split())))
     results = []
-    for shape in shapes or DEFAULT_SHAPES:
+    for shape in shapes or SHAPES.get(op, DEFAULT_SHAPES):
         result = run(op, [shape], ranks=ranks, dtype=DTYPES[dtype], link=link)[0]
         results.append(result)
         mark = "  emulated" if result["emulated"] else ""
@@ -93,6 +103,9 @@ def main(
             *(f"{result[name]:.2g}" for name in ("max_error", "error_bound")),
         ]
         print(columns.format(*figures) + mark + wrong, flush=True)
+        if "gemm_ms" in result:
+            against = result["gemm_against_library"]
+            print(f"         the grouped GEMM alone: {result['gemm_ms']:.3f} ms, {against:.3f} of the library's speed")
     if json_path is not None:
         with open(json_path, "w") as file:
             json.dump({"machine": machine(), "results": results}, file, indent=1)

@@ -105,7 +105,7 @@ def _combine(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "most_tokens", "chunks", "signals"])  # they follow the batch
 def moe_combine_kernel(
     context, y, y_stride, y_column_stride, weights, weights_stride, weights_column_stride,
     out, out_stride, out_column_stride, destinations, everyones_ids, slots, departed, summary,

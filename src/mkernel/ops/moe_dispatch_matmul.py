@@ -121,7 +121,11 @@ def _compute(
         store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
 
 
-@triton.jit
+# numbers that follow the batch: another binary for each would be compiled while a model is being served
+VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def moe_dispatch_matmul_kernel(
     context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
     w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_rows, y, y_rows, y_stride,

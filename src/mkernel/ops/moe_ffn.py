@@ -92,7 +92,7 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
 from mkernel.runtime.group import Group, Workspace, current
-from mkernel.runtime.operands import DTYPES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, layout, matmul_precision, overlap
 from mkernel.runtime.world import Launch
 
 # Counters of a block of rows.
@@ -257,7 +257,11 @@ def _is_scheduled(context, summary, SIZE: tl.constexpr, GPUS: tl.constexpr):
     return fits
 
 
-@triton.jit
+# numbers that follow the batch: another binary for each would be compiled while a model is being served
+VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def moe_ffn_kernel(
     context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
     weights, weights_stride, weights_column_stride,
@@ -373,6 +377,13 @@ class Plan:
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
+def _how_gate_is_read(w_gate_up: torch.Tensor) -> tuple[bool, bool]:
+    """As host.how_read; but a block of a descriptor begins at a multiple of 16 bytes, and so must up."""
+    described, transposed = host.how_read(w_gate_up)
+    aligned = w_gate_up.shape[2] // 2 * w_gate_up.element_size() % BYTES == 0
+    return (described, transposed) if transposed or aligned else (False, False)
+
+
 def plan(
     group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, routing: Routing, config: Config | None
 ) -> Plan:
@@ -381,7 +392,7 @@ def plan(
     hidden, inter = w_down.shape[2], w_down.shape[1]
     element = x.element_size()
     reasons = []
-    gate_read, down_read = host.how_read(w_gate_up), host.how_read(w_down)
+    gate_read, down_read = _how_gate_is_read(w_gate_up), host.how_read(w_down)
     for name, read in (("w_gate_up", gate_read), ("w_down", down_read)):
         if not read[0]:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
@@ -579,7 +590,7 @@ def prepare(
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
     key = (
-        "moe_ffn", layout(x), layout(out), layout(topk_weights), host.how_read(w_gate_up), host.how_read(w_down),
+        "moe_ffn", layout(x), layout(out), layout(topk_weights), _how_gate_is_read(w_gate_up), host.how_read(w_down),
         w_down.shape, routing, config, matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(key, lambda: plan(group, x, w_gate_up, w_down, routing, config))
