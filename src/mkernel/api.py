@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
-_EXPLAINERS = {
+_EXPLAINERS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul.explain,
     "moe_combine": _moe_combine.explain,
     "moe_dispatch_matmul": _moe_dispatch_matmul.explain,

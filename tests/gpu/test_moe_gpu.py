@@ -228,7 +228,7 @@ def test_a_captured_graph_follows_the_routing():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             mk.moe_ffn(*arguments(layer), out=out, max_tokens=128)
-        for i in range(4):
+        for _ in range(4):
             layer.x.copy_(torch.randn(layer.x.shape, device=group.device))
             layer.ids.copy_(torch.rand(128, 4, device=group.device).topk(2, dim=1).indices)
             graph.replay()

@@ -21,6 +21,9 @@ ASTRAY = (AssertionError, mk.SimulatorError, mk.CommTimeout)  # an address or a 
 CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
 
 
+LITTLE = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Calls of an operator on a simulated cluster."""
@@ -29,14 +32,16 @@ class Scenario:
     cluster: tuple[int, int]
     calls: int = 2
     slow: int | None = None
-    layer: Layer = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
+    layer: Layer = LITTLE
 
     def run(self, function, seed):
         slow = {} if self.slow is None else {self.slow: 0.02}
         run(self.work, function, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow)
 
     def work(self, group, function):
-        arguments = {} if self.op == "moe_combine" else dict(config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4))
+        arguments = (
+            {} if self.op == "moe_combine" else dict(config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4))
+        )
         for turn in range(self.calls):
             CALLS[self.op](group, self.layer, turn, op=function, **arguments)
 
@@ -125,7 +130,7 @@ BROKEN = {
         NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
     ),
     "rows are counted before all tables are here": Broken(
-        NODE, [("routing", "wait(context, signal, epoch, ROLE, ROUTED", "wait(context, signal, 0, ROLE, ROUTED")], ASTRAY
+        NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
     ),
     "tokens are placed before they are counted": Broken(
         NODE, [("moe_dispatch_matmul", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")], ASTRAY
@@ -138,19 +143,18 @@ BROKEN = {
         NODE, [("dispatching", 'mask=named_and_fits, sem="release"', 'mask=named_and_fits, sem="relaxed"')]
     ),
     "no barrier before placed rows are counted": Broken(
-        NODE, [("dispatching", "        tl.debug_barrier()\n        tl.atomic_add(placed", "        tl.atomic_add(placed")]
+        NODE, [("dispatching", "tl.debug_barrier()\n        tl.atomic_add(placed", "tl.atomic_add(placed")]
     ),
     "counts are not released": Broken(
         NODE, [("routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")], ASTRAY
     ),
     "no release": Broken(NODE, [("signals", 'value, sem="release"', 'value, sem="relaxed"')], ASTRAY),
-    "no acquire": Broken(NODE, [("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"')],
-                         ASTRAY),
+    "no acquire": Broken(NODE, [("signals", 'signal, 0, sem="acquire"', 'signal, 0, sem="relaxed"')], ASTRAY),
     "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "        acquire_for_descriptors()\n", "")]),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(
         Scenario("moe_dispatch_matmul", (1, 2), calls=5, slow=1),
-        [("routing", PARITY, "parity = (epoch * 0).to(tl.int32)"), ("dispatching", PARITY, "parity = (epoch * 0).to(tl.int32)")],
+        [("routing", PARITY, PARITY.replace("%", "* 0 *")), ("dispatching", PARITY, PARITY.replace("%", "* 0 *"))],
         ASTRAY,
     ),
     # rule 5: the network promises no order
@@ -167,7 +171,7 @@ BROKEN = {
         NETWORK, [("dispatching", "number = before + tl.cumsum(crosses, 0) - crosses", "number = i")], ASTRAY
     ),
     "a tile is stored beyond its expert": Broken(
-        NODE, [("grouped", "c.store([row + rows, TILE_M - rows, column]", "c.store([row + TILE_M, 0 * rows, column]")], ASTRAY
+        NODE, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
     ),
     # the way back
     "rows of the node are collected before they are summed": Broken(
@@ -178,12 +182,12 @@ BROKEN = {
     ),
     "a sum is not sent back": Broken(
         BACK_FAR,
-        [("combining", "            post(context, source, segment, origin", "            if chunk != 0:\n             post(context, source, segment, origin")],
+        [("combining", "            post(context,", "            if chunk != 0:\n             post(context,")],
         mk.CommTimeout,
         {"signal": "back", "seen": 0, "expected": 1},
     ),
     "weights are read before they are here": Broken(
-        BACK, [("routing", "wait(context, signal, epoch, ROLE, ROUTED", "wait(context, signal, 0, ROLE, ROUTED")], ASTRAY
+        BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
     ),
     "a weight of another slot": Broken(BACK, [("combining", "slot == some + one, weight", "slot == one * 0, weight")]),
     # inside the layer
@@ -194,9 +198,11 @@ BROKEN = {
         ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates - 1, COMPUTE")]
     ),
     "tiles are not released": Broken(
-        ALONE, [("moe_ffn", 'tl.where(second, DONE, GATED), 1, sem="release"', 'tl.where(second, DONE, GATED), 1, sem="relaxed"')]
+        ALONE, [("moe_ffn", 'DONE, GATED), 1, sem="release"', 'DONE, GATED), 1, sem="relaxed"')]
     ),
-    "stores through descriptors are not waited for": Broken(ALONE, [("moe_ffn", "        complete_descriptor_stores()\n", "")]),
+    "stores through descriptors are not waited for": Broken(
+        ALONE, [("moe_ffn", "        complete_descriptor_stores()\n", "")]
+    ),
     "rows are summed before they are computed": Broken(
         ALONE, [("moe_ffn", "mine, tl.cdiv(hidden, TILE_N), COMPUTE", "mine, tl.cdiv(hidden, TILE_N) * 0, COMPUTE")]
     ),
@@ -239,8 +245,7 @@ def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
 
     run(work, mk.moe_dispatch_matmul, cluster=(1, 2))
     with pytest.raises((mk.SimulatorError, AssertionError)):
-        for seed in range(SEEDS):
-            run(work, broken, cluster=(1, 2), seed=seed)
+        run(work, broken, cluster=(1, 2))
 
 
 @pytest.mark.parametrize("op", CALLS)

@@ -57,10 +57,10 @@ LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
 WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
         "returned_at"}  # fmt: skip
 # sizes that a launch does not divide by 16
-ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib", "ids_stride",
-       "weights_stride"}  # fmt: skip
-ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride", "out_column_stride",
-        "gate_column_stride", "down_column_stride"}  # fmt: skip
+ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib",
+       "ids_stride", "weights_stride"}  # fmt: skip
+ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride",
+        "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
 
 
 def source_of(kernel, dtype, blocks, constants) -> ASTSource:

@@ -83,9 +83,9 @@ def test_all_schedules_give_the_same_bits():
 
 
 @pytest.mark.parametrize("config", [
-    SMALL, mk.Config(chunk_rows=1), mk.Config(chunk_rows=32, group_m=1), mk.Config(intra_ctas=3, send_ctas=2, join_tiles=0),
-    mk.Config(join_tiles=50, copy_bytes=64),
-], ids=str)  # fmt: skip
+    SMALL, mk.Config(chunk_rows=2), mk.Config(chunk_rows=32, group_m=1, join_tiles=50, copy_bytes=64),
+    mk.Config(intra_ctas=3, send_ctas=2, join_tiles=0),
+], ids=["small tiles", "small chunks", "one chunk", "helpers"])  # fmt: skip
 def test_configurations(config):
     layer = Layer((9, 17), (2, 3), k=4, dtype=torch.float32)
     run(lambda group: combine(group, layer, config=config), cluster=(2, 1), ctas=7)
@@ -230,7 +230,9 @@ def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, 
         counts, _, _ = layer.rows(group.rank)
         needed = len(layer.rows(full)[1])
         for turn in range(2):
-            with pytest.raises(mk.CapacityError, match=f"{needed} rows go to rank {full}, which has room for {needed - 1}"):
+            with pytest.raises(
+                mk.CapacityError, match=f"{needed} rows go to rank {full}, which has room for {needed - 1}"
+            ):
                 dispatch(group, layer, capacity=sum(counts) - (group.rank == full))
             combine(group, layer, turn)
         return True
@@ -268,7 +270,9 @@ def test_an_id_beyond_the_last_expert():
         if group.rank == 1:
             ids[3, 0] = 4
             ids[2, 1] = 2**40
-        with pytest.raises(mk.RoutingError, match="2 of the topk_ids of all ranks are beyond the last of the 4 experts"):
+        with pytest.raises(
+            mk.RoutingError, match="2 of the topk_ids of all ranks are beyond the last of the 4 experts"
+        ):
             mk.moe_dispatch_matmul(layer.x(group.rank), ids, layer.w(group.rank))
         ids = layer.ids(group.rank)
         ids[0, 0] = -5
@@ -278,7 +282,12 @@ def test_an_id_beyond_the_last_expert():
 
 
 def test_layers_of_many_sizes_take_turns():
-    layers = [Layer((6, 9), (2, 2)), Layer((1, 0), (0, 3), k=1), Layer((30, 2), (5, 1), k=4, hidden=50), Layer((6, 9), (2, 2))]
+    layers = [
+        Layer((6, 9), (2, 2)),
+        Layer((1, 0), (0, 3), k=1),
+        Layer((30, 2), (5, 1), k=4, hidden=50),
+        Layer((6, 9), (2, 2)),
+    ]
 
     def work(group):
         for turn, layer in enumerate(layers):

@@ -57,7 +57,11 @@ DISPATCH = [
 ]
 FFN = [
     (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
-    (dict(w_down=torch.ones(2, 7, 16)), {}, r"its second dimension \(7\) must be half of the columns of w_gate_up \(8\)"),
+    (
+        dict(w_down=torch.ones(2, 7, 16)),
+        {},
+        r"its second dimension \(7\) must be half of the columns of w_gate_up \(8\)",
+    ),
     (dict(w_down=torch.ones(3, 8, 16)), {}, r"w_down is \(3, 8, 16\), but must be \(2, 8, 16\)"),
     (dict(topk_weights=torch.ones(6, 3)), {}, r"topk_weights is \(6, 3\), but must be \(6, 2\)"),
     (dict(topk_weights=torch.ones(6, 2, dtype=torch.int32)), {}, "it must be a floating point type"),
@@ -131,7 +135,11 @@ def test_explain():
         weights = torch.ones(64, 2)
         ffn_plan = mk.explain("moe_ffn", x, ids, weights, torch.ones(3, 32, 14), torch.ones(3, 7, 32), max_tokens=70)
         y, handle = dispatch(group, Layer((3, 4), (1, 1), dtype=torch.float32))
-        return str(dispatch_plan), str(ffn_plan), str(mk.explain("moe_combine", y, handle, torch.ones(3 + group.rank, 2)))
+        return (
+            str(dispatch_plan),
+            str(ffn_plan),
+            str(mk.explain("moe_combine", y, handle, torch.ones(3 + group.rank, 2))),
+        )
 
     dispatch_plan, ffn_plan, combine_plan = run(work, cluster=(1, 2))[0]
     assert "room for 100 rows of 3 experts" in dispatch_plan

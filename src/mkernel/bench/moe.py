@@ -1,7 +1,7 @@
 """moe_dispatch_matmul and moe_ffn beside what they replace: exchange, permute, grouped GEMM, exchange.
 
-A shape is (tokens of all ranks, out or inter, hidden). Every rank has 16 experts, every token 8 of them, drawn at random.
-One rank alone stands for one of 16: of 256 experts it has the first 16, other ids are dropped.
+A shape is (tokens of all ranks, out or inter, hidden). Every rank has 16 experts, every token 8 of them, drawn at
+random. One rank alone stands for one of 16: of 256 experts it has the first 16, other ids are dropped.
 
 What the figures are compared with, on all ranks' streams at the same time:
 
@@ -96,7 +96,11 @@ class Inputs:
         near = far = plain = 0
         for rank in range(group.size):
             node = rank // gpus
-            fetched = sum(int(needs[s, rank].sum()) for s in range(group.size) if s % gpus != rank % gpus or (s // gpus == node and s != rank))
+            fetched = sum(
+                int(needs[s, rank].sum())
+                for s in range(group.size)
+                if s % gpus != rank % gpus or (s // gpus == node and s != rank)
+            )
             nodes = needs[rank].view(group.nodes, gpus, -1).any(1).sum(1)
             sent = int(nodes.sum() - nodes[node])
             near, far = max(near, fetched), max(far, sent)
@@ -278,9 +282,7 @@ def measure_ffn(
         torch.stack(mine).sum(0)
         link.hold(int(plain_ms * 1e6))
 
-    routing = host.agree(
-        "moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config
-    )
+    routing = host.agree("moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config)
     launch = ffn_op.prepare(group, inputs.x, inputs.ids, inputs.weights, gate_up, down, out, routing, config)
     library()
     host_driven()

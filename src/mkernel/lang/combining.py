@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
+from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.routing import HEADER, ROUTED, SUMMARY, arrivals, holder_of, named_in, routed_signal, table_of
@@ -118,19 +119,32 @@ def return_chunk(
 
 
 @triton.jit
-def _wait_for_node(
-    context, epoch, source, chunk, chunks, before, signals, SIZE: tl.constexpr, GPUS: tl.constexpr
-):
+def _wait_for_node(context, epoch, source, chunk, chunks, before, signals, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Wait until all ranks of my node have their rows of a chunk of `source`'s tokens ready."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     here = tl.full((), True, tl.int1)
     for peer in range(rank // GPUS * GPUS, rank // GPUS * GPUS + GPUS):
         signal = returned_signal(parity, source, chunk, chunks, before, signals, SIZE, GPUS)
-        here &= wait(
-            context, segment_of(context, peer, tl.int64) + signal, epoch, COMPUTE, RETURNED, peer, chunk
-        )
+        here &= wait(context, segment_of(context, peer, tl.int64) + signal, epoch, COMPUTE, RETURNED, peer, chunk)
     return here
+
+
+@triton.jit
+def _pay_for_link(
+    context, source, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Wait as long as a paced link takes for the rows of a chunk that come from other ranks of the node."""
+    rank = rank_of(context)
+    ids = _ids(everyones_ids, source, chunk * CHUNK + tl.arange(0, CHUNK), end, most_tokens, K, SLOTS)
+    rows = tl.full((), 0, tl.int64)
+    for peer in range(rank // GPUS * GPUS, rank // GPUS * GPUS + GPUS):
+        low = tl.load(summary + SUMMARY + RANKS + peer)
+        high = tl.load(summary + SUMMARY + RANKS + peer + 1)
+        rows += tl.where(peer == rank, 0, tl.sum(named_in(ids, low, high))).to(tl.int64)
+    await_link(reserve_link(context, rows * columns * (DTYPE.primitive_bitwidth // 8), nanoseconds_per_mib))
 
 
 @triton.jit
@@ -154,9 +168,10 @@ def _add_node(
 @triton.jit
 def relay_chunk(
     context, epoch, columns, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
-    row_stride, partial_at, returning_at, landing_at, half, before, signals,
+    row_stride, partial_at, returning_at, landing_at, half, before, signals, nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum what my node made of a chunk of the tokens of my counterpart `away` nodes on, and send it. That
     node must have entered the epoch before this one."""
@@ -187,6 +202,11 @@ def relay_chunk(
                         half, parity, DTYPE, GPUS, RANKS,
                     )  # fmt: skip
                     tl.store(mine + number.to(tl.int64)[:, None] * row_stride + j, total.to(DTYPE), mask=inside)
+            if PACED:
+                _pay_for_link(
+                    context, source, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
+                    DTYPE, K, SLOTS, GPUS, RANKS, CHUNK,
+                )  # fmt: skip
             element: tl.constexpr = DTYPE.primitive_bitwidth // 8
             there = parity.to(tl.int64) * half + first * row_stride
             origin = (returning_at + (away - 1) * area + there) * element
@@ -199,9 +219,10 @@ def relay_chunk(
 @triton.jit
 def collect_chunk(
     context, epoch, out, out_stride, out_column_stride, columns, chunk, chunks, everyones_ids, departed, summary,
-    most_tokens, row_stride, partial_at, landing_at, half, before, signals,
+    most_tokens, row_stride, partial_at, landing_at, half, before, signals, nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum what all nodes made of a chunk of my tokens, in the order of nodes."""
     rank = rank_of(context)
@@ -220,6 +241,11 @@ def collect_chunk(
             signal = back_signal(parity, peer, chunk, chunks, before, signals, SIZE, GPUS)
             here &= wait(context, mine + signal, epoch, COMPUTE, BACK, peer, chunk)
     missing = tl.where(here, 0.0, float("nan"))
+    if PACED:
+        _pay_for_link(
+            context, rank, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
+            DTYPE, K, SLOTS, GPUS, RANKS, CHUNK,
+        )  # fmt: skip
     for row in range(chunk * CHUNK, end, COPY_ROWS):
         i = row + tl.arange(0, COPY_ROWS)
         ids = _ids(everyones_ids, rank, i, end, most_tokens, K, SLOTS)

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import pace
-from mkernel.lang.device import clock
+from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.order import arriving
 from mkernel.lang.requests import post
 from mkernel.lang.roles import INTRA, SEND
@@ -100,18 +99,14 @@ def send_tokens(
         for away in range(1, SIZE // GPUS):
             base = (rank // GPUS + away) % (SIZE // GPUS) * GPUS
             low = experts_before(context, base, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
-            high = experts_before(
-                context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS
-            )
+            high = experts_before(context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
             before = tl.full((), 0, tl.int32)
             for start in range(0, tokens, CHUNK):
                 i = start + tl.arange(0, CHUNK)
                 crosses = named_in(ids_of(table, start, tokens, K, SLOTS, CHUNK), low, high)
                 number = before + tl.cumsum(crosses, 0) - crosses
                 # every sender stores the same numbers
-                tl.store(
-                    departed + (away - 1) * most_tokens + i, tl.where(crosses == 1, number, -1), mask=i < tokens
-                )
+                tl.store(departed + (away - 1) * most_tokens + i, tl.where(crosses == 1, number, -1), mask=i < tokens)
                 before += tl.sum(crosses)
         tl.debug_barrier()
         for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
@@ -129,7 +124,8 @@ def _place_chunk(
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
     another rank's memory."""
@@ -218,14 +214,12 @@ def place_tokens(
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
-    start = clock()
-    fetched = tl.full((), 0, tl.int64)
     for item in range(first, chunks * SIZE, step):
         source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
         table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
         if chunk * CHUNK < tokens:
-            fetched += _place_chunk(
+            fetched = _place_chunk(
                 context, x, x_stride, x_column_stride, packed, epoch, source, chunk * CHUNK, tokens, hidden,
                 chunk, chunks, positions, destinations, everyones_ids, bases, first_blocks, placed, slots,
                 row_source, row_token, summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
@@ -235,7 +229,8 @@ def place_tokens(
             if SETTLED:
                 notify(mine + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS), epoch)
             if PACED:
-                pace(start, fetched * hidden * (DTYPE.primitive_bitwidth // 8), nanoseconds_per_mib)
+                size = fetched.to(tl.int64) * hidden * (DTYPE.primitive_bitwidth // 8)
+                await_link(reserve_link(context, size, nanoseconds_per_mib))
 
 
 @triton.jit

@@ -382,9 +382,7 @@ def _verdict(
         refuse(context, NO_SUCH_EXPERT, 0, strangers, tl.sum(owned))
     elif verdict == NO_ROOM:
         full = tl.min(tl.where(rows - room == worst, i, RANKS))
-        refuse(
-            context, NO_ROOM, full, tl.sum(tl.where(i == full, rows, 0)), tl.sum(tl.where(i == full, room, 0))
-        )
+        refuse(context, NO_ROOM, full, tl.sum(tl.where(i == full, rows, 0)), tl.sum(tl.where(i == full, room, 0)))
     return verdict
 
 
@@ -423,9 +421,7 @@ def lay_out_rows(
     for start in range(0, blocks * COUNTERS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)
-    first = experts_before(
-        context, rank_of(context), parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS
-    )
+    first = experts_before(context, rank_of(context), parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
     tl.store(summary + VERDICT, verdict)
     tl.store(summary + BLOCKS, blocks)
     tl.store(summary + FIRST_EXPERT, first)

@@ -64,9 +64,9 @@ from mkernel.runtime.world import Launch
 def _combine(
     context, epoch, y, y_stride, y_column_stride, out, out_stride, out_column_stride,
     destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
-    tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
+    nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 to 5."""
     rank = rank_of(context)
@@ -95,24 +95,29 @@ def _combine(
                         relay_chunk(
                             context, epoch, columns, away, item // (SIZE // GPUS - 1), chunks, everyones_ids, slots,
                             summary, most_tokens, row_stride, partial_at, returning_at, landing_at, half, 1, signals,
-                            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
+                            COPY_ROWS, COPY_COLUMNS,
                         )  # fmt: skip
     for chunk in range(cta, tl.cdiv(tokens, CHUNK), ctas):
         collect_chunk(
             context, epoch, out, out_stride, out_column_stride, columns, tl.cast(chunk, tl.int32), chunks,
             everyones_ids, departed, summary, most_tokens, row_stride, partial_at, landing_at, half, 1, signals,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "most_tokens", "chunks", "signals"])  # they follow the batch
+# they follow the batch: another binary for each would be compiled while a model is being served
+VARYING = ["tokens", "most_tokens", "chunks", "signals", "nanoseconds_per_mib"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def moe_combine_kernel(
     context, y, y_stride, y_column_stride, weights, weights_stride, weights_column_stride,
     out, out_stride, out_column_stride, destinations, everyones_ids, slots, departed, summary,
     tokens, most_tokens, columns, chunks, signals,
-    tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
+    nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole operator; see the module's docstring for the steps and the signals."""
     cta = tl.program_id(0)
@@ -132,8 +137,9 @@ def moe_combine_kernel(
         _combine(
             context, epoch, y, y_stride, y_column_stride, out, out_stride, out_column_stride,
             destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
-            tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at,
+            landing_at, half,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
     finish(context, epoch)
 
@@ -204,6 +210,8 @@ def _launch(
     routing, element = handle.routing, y.element_size()
     areas = _areas(handle, plan.row_stride * element)
     kept = {name: handle.tables[name] for name in ("destinations", "everyones_ids", "slots", "departed", "summary")}
+    link = group.world.links.nvlink
+    paced = link is not None and group.gpus_per_node > 1
     arguments = dict(
         context=workspace.context,
         y=y, y_stride=y.stride(0), y_column_stride=y.stride(1),
@@ -211,12 +219,12 @@ def _launch(
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
         **kept,
         tokens=routing.tokens, most_tokens=routing.most_tokens, columns=y.shape[1], chunks=routing.chunks,
-        signals=routing.signals_of(workspace),
+        signals=routing.signals_of(workspace), nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
         tables_at=areas.at(workspace, "tables", 4), half_words=workspace.half_bytes // 4,
         table_words=routing.table_words(False), row_stride=plan.row_stride,
         partial_at=areas.at(workspace, "partial", element), returning_at=areas.at(workspace, "returning", element),
         landing_at=areas.at(workspace, "landing", element), half=workspace.half_bytes // element,
-        DTYPE=DTYPES[y.dtype], **routing.constants(),
+        DTYPE=DTYPES[y.dtype], **routing.constants(), PACED=paced,
         COPY_ROWS=4, COPY_COLUMNS=max(plan.copy_bytes // element // 4, 1),
     )  # fmt: skip
     return Launch(

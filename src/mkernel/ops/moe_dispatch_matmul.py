@@ -56,7 +56,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -303,7 +302,6 @@ def _launch(
     packed = group.world.empty(group.world_rank, (max(routing.room, 1), plan.row_stride), x.dtype)
     link = group.world.links.nvlink
     paced = link is not None and group.gpus_per_node > 1
-    rate = (link or 0) / c.intra_ctas  # GB/s of one copying CTA
     arguments = dict(
         context=workspace.context,
         x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
@@ -316,7 +314,7 @@ def _launch(
         **tables,
         tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
         hidden=hidden, n=n, chunks=routing.chunks, signals=routing.signals_of(workspace), join_tiles=c.join_tiles,
-        nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
+        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
         tables_at=areas.at(workspace, "tables", 4), half_words=workspace.half_bytes // 4,
         table_words=routing.table_words(False), row_stride=plan.row_stride,
         staged_at=areas.at(workspace, "staged", element), departing_at=areas.at(workspace, "departing", element),

@@ -10,41 +10,42 @@ moe_dispatch_matmul, and goes on where that operator ends:
 - `send`, `intra`: bring the tokens to their experts' ranks (lang/dispatching.py).
 - all but send count rows and order blocks of rows (lang/routing.py).
 - `compute`: tiles of both GEMMs in one sequence (lang/order.py, `interleaved`). A tile of the first multiplies
-  a block of rows by columns of gate and up, and stores silu(gate) * up; a tile of the second multiplies that
-  block by columns of down. The rows of the second take the place of the tokens in memory, which nobody needs any more.
-- The way back (lang/combining.py) is cut into pieces: sums of chunks of tokens of this node, then chunk by chunk of
-  other nodes' tokens with the sums that are sent there, then the chunks of the rank's own tokens. They go, in this
-  order, to whoever is free: to send and intra CTAs once all tokens are in place, to compute CTAs after their last tile.
+  a block of rows by columns of gate and up, and stores silu(gate) * up; a tile of the second multiplies that block
+  by columns of down. The rows of the second take the place of the tokens in memory, which nobody needs any more.
+- The way back (lang/combining.py) is cut into pieces: sums of chunks of tokens of this node, then chunk by chunk
+  of other nodes' tokens with the sums that are sent there, then the chunks of the rank's own tokens. They go, in
+  this order, to whoever is free: to send and intra CTAs once all tokens are in place, to compute CTAs after their
+  last tile.
 
-What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows that
-have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`. `settled[
-parity, source, chunk]`: the tables of this rank say where the rows of that chunk are. A piece of the way back waits for
-this, and for the second GEMM's tiles of all blocks that hold its rows.
+What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
+that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
+`settled[parity, source, chunk]`: the tables of this rank say where the rows of that chunk are. A piece of the way
+back waits for this, and for the second GEMM's tiles of all blocks that hold its rows.
 
-Why buffers are safe. Two halves by the epoch's parity, written after their readers have entered e-1, as in the other two
-operators. In the rank's own memory: tiles of the second GEMM overwrite a block of tokens when all tiles of the first
-have read it; a tile at the end of an expert reads rows of the next block, too, but stores nothing of what it makes of them.
+Why buffers are safe. Two halves by the epoch's parity, written after their readers have entered e-1, as in the
+other two operators. In the rank's own memory: tiles of the second GEMM overwrite a block of tokens when all tiles
+of the first have read it; a tile at the end of an expert reads rows of the next block, too, but stores nothing of
+what it makes of them.
 
-Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for intra,
-tiles of the second for tiles of the first, which come before them in the one sequence that all CTAs follow; pieces of
-the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for tiles, and compute never
-for the way back. There is no barrier between the stages. All CTAs must be resident: the launch checks that. Waits have a
-timeout all the same.
+Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
+intra, tiles of the second for tiles of the first, which come before them in the one sequence that all CTAs follow;
+pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for tiles, and
+compute never for the way back. There is no barrier between the stages. All CTAs must be resident: the launch
+checks that. Waits have a timeout all the same.
 
-When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN and
-leave; the host raises, and the group can be used again.
+When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN
+and leave; the host raises, and the group can be used again.
 
-What it costs. FLOPs 6*rows*hidden*inner. Over links: what moe_dispatch_matmul and moe_combine cost. Memory of the rank:
-rows*(hidden + inner) elements; workspace for each half (ranks + 4*nodes - 3)*tokens*hidden elements.
+What it costs. FLOPs 6*rows*hidden*inter. Over links: what moe_dispatch_matmul and moe_combine cost. Memory of the
+rank: rows*(hidden + inter) elements; workspace for each half (ranks + 4*nodes - 3)*tokens*hidden elements.
 
-Ways that lost, on paper. All of the first GEMM, then all of the second: the way back, as long as the way there, would
-start when most of the arithmetic is over. gate and up as one GEMM with 2*inner columns: silu needs both in one tile, and
-the columns of w_gate_up would have to be interleaved, which is a copy of it.
+Ways that lost, on paper. All of the first GEMM, then all of the second: the way back, as long as the way there,
+would start when most of the arithmetic is over. gate and up as one GEMM with 2*inter columns: silu needs both in
+one tile, and the columns of w_gate_up would have to be interleaved, which is a copy of it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -180,8 +181,9 @@ def _way_back(
     context, epoch, packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids, bases,
     first_blocks, placed, slots, departed, summary, experts, tokens, most_tokens,
     tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half, signals,
+    nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+    RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pieces of the way back, as long as there are any."""
@@ -210,7 +212,8 @@ def _way_back(
                     summary, experts, hidden, most_tokens, signals, K, SLOTS, SIZE, GPUS, TILE_M, TILE_N, CHUNK,
                 ):  # fmt: skip
                     return_chunk(
-                        context, epoch, packed_rows, row_stride, 1, hidden, source, chunk, chunks, destinations, summary,
+                        context, epoch, packed_rows, row_stride, 1, hidden, source, chunk, chunks, destinations,
+                        summary,
                         most_tokens * K, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half,
                         before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
                     )  # fmt: skip
@@ -225,7 +228,8 @@ def _way_back(
                         relay_chunk(
                             context, epoch, hidden, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
                             row_stride, partial_at, returning_at, returned_at, half, before, signals,
-                            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
+                            COPY_ROWS, COPY_COLUMNS,
                         )  # fmt: skip
         elif own * CHUNK < tokens:
             settled = settled_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
@@ -238,7 +242,7 @@ def _way_back(
                 collect_chunk(
                     context, epoch, out, out_stride, out_column_stride, hidden, own, chunks, everyones_ids, departed,
                     summary, most_tokens, row_stride, partial_at, returned_at, half, before, signals,
-                    DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip
             else:
                 rows = out + (own * CHUNK).to(tl.int64) * out_stride
@@ -345,10 +349,11 @@ def moe_ffn_kernel(
     # asked again, so that the answer, and the epoch, need no registers meanwhile
     if _is_scheduled(context, summary, SIZE, GPUS):
         _way_back(
-            context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids,
-            bases, first_blocks, placed, slots, departed, summary, experts, tokens, most_tokens,
-            tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half, signals,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, COPY_ROWS, SUM_COLUMNS,
+            context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks,
+            destinations, everyones_ids, bases, first_blocks, placed, slots, departed, summary, experts, tokens,
+            most_tokens, tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half,
+            signals, nanoseconds_per_mib,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
         )  # fmt: skip
     else:
         fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
@@ -370,9 +375,9 @@ class Plan:
     def __str__(self) -> str:
         c, r = self.config, self.routing
         head = (
-            f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, {c.intra_ctas} intra, "
-            f"which then bring results back), chunks of {c.chunk_rows} tokens, room for {r.room} rows of "
-            f"{r.experts} experts"
+            f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra, which then bring results back), chunks of {c.chunk_rows} tokens, room for "
+            f"{r.room} rows of {r.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
@@ -385,7 +390,12 @@ def _how_gate_is_read(w_gate_up: torch.Tensor) -> tuple[bool, bool]:
 
 
 def plan(
-    group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, routing: Routing, config: Config | None
+    group: Group,
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    routing: Routing,
+    config: Config | None,
 ) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     given = config or Config()
@@ -465,10 +475,7 @@ def _launch(
     inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
     link = group.world.links.nvlink
     paced = link is not None and group.gpus_per_node > 1
-    rate = (link or 0) / c.intra_ctas  # GB/s of one copying CTA
-    places = {
-        f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin
-    }
+    places = {f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin}
     arguments = dict(
         context=workspace.context,
         x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
@@ -487,7 +494,7 @@ def _launch(
         **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
         tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
         hidden=hidden, inter=inter, chunks=routing.chunks, signals=routing.signals_of(workspace),
-        nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
+        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
         half_words=workspace.half_bytes // 4, table_words=routing.table_words(True), row_stride=plan.row_stride,
         **places, half=workspace.half_bytes // element,
         DTYPE=DTYPES[x.dtype], **routing.constants(), SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PACED=paced,
@@ -528,8 +535,8 @@ def _check(
     host.check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
     if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
         raise ArgumentError(
-            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: as many experts as "
-            f"w_gate_up has, and columns as many as a token has elements"
+            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: as many experts "
+            f"as w_gate_up has, and columns as many as a token has elements"
         )
     host.check_bounds(x.shape[0], capacity, max_tokens)
     if out is not None:

@@ -64,9 +64,7 @@ class Routing:
 
     def constants(self) -> dict[str, int]:
         """What kernels know of it when they are compiled."""
-        return dict(
-            K=self.k, SLOTS=self.slots, SIZE=self.size, GPUS=self.gpus, RANKS=self.ranks, CHUNK=self.chunk_rows
-        )
+        return dict(K=self.k, SLOTS=self.slots, SIZE=self.size, GPUS=self.gpus, RANKS=self.ranks, CHUNK=self.chunk_rows)
 
     def signal_words(self, per_rank: int) -> int:
         """Signals of a workspace with so many arrivals of each rank."""
@@ -312,9 +310,7 @@ def sized(
     """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
     tokens, k = topk_ids.shape
     room = total * min(k, experts) if capacity is None else capacity
-    return Routing(
-        group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config)
-    )
+    return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
 
 
 def copiers(nbytes: int, seconds: float, ctas: int) -> int:
