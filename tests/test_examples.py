@@ -20,6 +20,11 @@ SAYS = {
         "ring_attention: triton kernel",
         "the whole sequence again: (1, 4, 256, 64)",
     ],
+    "04_moe": [
+        *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): " for rank in range(4)),
+        "which has room for 1",
+        "room for 72 rows of 2 experts",
+    ],
 }
 
 

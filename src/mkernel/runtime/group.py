@@ -179,7 +179,7 @@ class Group:
 
     def check(self) -> None:
         """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout, or TransportError if
-        the network had failed."""
+        the network had failed; RoutingError if one refused its input."""
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
@@ -187,6 +187,9 @@ class Group:
                 timeout = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
                 timeout.group = self.name
                 self._broken = self.world.cause_of(self, timeout)
+            refusal = records.take_refusal(self._records)
+            if self._broken is None and refusal is not None:
+                raise refusal
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken.__cause__
 
