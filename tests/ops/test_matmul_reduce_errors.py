@@ -11,7 +11,7 @@ from sums import Sum, call
 import mkernel as mk
 
 SCATTER, REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
-GOOD = Sum(8, 6, 8)
+GOOD = Sum(12, 6, 8)
 
 
 @pytest.fixture(params=[SCATTER, REDUCE])
