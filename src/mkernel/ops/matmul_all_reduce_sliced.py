@@ -83,12 +83,12 @@ def sliced_kernel(
     )  # fmt: skip
 
     mine = tl.zeros((TILE_M, SLICE), tl.float32)
-    for owner in tl.static_range(GPUS):
-        part = _slice(total, owner, GPUS, TILE_M, TILE_N)
-        if owner == rank:
+    for index in tl.static_range(GPUS):
+        part = _slice(total, index, GPUS, TILE_M, TILE_N)
+        if index == rank:
             mine = part
         else:
-            _push(context, part, epoch, start, signals, 0, owner, tiles, DTYPE, GPUS, TILE_M, SLICE)
+            _push(context, part, epoch, start, signals, 0, index, tiles, DTYPE, GPUS, TILE_M, SLICE)
     if PACED:
         pushed = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (DTYPE.primitive_bitwidth // 8))
         pace(begun, pushed, nanoseconds_per_mib)
