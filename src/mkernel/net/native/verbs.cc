@@ -115,7 +115,8 @@ class VerbsTransport : public RdmaBase {
 
 VerbsTransport::VerbsTransport(const RdmaOptions& options) : RdmaBase(options) {
   for (const Rail& rail : rails_)
-    if (rail.attributes.link_layer != IBV_LINK_LAYER_INFINIBAND && rail.attributes.link_layer != IBV_LINK_LAYER_ETHERNET)
+    if (rail.attributes.link_layer != IBV_LINK_LAYER_INFINIBAND &&
+        rail.attributes.link_layer != IBV_LINK_LAYER_ETHERNET)
       fail("RDMA device ", rail.name, " is neither InfiniBand nor RoCE; EFA devices need transport='efa'");
 }
 
