@@ -11,6 +11,10 @@ import torch
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
 from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from mkernel.ops import moe_combine as _moe_combine
+from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
+from mkernel.ops import moe_ffn as _moe_ffn
+from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
@@ -23,6 +27,10 @@ _EXPLAINERS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul.explain,
     "matmul_all_reduce": _matmul_all_reduce.explain,
     "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
+    "ring_attention": _ring_attention.explain,
+    "moe_combine": _moe_combine.explain,
+    "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
+    "moe_ffn": _moe_ffn.explain,
 }
 
 

@@ -12,6 +12,7 @@ from mkernel.ops.matmul_all_reduce import explain, matmul_all_reduce, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Sum
 
 
 def measure(
@@ -55,7 +56,7 @@ def measure(
         add_up(parts, size, out.view(-1), 0, DTYPES[dtype])
         link.hold(int(wire.ms * 1e6 * gpus / 2))
 
-    launch = prepare(group, a, w.t(), out, None, None, dtype, config)
+    launch = prepare(group, Sum(a, w.t(), out, config=config))
     stream = torch.cuda.current_stream(device)
     mine = OnRank(launch, stream, multiply, [[reduce_share, gather_shares], [reduce_all]])
     times, sustained = measure_together(group, mine, repeats)

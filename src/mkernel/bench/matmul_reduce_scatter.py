@@ -12,6 +12,7 @@ from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, pr
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Sum
 
 
 def measure(
@@ -39,7 +40,7 @@ def measure(
         add_up(parts, size, out.view(-1), group.rank * rows * n, DTYPES[dtype])
         link.hold(int(wire.ms * 1e6))
 
-    launch = prepare(group, a, w.t(), out, None, None, dtype, config)
+    launch = prepare(group, Sum(a, w.t(), out, config=config))
     stream = torch.cuda.current_stream(device)
     mine = OnRank(launch, stream, multiply, [[reduce]])
     times, sustained = measure_together(group, mine, repeats)

@@ -64,7 +64,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -80,11 +79,11 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait
-from mkernel.runtime import planning
-from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.group import Group, Scratch, Workspace, current
-from mkernel.runtime.matmul import Right, check_out, check_product, check_sum, check_tensor, inputs_of_sum
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime import planning, sums
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group, Scratch, current
+from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.world import Launch
 
 OP = "matmul_all_reduce"
@@ -568,30 +567,6 @@ def one_shot_kernel(
     finish(context, epoch)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a call will do, and why. `str(plan)` explains it."""
-
-    config: Settings
-    tiles: int
-    one_shot: bool
-    reduce_dtype: torch.dtype
-    a_described: bool
-    right: Right
-    out_described: bool
-    residual_described: bool
-    precision: str
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        c = self.config
-        head = (
-            f"{OP}: {'one shot' if self.one_shot else 'two levels'}, tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, "
-            f"{self.tiles} of them on {c.ctas} CTAs; parts travel as {str(self.reduce_dtype).removeprefix('torch.')}"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
-
-
 # An exchange inside a node costs about this: a release, a signal seen, a tile read. Assumed, not measured.
 EXCHANGE_SECONDS = 5e-6
 LARGEST_ONE_SHOT = 2**20  # bytes; above, every rank summing up everything takes longer than it saves
@@ -624,56 +599,30 @@ def _cut(
     """(tile_m, tile_n, CTAs): from what is the same on every rank, since owners and slots follow from them."""
     choose = planning.chooser(config)
     most = planning.common_ctas(group)
-    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most * group.gpus_per_node)
+    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 
 
-def plan(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype, config: Config | None,
-) -> Plan:  # fmt: skip
+def plan(group: Group, call: Sum) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
-    m, k = a.shape
-    n = b.shape[1]
-    descriptors = has_descriptors(group.device)
-    a_described = descriptors and describable(a)
-    right = Right.of(b, descriptors)
-    out_described = descriptors and describable(out)
-    residual_described = residual is not None and descriptors and describable(residual)
-    described = {"a": a_described, "b": right.described, "out": out_described}
-    if residual is not None:
-        described["residual"] = residual_described
-    reasons = planning.reasons_of_access(descriptors, described)
-    tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
+    m, n, gpus = call.a.shape[0], call.b.shape[1], group.gpus_per_node
+    tile_m, tile_n, ctas = _cut(group, m, n, call.a.dtype, call.config)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
-    resolved = planning.settings_of_sum(
-        group.device, a.dtype, tile_m, tile_n, a_described and right.described, ctas, config
-    )
-    planning.check(resolved, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
-    one_shot = _one_shot(group, m, n, reduce_dtype)
-    gpus, elements = group.gpus_per_node, tiles * tile_m * tile_n
-    moved = elements * (gpus - 1) * reduce_dtype.itemsize
-    if not one_shot:
-        moved = elements * (gpus - 1) // gpus * (reduce_dtype.itemsize + a.dtype.itemsize)
-    sent = elements * (group.nodes - 1) // gpus * reduce_dtype.itemsize
-    compute_seconds = 2 * elements * k / planning.CTA_RATE[a.dtype] / resolved.ctas
-    reasons.append(
-        f"{moved} bytes go over NVLink and {sent} over the network while {tiles} tiles are computed: "
-        f"estimated {compute_seconds * 1e3:.3g} ms"
-    )
-    reasons.append(_multicast(group))
-    return Plan(
-        config=resolved,
+    elements = tiles * tile_m * tile_n
+    one_shot = _one_shot(group, m, n, call.travels)
+    return sums.plan(
+        OP,
+        group,
+        call,
+        tile=(tile_m, tile_n),
         tiles=tiles,
+        computed=tiles,
+        ctas=ctas,
         one_shot=one_shot,
-        reduce_dtype=reduce_dtype,
-        a_described=a_described,
-        right=right,
-        out_described=out_described,
-        residual_described=residual_described,
-        precision=matmul_precision(a.dtype),
-        reasons=tuple(reasons),
+        pushed=elements * (gpus - 1) if one_shot else 2 * elements * (gpus - 1) // gpus,
+        sent=elements * (group.nodes - 1) // gpus,
+        reasons=(_multicast(group),),
     )
 
 
@@ -682,7 +631,7 @@ class _Slots:
     """How much a call keeps in a half of the workspace."""
 
     parts: int  # that arrive
-    sums: int  # of nodes
+    sums: int  # of one node
     finished: int
     signals: int
 
@@ -692,81 +641,37 @@ class _Slots:
         if plan.one_shot:
             return _Slots(gpus * plan.tiles, 0, 0, gpus * plan.tiles)
         owned = math.ceil(math.ceil(plan.tiles / ctas) / gpus) * ctas
-        return _Slots((gpus - 1) * owned, nodes * owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
+        return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
 
 
-def _launch(
-    group: Group, plan: Plan, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
-) -> Launch:  # fmt: skip
-    """The launch that carries out a plan."""
-    m, k = a.shape
-    n = b.shape[1]
-    c = plan.config
-
-    def by_rows(tensor: torch.Tensor) -> Any:
-        return descriptor(tensor, [1, m, n], [0, tensor.stride(0), 1], [1, c.tile_m, c.tile_n // 2])
-
-    a_operand: Any = a
-    if plan.a_described:
-        a_operand = descriptor(a, [1, m, k], [0, a.stride(0), 1], [1, c.tile_m, c.tile_k])
-    paced = group.world.links.nvlink is not None and group.gpus_per_node > 1
-    rate = (group.world.links.nvlink or 0) / c.ctas  # GB/s of one CTA
-    residual_strides = residual.stride() if residual is not None else (0, 0)
-    arguments = dict(
-        context=workspace.context,
-        a=a_operand, a_row_stride=a.stride(0), a_column_stride=a.stride(1),
-        b=plan.right.operand(b, c.tile_n, c.tile_k), b_row_stride=b.stride(0), b_column_stride=b.stride(1),
-        c=by_rows(out) if plan.out_described else out, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
-        bias=bias.contiguous() if bias is not None else None,
-        residual=by_rows(residual) if residual is not None and plan.residual_described else residual,
-        residual_row_stride=residual_strides[0], residual_column_stride=residual_strides[1],
-        m=m, n=n, k=k, data_start=workspace.data_start, half=workspace.half_bytes,
-        signals=workspace.signal_words // 2, nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
-        DTYPE=DTYPES[plan.reduce_dtype], GPUS=group.gpus_per_node, PACED=paced,
-        BIAS=bias is not None, RESIDUAL=residual is not None, RESIDUAL_DESCRIPTOR=plan.residual_described,
-        A_DESCRIPTOR=plan.a_described, B_DESCRIPTOR=plan.right.described, B_TRANSPOSED=plan.right.transposed,
-        C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
-    )  # fmt: skip
-    slots = _Slots.of(group, plan)
-    slot = c.tile_m * c.tile_n * plan.reduce_dtype.itemsize
-    owned = slots.sums // group.nodes * slot
-    ours = slots.parts * slot + group.node * owned  # the node's own sums: the network may still be reading
-    if not plan.one_shot:
-        arguments |= dict(OUT=DTYPES[a.dtype], SIZE=group.size)
+def prepare(group: Group, call: Sum) -> Launch:
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    decided = group.planned((OP, call.key), lambda: plan(group, call))
+    slots = _Slots.of(group, decided)
+    c, dtype = decided.config, call.a.dtype
+    tile = c.tile_m * c.tile_n
+    parts, of_node = slots.parts * tile * call.travels.itemsize, slots.sums * tile * call.travels.itemsize
+    arrived = parts + group.nodes * of_node
+    workspace = group.workspace(
+        OP, signal_words=2 * slots.signals, half_bytes=arrived + slots.finished * tile * dtype.itemsize
+    )
+    arguments = sums.arguments_of(group, decided, workspace, call, parts=1) | dict(
+        m=call.a.shape[0], data_start=workspace.data_start, half=workspace.half_bytes
+    )
+    if not decided.one_shot:
+        arguments |= dict(OUT=DTYPES[dtype], SIZE=group.size)
+    ours = parts + group.node * of_node  # this node's sums: the network may still be reading them
     return Launch(
         op=OP,
         group=group,
-        kernel=one_shot_kernel if plan.one_shot else two_level_kernel,
+        kernel=one_shot_kernel if decided.one_shot else two_level_kernel,
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers with other divisors
-        variant=(plan, workspace.signal_words, workspace.half_bytes),
-        # finished tiles are not in it: other ranks may still be reading them
-        scratch=Scratch(workspace, [(0, ours), (ours + owned, (slots.parts + slots.sums) * slot)]),
+        variant=sums.variant_of(decided, workspace),
+        # not finished tiles either: other ranks may still be reading them
+        scratch=Scratch(workspace, [(0, ours), (ours + of_node, arrived)]),
     )
-
-
-def _check(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
-) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule."""
-    planning.check_given(config)
-    planning.check_without_helpers(OP, config)
-    given = {"a": a, "b": b}
-    for name, tensor in (("out", out), ("residual", residual)):
-        if tensor is not None:
-            given[name] = tensor
-    for name, tensor in given.items():
-        check_tensor(OP, group, name, tensor)
-    check_product(a, b)
-    shape = a.shape[0], b.shape[1]
-    check_sum(OP, group, a, shape[1], bias, residual, reduce_dtype, shape, "m, n")
-    if out is not None:
-        check_out(out, shape, "m, n", a.dtype, inputs_of_sum(out, a, b, bias, residual))
 
 
 def matmul_all_reduce(
@@ -803,38 +708,18 @@ def matmul_all_reduce(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    _check(group, a, b, out, bias, residual, reduce_dtype, config)
+    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     m, n = a.shape[0], b.shape[1]
-    reduce_dtype = reduce_dtype or a.dtype
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
     group.agree(
-        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype, bias=bias is not None, residual=residual is not None,
-        tile_m=tile_m, tile_n=tile_n, ctas=ctas,
+        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, bias=bias is not None,
+        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas,
     )  # fmt: skip
     if out is None:
         out = group.world.empty(group.world_rank, (m, n), a.dtype)
     if out.numel():
-        group.launch(prepare(group, a, b, out, bias, residual, reduce_dtype, config))
+        group.launch(prepare(group, Sum(a, b, out, bias, residual, reduce_dtype, config)))
     return out
-
-
-def prepare(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype, config: Config | None,
-) -> Launch:  # fmt: skip
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    tensors = (a, b, out, bias, residual)
-    layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
-    key = (OP, layouts, reduce_dtype, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, bias, residual, reduce_dtype, config))
-    slots = _Slots.of(group, decided)
-    tile = decided.config.tile_m * decided.config.tile_n
-    workspace = group.workspace(
-        OP,
-        signal_words=2 * slots.signals,
-        half_bytes=tile * ((slots.parts + slots.sums) * reduce_dtype.itemsize + slots.finished * a.element_size()),
-    )
-    return _launch(group, decided, workspace, a, b, out, bias, residual)
 
 
 def explain(
@@ -850,7 +735,7 @@ def explain(
 ) -> Plan:
     """The plan that `matmul_all_reduce` with these arguments would carry out."""
     group = current(group)
-    _check(group, a, b, out, bias, residual, reduce_dtype, config)
+    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, bias, residual, reduce_dtype or a.dtype, config)
+    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))

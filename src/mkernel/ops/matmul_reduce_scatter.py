@@ -59,8 +59,7 @@ ranks): they are idle at first, the others at the end. Adding with atomics: othe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
@@ -76,12 +75,10 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
-from mkernel.runtime import planning
-from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, Scratch, Workspace, current
-from mkernel.runtime.matmul import Right, check_out, check_product, check_sum, check_tensor, inputs_of_sum
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime import hopper, planning, sums
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group, Scratch, current
+from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.world import Launch
 
 OP = "matmul_reduce_scatter"
@@ -382,74 +379,6 @@ def matmul_reduce_scatter_kernel(
     finish(context, epoch)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a call will do, and why. `str(plan)` explains it."""
-
-    config: Settings
-    tiles: int  # of one rank's rows
-    reduce_dtype: torch.dtype
-    a_described: bool
-    right: Right
-    out_described: bool
-    residual_described: bool
-    precision: str
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        c = self.config
-        head = (
-            f"{OP}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {self.tiles} for each rank's rows, on {c.ctas} CTAs; "
-            f"parts travel as {str(self.reduce_dtype).removeprefix('torch.')}"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
-
-
-def plan(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype, config: Config | None,
-) -> Plan:  # fmt: skip
-    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
-    m, k = a.shape
-    n = b.shape[1]
-    rows = m // group.size
-    descriptors = has_descriptors(group.device)
-    a_described = descriptors and describable(a)
-    right = Right.of(b, descriptors)
-    out_described = descriptors and describable(out)
-    residual_described = residual is not None and descriptors and describable(residual)
-    described = {"a": a_described, "b": right.described, "out": out_described}
-    if residual is not None:
-        described["residual"] = residual_described
-    reasons = planning.reasons_of_access(descriptors, described)
-    tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
-    tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
-    ctas = min(planning.common_ctas(group), max(tiles * group.size, 1))
-    resolved = planning.settings_of_sum(
-        group.device, a.dtype, tile_m, tile_n, a_described and right.described, ctas, config
-    )
-    planning.check(resolved, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
-    tile_bytes = tile_m * tile_n * reduce_dtype.itemsize
-    pushed = tiles * group.nodes * (group.gpus_per_node - 1) * tile_bytes
-    sent = tiles * (group.nodes - 1) * tile_bytes
-    compute_seconds = 2 * tile_m * tile_n * k * tiles * group.size / planning.CTA_RATE[a.dtype] / resolved.ctas
-    reasons.append(
-        f"{pushed} bytes are pushed over NVLink and {sent} sent over the network while {tiles * group.size} tiles "
-        f"are computed: estimated {compute_seconds * 1e3:.3g} ms"
-    )
-    return Plan(
-        config=resolved,
-        tiles=tiles,
-        reduce_dtype=reduce_dtype,
-        a_described=a_described,
-        right=right,
-        out_described=out_described,
-        residual_described=residual_described,
-        precision=matmul_precision(a.dtype),
-        reasons=tuple(reasons),
-    )
-
-
 def _tile(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
     """Rows and columns of a tile: from what is the same on every rank, since slots hold whole tiles."""
     choose = planning.chooser(config)
@@ -458,44 +387,61 @@ def _tile(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | 
     return choose("tile_m", tile_m), choose("tile_n", tile_n)
 
 
-def _launch(
-    group: Group, plan: Plan, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
-) -> Launch:  # fmt: skip
-    """The launch that carries out a plan."""
-    m, k = a.shape
-    n = b.shape[1]
-    c = plan.config
-    size = group.size
-    rows = m // size
-    element = plan.reduce_dtype.itemsize
+def plan(group: Group, call: Sum) -> Plan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    rows, n = call.a.shape[0] // group.size, call.b.shape[1]
+    tile_m, tile_n = _tile(group, rows, n, call.a.dtype, call.config)
+    tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
+    elements = tiles * tile_m * tile_n
+    portable = sums.plan(
+        OP,
+        group,
+        call,
+        tile=(tile_m, tile_n),
+        tiles=tiles,
+        computed=tiles * group.size,
+        ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
+        one_shot=False,
+        pushed=elements * group.nodes * (group.gpus_per_node - 1),
+        sent=elements * (group.nodes - 1),
+    )
+    if not (
+        hopper.suits(group, rows, call.a.dtype, call.config, free={"ctas", "group_m"})
+        and (tile_m, tile_n) == (hopper.TILE_M, hopper.TILE_N)
+        and portable.a_described
+        and portable.right.described
+        and portable.out_described
+        and call.travels == call.a.dtype
+        and call.bias is None
+        and call.residual is None
+        and call.a.shape[1] > 0
+    ):
+        return portable
+    return replace(
+        portable,
+        hopper=True,
+        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
+        reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
+    )
 
-    def by_rows(tensor: torch.Tensor) -> Any:
-        return descriptor(tensor, [1, rows, n], [0, tensor.stride(0), 1], [1, c.tile_m, c.tile_n // 2])
 
-    a_operand: Any = a
-    if plan.a_described:
-        a_operand = descriptor(
-            a, [size, rows, k], [rows * a.stride(0), a.stride(0), 1], [1, c.tile_m, c.tile_k]
-        )  # fmt: skip
-    paced = group.world.links.nvlink is not None and group.gpus_per_node > 1
-    rate = (group.world.links.nvlink or 0) / c.ctas  # GB/s of one CTA
-    residual_strides = residual.stride() if residual is not None else (0, 0)
-    arguments = dict(
-        context=workspace.context,
-        a=a_operand, a_row_stride=a.stride(0), a_column_stride=a.stride(1),
-        b=plan.right.operand(b, c.tile_n, c.tile_k), b_row_stride=b.stride(0), b_column_stride=b.stride(1),
-        c=by_rows(out) if plan.out_described else out, c_row_stride=out.stride(0), c_column_stride=out.stride(1),
-        bias=bias.contiguous() if bias is not None else None,
-        residual=by_rows(residual) if residual is not None and plan.residual_described else residual,
-        residual_row_stride=residual_strides[0], residual_column_stride=residual_strides[1],
-        rows=rows, n=n, k=k, data_start=workspace.data_start // element, half=workspace.half_bytes // element,
-        signals=workspace.signal_words // 2, nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
-        DTYPE=DTYPES[plan.reduce_dtype], SIZE=size, GPUS=group.gpus_per_node, PACED=paced,
-        BIAS=bias is not None, RESIDUAL=residual is not None, RESIDUAL_DESCRIPTOR=plan.residual_described,
-        A_DESCRIPTOR=plan.a_described, B_DESCRIPTOR=plan.right.described, B_TRANSPOSED=plan.right.transposed,
-        C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+def prepare(group: Group, call: Sum) -> Launch:
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    decided = group.planned((OP, call.key), lambda: plan(group, call))
+    c, size, element = decided.config, group.size, call.travels.itemsize
+    slot = c.tile_m * c.tile_n * element
+    workspace = group.workspace(
+        OP,
+        signal_words=max(2 * (size - 1) * decided.tiles, 2),
+        half_bytes=(size - 1 + group.nodes - 1) * decided.tiles * slot,
+    )
+    if decided.hopper:
+        from mkernel.ops import matmul_reduce_scatter_hopper
+
+        return matmul_reduce_scatter_hopper.launch(group, decided, workspace, call)
+    arguments = sums.arguments_of(group, decided, workspace, call, parts=size) | dict(
+        rows=call.a.shape[0] // size, data_start=workspace.data_start // element,
+        half=workspace.half_bytes // element, SIZE=size,
     )  # fmt: skip
     return Launch(
         op=OP,
@@ -504,35 +450,10 @@ def _launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers with other divisors
-        variant=(plan, workspace.signal_words, workspace.half_bytes),
-        scratch=Scratch(workspace, [(0, (size - 1) * plan.tiles * c.tile_m * c.tile_n * element)]),
+        variant=sums.variant_of(decided, workspace),
+        # what arrived; what was sent, the network may still be reading
+        scratch=Scratch(workspace, [(0, (size - 1) * decided.tiles * slot)]),
     )
-
-
-def _check(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
-) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule."""
-    planning.check_given(config)
-    planning.check_without_helpers(OP, config)
-    given = {"a": a, "b": b}
-    for name, tensor in (("out", out), ("residual", residual)):
-        if tensor is not None:
-            given[name] = tensor
-    for name, tensor in given.items():
-        check_tensor(OP, group, name, tensor)
-    check_product(a, b)
-    m, n = a.shape[0], b.shape[1]
-    if m % group.size:
-        raise ArgumentError(
-            f"a has {m} rows, which can not be shared evenly by {group.size} ranks: pad a to "
-            f"{-(-m // group.size) * group.size} rows, or use matmul_all_reduce, which takes any number"
-        )
-    check_sum(OP, group, a, n, bias, residual, reduce_dtype, (m // group.size, n), "m/world, n")
-    if out is not None:
-        check_out(out, (m // group.size, n), "m/world, n", a.dtype, inputs_of_sum(out, a, b, bias, residual))
 
 
 def matmul_reduce_scatter(
@@ -569,34 +490,17 @@ def matmul_reduce_scatter(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    _check(group, a, b, out, bias, residual, reduce_dtype, config)
-    m, n = a.shape[0], b.shape[1]
-    reduce_dtype = reduce_dtype or a.dtype
-    tile_m, tile_n = _tile(group, m // group.size, n, a.dtype, config)
-    group.agree(OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype, tile_m=tile_m, tile_n=tile_n)
-    if out is None:
-        out = group.world.empty(group.world_rank, (m // group.size, n), a.dtype)
-    if out.numel():
-        group.launch(prepare(group, a, b, out, bias, residual, reduce_dtype, config))
-    return out
-
-
-def prepare(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype, config: Config | None,
-) -> Launch:  # fmt: skip
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    tensors = (a, b, out, bias, residual)
-    layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
-    key = (OP, layouts, reduce_dtype, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, bias, residual, reduce_dtype, config))
-    slots = (group.size - 1 + group.nodes - 1) * decided.tiles
-    workspace = group.workspace(
-        OP,
-        signal_words=max(2 * (group.size - 1) * decided.tiles, 2),
-        half_bytes=slots * decided.config.tile_m * decided.config.tile_n * reduce_dtype.itemsize,
+    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
+    rows, n = a.shape[0] // group.size, b.shape[1]
+    tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
+    group.agree(
+        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, tile_m=tile_m, tile_n=tile_n
     )
-    return _launch(group, decided, workspace, a, b, out, bias, residual)
+    if out is None:
+        out = group.world.empty(group.world_rank, (rows, n), a.dtype)
+    if out.numel():
+        group.launch(prepare(group, Sum(a, b, out, bias, residual, reduce_dtype, config)))
+    return out
 
 
 def explain(
@@ -612,7 +516,7 @@ def explain(
 ) -> Plan:
     """The plan that `matmul_reduce_scatter` with these arguments would carry out."""
     group = current(group)
-    _check(group, a, b, out, bias, residual, reduce_dtype, config)
+    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     if out is None:
         out = torch.empty((a.shape[0] // group.size, b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, bias, residual, reduce_dtype or a.dtype, config)
+    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))

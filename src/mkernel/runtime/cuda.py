@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from mkernel.runtime import records
-from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime import chains, records
+from mkernel.runtime.errors import ArgumentError, CommTimeout
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, exchange_addresses
@@ -229,6 +229,8 @@ class CudaWorld(CudaRanks):
             rate=links.network * 1e9 if links.network is not None else None,
             latency=links.network_latency,
         )
+        for number, memory in group.heap.segments():
+            transport.attach(number, memory)
         self.connect(group, ring, transport, [self._devices[member] for member in group.members])
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
@@ -352,6 +354,8 @@ def spawn(
     world.close(0.0 if failures else timeout)
     if failures:
         _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
+        if isinstance(failure, CommTimeout):
+            chains.join(failure, [other for _, _, other in failures if isinstance(other, CommTimeout)])
         if hasattr(failure, "add_note"):
             failure.add_note(f"raised on rank {rank}")
         raise failure

@@ -57,37 +57,6 @@ def check_out(
             raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
 
 
-def check_sum(
-    op: str, group: Group, a: torch.Tensor, n: int, bias: Any, residual: torch.Tensor | None,
-    reduce_dtype: torch.dtype | None, shape: tuple[int, int], meaning: str,
-) -> None:  # fmt: skip
-    """Refuse what can not be added to a sum of products, and dtypes that can not travel."""
-    if bias is not None:
-        check_tensor(op, group, "bias", bias, dimensions=1)
-        if bias.shape[0] != n:
-            raise ArgumentError(f"bias has {bias.shape[0]} elements, but b has {n} columns")
-    if residual is not None and tuple(residual.shape) != shape:
-        raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape} ({meaning})")
-    for name, tensor in (("bias", bias), ("residual", residual)):
-        if tensor is not None and tensor.dtype != a.dtype:
-            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but a has {a.dtype}: they must be the same")
-    if reduce_dtype not in (None, a.dtype, torch.float32):
-        raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
-
-
-def inputs_of_sum(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """The inputs that out may not overlap. It may be the residual, each element being read before it is
-    written; a part of it, it may not."""
-    inputs = {"a": a, "b": b}
-    if bias is not None:
-        inputs["bias"] = bias[None]
-    if residual is not None and (out.data_ptr() != residual.data_ptr() or out.stride() != residual.stride()):
-        inputs["residual"] = residual
-    return inputs
-
-
 @dataclass(frozen=True)
 class Right:
     """How the right operand b [k, n] is read: through a descriptor of b, or of the [n, k] matrix that b

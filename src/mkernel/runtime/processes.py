@@ -85,6 +85,7 @@ class Processes(Networked):
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
         transport = connect.open_transport(group, self._transport, lambda: self._address(group))
+        connect.attach(group, transport, dict(group.heap.segments()))
         # the memory of the other ranks of this node is mapped into this process
         self.connect(group, ring, transport, [group.device] * group.size)
 

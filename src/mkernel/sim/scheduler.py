@@ -153,6 +153,8 @@ class CtaTask(Task):
         result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
         if result.size == 1:
             self._loaded_one(int(np.ravel(addresses)[0]), result)
+        else:
+            self.launch.on_load(addresses, mask, dtype.itemsize)
         return result
 
     def _loaded_one(self, address: int, result: np.ndarray) -> None:
@@ -164,17 +166,20 @@ class CtaTask(Task):
             self.scheduler.pause(self)
             self._polled(address, int(result.view(np.uint8).sum()))
 
-    def store(self, addresses: Any, values: Any, mask: Any) -> None:
+    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self.polled.clear()
         self.looks = 0
         self.launch.on_store(addresses, values, mask)
-        self.scheduler.memory.store(self.view, addresses, values, mask)
+        self.scheduler.memory.store(self.view, addresses, values, mask, descriptor)
 
     def barrier(self) -> None:
         self.scheduler.memory.barrier(self.view)
 
     def acquire_for_descriptors(self) -> None:
         self.scheduler.memory.acquire_for_descriptors(self.view)
+
+    def complete_descriptor_stores(self) -> None:
+        self.scheduler.memory.complete_descriptor_stores(self.view)
 
     def on_dot(self) -> None:
         self.scheduler.memory.progress += 1
