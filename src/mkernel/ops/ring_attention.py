@@ -259,17 +259,18 @@ def intra(
                     DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED,
                     K_FLAT, V_FLAT, COPY, TILE_N, DIM, COPY_ROWS,
                 )  # fmt: skip
-            elif is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
-                slot = slot_of(source, rank, SIZE)
-                word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
-                wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
-                row = 2 * chunk * chunk_rows
-                here = slot_row(turn, slot, window, part_rows, SLOTS) + row
-                COPY_ROWS(
-                    context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1, 2 * height, 2 * height,
-                    dim, data_start, row, turn, source, spans, key, height, length, window, part_rows, 1,
-                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
-                )  # fmt: skip
+            elif SIZE > GPUS:
+                if is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
+                    slot = slot_of(source, rank, SIZE)
+                    word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
+                    wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
+                    row = 2 * chunk * chunk_rows
+                    here = slot_row(turn, slot, window, part_rows, SLOTS) + row
+                    COPY_ROWS(
+                        context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1,
+                        2 * height, 2 * height, dim, data_start, row, turn, source, spans, key, height, length, window, part_rows, 1,
+                        DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
+                    )  # fmt: skip
             for i in range(1, GPUS):
                 peer = node * GPUS + (rank + i) % GPUS
                 if is_seen(spans, peer, source, key, height, length, SIZE, ZIGZAG, CAUSAL, PACKED):
