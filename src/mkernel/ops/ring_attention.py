@@ -267,9 +267,9 @@ def intra(
                     row = 2 * chunk * chunk_rows
                     here = slot_row(turn, slot, window, part_rows, SLOTS) + row
                     COPY_ROWS(
-                        context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1,
-                        2 * height, 2 * height, dim, data_start, row, turn, source, spans, key, height, length, window, part_rows, 1,
-                        DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
+                        context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1, 2 * height,
+                        2 * height, dim, data_start, row, turn, source, spans, key, height, length, window, part_rows,
+                        1, DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
                     )  # fmt: skip
             for i in range(1, GPUS):
                 peer = node * GPUS + (rank + i) % GPUS
