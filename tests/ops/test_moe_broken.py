@@ -17,7 +17,14 @@ from mkernel.sim.network import Proxy
 
 SEEDS = 12
 WRONG = AssertionError  # a wrong result
-ASTRAY = (AssertionError, mk.SimulatorError, mk.CommTimeout, OverflowError)  # an address or a count that is nonsense
+# an address or a count that is nonsense
+ASTRAY = (AssertionError, mk.SimulatorError, mk.CommTimeout, mk.RoutingError, OverflowError)
+    AssertionError,
+    mk.SimulatorError,
+    mk.CommTimeout,
+    mk.RoutingError,
+    OverflowError,
+)  # an address or a count that is nonsense
 
 CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
 
@@ -183,7 +190,7 @@ BROKEN = {
         NODE, [("dispatching", "bases + expert * SIZE + source", "bases + expert * SIZE + 0 * source")]
     ),
     "a token that was not sent is counted": Broken(
-        NETWORK, [("dispatching", "number = before + tl.cumsum(crosses, 0) - crosses", "number = i")], ASTRAY
+        NETWORK, [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")], ASTRAY
     ),
     "a tile is stored beyond its expert": Broken(
         NODE, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
