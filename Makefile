@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 WORKERS ?= auto
 
-.PHONY: setup demo test test-gpu lint format types clean
+.PHONY: setup demo test test-gpu docs lint format types clean
 
 setup: $(VENV)/ready
 
@@ -28,6 +28,14 @@ test: setup
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+docs: setup $(VENV)/docs-ready
+	$(BIN)/mkdocs build --quiet --strict
+	@echo "the site is in build/site/index.html"
+
+$(VENV)/docs-ready: $(VENV)/ready requirements-docs.txt
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,14 +1,14 @@
 """The documentation: its Python runs, its links lead somewhere."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_of(page):
@@ -31,8 +31,11 @@ def test_python_runs(page, tmp_path):
     # a file, since Triton reads the source of kernels; with the page's line numbers
     path = tmp_path / f"{page.stem}.py"
     path.write_text(python_of(page))
-    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, f"{title(page)}:\n{result.stdout}\n{result.stderr}"
+    started = re.search(r"<!-- tested with: torchrun --nproc-per-node (\d+) -->", page.read_text())
+    if started:
+        processes.torchrun(path, int(started.group(1)))
+    else:
+        processes.run([sys.executable, str(path)], seconds=120, folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)

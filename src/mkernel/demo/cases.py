@@ -102,9 +102,7 @@ def matmul_reduce_scatter(group: Group, large: bool, seed: int) -> Case:
 
 
 def matmul_all_reduce(group: Group, large: bool, seed: int) -> Case:
-    return _reducing(
-        group, large, seed, mk.matmul_all_reduce, slice(None), 4096 if large else 96, scattered=False
-    )
+    return _reducing(group, large, seed, mk.matmul_all_reduce, slice(None), 4096 if large else 96, scattered=False)
 
 
 def ring_attention(group: Group, large: bool, seed: int) -> Case:
