@@ -30,7 +30,7 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 docs: setup $(VENV)/docs-ready
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "the site is in build/site/index.html"
 
 $(VENV)/docs-ready: $(VENV)/ready requirements-docs.txt

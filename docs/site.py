@@ -11,6 +11,13 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 
+def on_config(config):
+    root = Path(config.config_file_path).parent
+    examples = [{example.name: f"examples/{example.stem}.md"} for example in sorted((root / "examples").glob("*.py"))]
+    config.nav.insert(-1, {"Examples": examples})
+    return config
+
+
 def on_files(files, config):
     root = Path(config.config_file_path).parent
     files.append(File.generated(config, "changes.md", content=(root / "CHANGELOG.md").read_text()))

@@ -46,7 +46,7 @@ def test_calls(tmp_path, nodes, gpus_per_node):
 
 
 def test_example():
-    example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
+    example = Path(__file__).parents[2] / "examples" / "02_processes.py"
     output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
