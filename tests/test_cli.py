@@ -162,12 +162,12 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
     assert "mkernel: rank 0 waited for rank 1" in result.output
 
 
-@pytest.mark.parametrize("name", list(operators.here()))
+@pytest.mark.parametrize("name", list(operators.BY_NAME))
 def test_every_operator_has_its_case(name):
     """One schedule of each; `make demo` runs more."""
 
     def on_rank(group):
-        case = operators.here()[name].case(group, large=False, seed=0)
+        case = operators.BY_NAME[name].case(group, large=False, seed=0)
         case.library()
         return demo._check(case.result(case.call()), *case.exact())
 
@@ -269,12 +269,12 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     assert not calls  # --unpaced and --network
     run("bench", "--unpaced", "--nodes", "2", "--against", "host, nccl")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.measurable())
+    assert {one.op for one in wanted} == set(operators.BY_NAME)
     assert options == default | dict(link=None, network=None, nodes=2, against=("host", "nccl"))
 
     run("bench", "--shapes", "paper", "--nodes", "2", "--ranks", "1")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.measurable())
+    assert {one.op for one in wanted} == set(operators.BY_NAME)
     assert all(one.row is not None for one in wanted)
 
     (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")

@@ -45,6 +45,24 @@ def test_calls(tmp_path, nodes, gpus_per_node):
     assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
 
 
+def test_ring_attention(tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        import mkernel as mk
+        from attention import Case, call
+
+        group = mk.init(timeout=60.0, gpus_per_node=2)
+        assert (group.size, group.nodes) == (4, 2)
+        config = mk.Config(tile_m=16, tile_n=16, steps=2)
+        call(group, Case(16, heads=5, kv_heads=5, causal=True, layout="zigzag"), config=config)
+        call(group, Case(17, heads=2, kv_heads=1, documents=(0, 5, 40, 68)), 1)
+        group.close()
+        print("right on rank", group.rank)
+    """
+    assert torchrun(tmp_path, program, 4).count("right on rank") == 4
+
+
 def test_example():
     example = Path(__file__).parents[2] / "examples" / "02_processes.py"
     output = processes.torchrun(example, 4)

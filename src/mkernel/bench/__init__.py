@@ -40,11 +40,13 @@ def run(
     config: Config | None = None,
     repeats: int = REPEATS,
     against: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's
     NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
-    share of its SMs. None does not pace. `against`: "nccl" for that way, too."""
-    measure = operators.measurable()[op].measure
+    share of its SMs. None does not pace. `against`: "nccl" for that way, too. `options`: those of the operator
+    that are on."""
+    measure = operators.BY_NAME[op].measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -53,7 +55,7 @@ def run(
     )
 
     def on_rank(group: Group, shape: Shape) -> dict[str, Any]:
-        result = measure(group, *shape, dtype, config, repeats)
+        result = measure(group, *shape, dtype, config, repeats, **dict.fromkeys(options, True))
         if "nccl" in against:
             result["nccl_ms"] = nccl.measure(group, op, shape, dtype, repeats)
         return result
@@ -86,6 +88,7 @@ def main(
     link: float | None,
     network: float | None,
     against: Sequence[str] = (),
+    options: Sequence[str] = (),
     json_path: Path | None = None,
     csv_path: Path | None = None,
     html_path: Path | None = None,
@@ -113,7 +116,7 @@ def main(
         try:
             result = run(
                 one.op, [one.shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
-                against=against,
+                against=against, options=options,
             )[0]  # fmt: skip
             if one.row is not None:
                 result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
@@ -148,7 +151,7 @@ def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
 
 
 def _header(one: Wanted, against: Sequence[str]) -> str:
-    dimensions = operators.measurable()[one.op].dimensions
+    dimensions = operators.BY_NAME[one.op].dimensions
     return " ".join([*(f"{name:>8}" for name in dimensions), *(f"{name:>8}" for name in _columns(one, against))])
 
 

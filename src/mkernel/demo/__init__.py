@@ -90,7 +90,7 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
     place = cluster if simulated else _gpus(size)
     console.print(f"[bold]mkernel[/bold] on {place}\n")
-    chosen = list(operators.here().values())
+    chosen = operators.ALL
     shown = []
     with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
         for operator in chosen:

@@ -40,10 +40,6 @@ class Case:
     sends: tuple[int, int] | None = None
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    return getattr(mk, name)
-
-
 def _random(group: Group, seed: int, *shape: int, what: int = 0) -> torch.Tensor:
     generator = torch.Generator(group.device).manual_seed(1000 * seed + 10 * group.rank + what)
     return torch.randn(*shape, generator=generator, device=group.device, dtype=DTYPE)
@@ -121,7 +117,7 @@ def ring_attention(group: Group, large: bool, seed: int) -> Case:
 
     return Case(
         inputs=f"query, key and value, {batch} x {heads} x {length} x {dim}, its part of a longer sequence; causal",
-        call=lambda: _operator("ring_attention")(query, key, value, is_causal=True),
+        call=lambda: mk.ring_attention(query, key, value, is_causal=True),
         exact=exact,
         library=lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value),
     )
@@ -150,7 +146,7 @@ def moe_dispatch_matmul(group: Group, large: bool, seed: int) -> Case:
 
     return Case(
         inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {hidden} x {out}",
-        call=lambda: _operator("moe_dispatch_matmul")(x, ids, w, max_tokens=tokens),
+        call=lambda: mk.moe_dispatch_matmul(x, ids, w, max_tokens=tokens),
         result=lambda given: given[0][: int(given[1].counts.sum())],
         exact=exact,
         library=lambda: x.repeat(top_k, 1).view(experts, -1, hidden) @ w,
@@ -182,7 +178,7 @@ def moe_ffn(group: Group, large: bool, seed: int) -> Case:
 
     return Case(
         inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {inter} inner columns",
-        call=lambda: _operator("moe_ffn")(x, ids, weights, gate_up, down, max_tokens=tokens),
+        call=lambda: mk.moe_ffn(x, ids, weights, gate_up, down, max_tokens=tokens),
         exact=exact,
         library=library,
     )

@@ -50,6 +50,15 @@ class CommTimeout(MKernelError, RuntimeError):
         return self.record is not None and self.record.timed_out
 
 
+class RoutingError(MKernelError, RuntimeError):
+    """A kernel found that its tokens can not be routed. Nothing was computed, on any rank of the group, and
+    the group can be used again."""
+
+
+class CapacityError(RoutingError):
+    """More rows go to a rank than it has room for."""
+
+
 class TransportError(MKernelError, RuntimeError):
     """The network could not do what it was asked to do."""
 

@@ -171,17 +171,20 @@ class CtaTask(Task):
             self.scheduler.pause(self)
             self._polled(address, int(result.view(np.uint8).sum()))
 
-    def store(self, addresses: Any, values: Any, mask: Any) -> None:
+    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self.polled.clear()
         self.looks = 0
         self.launch.on_store(addresses, values, mask)
-        self.scheduler.memory.store(self.view, addresses, values, mask)
+        self.scheduler.memory.store(self.view, addresses, values, mask, descriptor)
 
     def barrier(self) -> None:
         self.scheduler.memory.barrier(self.view)
 
     def acquire_for_descriptors(self) -> None:
         self.scheduler.memory.acquire_for_descriptors(self.view)
+
+    def complete_descriptor_stores(self) -> None:
+        self.scheduler.memory.complete_descriptor_stores(self.view)
 
     def on_dot(self) -> None:
         self.scheduler.memory.progress += 1

@@ -296,7 +296,8 @@ class SimWorld:
             self.scheduler.memory.drain(view)
         scratch = running.spec.scratch
         if scratch is not None:
-            used = scratch.workspace.half(int(scratch.workspace.state[0]) % 2)
+            workspace = scratch.workspace
+            used = workspace.data if scratch.whole else workspace.half(int(workspace.state[0]) % 2)
             for start, end in scratch.ranges:
                 used[start:end] = POISON
         for start in running.borrowed:

@@ -1,8 +1,8 @@
-"""03: a tensor-parallel MLP of two operators, beside the same MLP on one device.
+"""05: a tensor-parallel MLP of two operators, beside the same MLP on one device.
 
-    python examples/03_tensor_parallel_mlp.py          a GPU if there is one, else the simulator
-    python examples/03_tensor_parallel_mlp.py cpu      the simulator: 2 nodes x 2 GPUs
-    python examples/03_tensor_parallel_mlp.py cuda     4 ranks on the GPUs that are here
+    python examples/05_tensor_parallel_mlp.py          a GPU if there is one, else the simulator
+    python examples/05_tensor_parallel_mlp.py cpu      the simulator: 2 nodes x 2 GPUs
+    python examples/05_tensor_parallel_mlp.py cuda     4 ranks on the GPUs that are here
 
 Each rank holds some rows of the activations (sequence parallelism) and a slice of both weights (tensor
 parallelism). The first layer needs the rows of all ranks: all_gather_matmul. The second has a part of every

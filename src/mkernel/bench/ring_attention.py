@@ -1,0 +1,168 @@
+"""ring_attention beside what it replaces: copy all keys and values, then call cuDNN."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mkernel.bench.timing import Link, Stopwatch
+from mkernel.ops.ring_attention import explain, prepare, ring_attention
+from mkernel.runtime.config import Config
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+from mkernel.runtime.sequences import Sequences, from_zigzag
+
+ROWS_CHECKED = 16  # of each rank and head, in float64
+
+
+_one_at_a_time = threading.Lock()  # which kernel torch takes is a setting of the process, and ranks are threads
+
+
+def _cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    with _one_at_a_time, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+
+def measure(
+    group: Group, batch: int, heads: int, positions: int, dim: int, dtype: torch.dtype, config: Config | None,
+    repeats: int, *, causal: bool = False, zigzag: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One shape, the positions being those of the whole sequence; runs on every rank, the same figures come
+    back on each."""
+    layout = "zigzag" if zigzag else "contiguous"
+    if batch * heads * positions**2 * dim >= 1e13:
+        repeats = min(repeats, 8)
+    size, rank, device = group.size, group.rank, group.device
+    length = positions // size
+    generator = torch.Generator(device).manual_seed(rank)
+    query, key, value = (
+        torch.randn(batch, heads, length, dim, device=device, dtype=dtype, generator=generator) for _ in range(3)
+    )
+    out = torch.empty_like(query)
+    torch.cuda.current_stream(device).synchronize()
+    parts = group.exchange("parts", (query, key, value))
+
+    sequences = Sequences(size, length, layout == "zigzag", causal, None)
+    row_bytes = batch * heads * 2 * dim * query.element_size()
+    sent = max(sum(sequences.keys_sent(s, r) for r in range(size) if r != s) for s in range(size)) * row_bytes
+    rate = group.world.links.nvlink
+    wire_ms = sent / (rate * 1e6) if rate else 0.0
+
+    merge = from_zigzag if layout == "zigzag" else (lambda tensors: torch.cat(list(tensors), 2))
+    whole = [merge([part[i].to(device) for part in parts]) for i in range(3)]
+    gathered = [torch.empty_like(tensor) for tensor in whole[1:]]
+    link = Link(device)
+    share = slice(rank * heads // size, (rank + 1) * heads // size)
+
+    def library() -> None:
+        # the whole problem in one call, on all SMs: nobody's rate is better
+        if rank == 0:
+            _cudnn(whole[0], whole[1], whole[2], causal)
+
+    def host_driven() -> None:
+        link.open()
+        for source, (_, k, v) in enumerate(parts):
+            gathered[0][:, :, source * length : (source + 1) * length].copy_(k)
+            gathered[1][:, :, source * length : (source + 1) * length].copy_(v)
+        link.hold(int(wire_ms * 1e6))
+        if causal:  # balanced over the ranks, as no layout is in this way: a share of the heads
+            _cudnn(whole[0][:, share], whole[1][:, share], whole[2][:, share], True)
+        else:
+            _cudnn(query, gathered[0], gathered[1], False)
+
+    stream = torch.cuda.current_stream(device)
+    host_driven()
+    library()
+    stream.synchronize()
+    launch = prepare(group, query, key, value, out, None, causal, None, layout, None, config)
+    everyone = group.exchange("ready", (launch, stream, library, host_driven))
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        measured = _time(group.world, everyone, repeats)
+    times, sustained = group.exchange("times", measured)[0]
+
+    out.fill_(float("nan"))
+    ring_attention(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
+    group.synchronize()
+    error = max(group.exchange("error", _error(sequences, rank, query, out, whole)))
+    gpus = min(torch.cuda.device_count(), size)
+    floor_ms = max(times["library"] / gpus, wire_ms)
+    plan = explain(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
+    return {
+        "op": "ring_attention",
+        "batch": batch,
+        "heads": heads,
+        "positions": positions,
+        "dim": dim,
+        "causal": causal,
+        "layout": layout,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ranks": size,
+        "nodes": group.nodes,
+        "gpus": torch.cuda.device_count(),
+        "kernel": plan.kernel,
+        "link_gb_per_s": rate,
+        "emulated": size > torch.cuda.device_count() or rate is not None,
+        "fused_ms": times["fused"],
+        "library_ms": times["library"] / gpus,
+        "wire_ms": wire_ms,
+        "network_ms": 0.0,
+        "host_driven_ms": times["host_driven"],
+        "speedup": times["host_driven"] / times["fused"],
+        "floor_fraction": floor_ms / times["fused"],
+        "sustained_fused_ms": sustained["fused"],
+        "sustained_library_ms": sustained["library"] / gpus,
+        "sustained_host_driven_ms": sustained["host_driven"],
+        "sustained_floor_fraction": max(sustained["library"] / gpus, wire_ms) / sustained["fused"],
+        "max_error": error,
+        "error_bound": 1.0,  # the error is in bounds
+        "plan": str(plan),
+    }
+
+
+def _error(
+    sequences: Sequences, rank: int, query: torch.Tensor, out: torch.Tensor, whole: Sequence[torch.Tensor]
+) -> float:
+    """The largest error of some rows, in bounds: eps times the weighted mean of |value|, and 2^-18."""
+    length, positions = query.shape[2], whole[1].shape[2]
+    rows = torch.linspace(0, length - 1, min(ROWS_CHECKED, length), device=query.device).long()
+    at = torch.from_numpy(sequences.positions(rank)).to(query.device)[rows]
+    worst = 0.0
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            scores = query[b, h, rows].double() @ whole[1][b, h].double().t() * query.shape[3] ** -0.5
+            if sequences.causal:
+                scores = scores.masked_fill(
+                    torch.arange(positions, device=query.device)[None] > at[:, None], -torch.inf
+                )
+            weights, value = torch.softmax(scores, -1), whole[2][b, h].double()
+            bound = torch.finfo(query.dtype).eps * (weights @ value.abs()) + 2.0**-18
+            error = ((out[b, h, rows].double() - weights @ value).abs() / bound).max().item()
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _time(world: CudaWorld, everyone: Sequence[Any], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of the three ways on the streams of all ranks, in bursts and sustained."""
+    streams = [stream for _, stream, _, _ in everyone]
+
+    def fused() -> None:
+        world.launch_together({rank: (launch, stream) for rank, (launch, stream, _, _) in enumerate(everyone)})
+
+    def on_all(which: int) -> Callable[[], None]:
+        def run() -> None:
+            for entry in everyone:
+                with torch.cuda.stream(entry[1]):
+                    entry[which]()
+
+        return run
+
+    calls = {"library": on_all(2), "fused": fused, "host_driven": on_all(3)}
+    stopwatch = Stopwatch(streams)
+    return stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
