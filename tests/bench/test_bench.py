@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,23 @@ def test_a_published_figure_with_its_floor():
     assert found["published_floor_fraction"] == pytest.approx(14 * 2048 * 32768 * 2 / 450e9 * 1e3 / 9.772)
 
 
+def test_attention_has_fewer_blocks_of_keys():
+    """4 ranks compute a quarter of what 16 do with each block; 4 of them share a GPU."""
+    row = published.rows("ring_attention")[-1]
+    found = published.beside("ring_attention", row, result("ring_attention", library_ms=100.0), "NVIDIA H200")
+    assert found["published_floor_fraction"] == pytest.approx(100.0 / 4 * 4 / 134.909)
+
+
+@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+def test_every_operator_can_be_measured(operator):
+    """What measures it takes a group, the numbers of a shape, what all of them take, and its options."""
+    names = list(inspect.signature(operator.measure).parameters)
+    assert names[0] == "group"
+    count = 1 + len(operator.dimensions)
+    assert names[count : count + 3] == ["dtype", "config", "repeats"]
+    assert names[count + 3 :] == list(operator.options)
+
+
 def test_no_floor_without_its_gpu():
     row = published.rows("all_gather_matmul")[0]
     found = published.beside("all_gather_matmul", row, result(), "NVIDIA A100")
@@ -173,7 +191,7 @@ def test_the_table(fake, capsys):
     wanted = [Wanted("all_gather_matmul", (16384, 2048, 8192)), Wanted("matmul_reduce_scatter", (4096, 8192, 8192))]
     assert bench.main(wanted, **OPTIONS) == 0
     assert [(op, shape) for op, shape, _ in fake] == [(one.op, [one.shape]) for one in wanted]
-    assert fake[0][2] == dict(ranks=4, nodes=1, dtype=torch.bfloat16, link=450.0, network=50.0, against=())
+    assert fake[0][2] == dict(ranks=4, nodes=1, dtype=torch.bfloat16, link=450.0, network=50.0, against=(), options=())
     text = capsys.readouterr().out
     assert text.count(" emulated") == 2
     for words in ("all_gather_matmul", "matmul_reduce_scatter", "m_total", "floor fraction", "0.900", "4.200"):

@@ -1,11 +1,12 @@
 """The figures that the CUDA library mKernel published, to be set beside ours; see published.json.
 
 What can be compared. They were measured on 2 nodes of 8 H200 with 16 ranks; here there may be fewer ranks,
-several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there (in attention:
-as much for each block of keys, of which there are fewer), and what stands side by side are floor fractions: the time that the library's GEMM alone, or a link alone,
-would take, over the time that was taken. Milliseconds of ranks that share a GPU are not comparable, nor
-are a wire and 15 peers the same as a paced link and 3 peers. The floor of a published figure takes this
-run's GEMM, scaled to a whole GPU, for the library; it is left out where the GPU here is no H200.
+several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there (in
+attention: as much for each block of keys, of which there are fewer), and what stands side by side are floor
+fractions: the time that the library alone, or a link alone, would take, over the time that was taken.
+Milliseconds of ranks that share a GPU are not comparable, nor are a wire and 15 peers the same as a paced
+link and 3 peers. The floor of a published figure takes this run's library, scaled to a whole GPU; it is left
+out where the GPU here is no H200.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ RANKS = NODES * GPUS
 NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
 
 SAME = (
-    "the same: what a rank multiplies (bf16; in attention its queries and one block of keys, of which there are as many "
-    "as ranks), and the rates of links relative to the GPU's"
+    "the same: what a rank multiplies (bf16; in attention its queries and one block of keys, of which there are as "
+    "many as ranks), and the rates of links relative to the GPU's"
 )
 DIFFERENT = (
     "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
