@@ -164,7 +164,11 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
         text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
         numbers.append(f"{text:>{max(len(name), 8)}}")
     mark = " emulated" if result["emulated"] else ""
-    return " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+    line = " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+    if "gemm_ms" in result:
+        share = result["gemm_against_library"]
+        line += f"\n  the compute role alone, on rows in place: {result['gemm_ms']:.3f} ms, {share:.3f} of the library"
+    return line
 
 
 # -- files
