@@ -12,6 +12,10 @@ SAYS = {
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (256, 96), largest error" for rank in range(4)),
         "the network reads it where it is",  # the plan for rows in the symmetric heap
     ],
+    "02_matmul_reduce_scatter": [
+        *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 96) and (128, 96)" for rank in range(4)),
+        "parts travel as bfloat16",
+    ],
     "03_ring_attention": [
         *(
             f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (1, 4, 64, 64), largest error"
@@ -29,7 +33,7 @@ SAYS = {
         f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 64)" for rank in range(4)
     ],
 }
-ELSEWHERE = {"02_processes": "cluster/test_torchrun.py"}
+ELSEWHERE = {"06_processes": "cluster/test_torchrun.py", "07_processes_reduce": "cluster/test_torchrun.py"}
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in SAYS], ids=lambda path: path.stem)

@@ -6,6 +6,7 @@
 See `mk.spawn` for a cluster inside this process, and the documentation for everything else.
 """
 
+from mkernel import environment as _environment  # noqa: F401  # before CUDA starts
 from mkernel.api import empty, explain, init
 from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
