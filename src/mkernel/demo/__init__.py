@@ -255,9 +255,9 @@ def _badness(check: Check) -> float:
 
 
 def _table(shown: Sequence[Shown], simulated: bool) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("operator", no_wrap=True)
-    table.add_column("result")
+    table.add_column("result", no_wrap=True)
     columns = ("error", "NVLink", "network", "overlap") if simulated else ("error", "fused", "library", "ratio")
     for name in columns:
         table.add_column(name, justify="right")
@@ -284,7 +284,7 @@ def _bytes(count: int) -> str:
         return "-"
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{count / size:.1f} {unit}" if count % size else f"{count // size} {unit}"
     return f"{count} B"
 
 
