@@ -162,12 +162,12 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
     assert "mkernel: rank 0 waited for rank 1" in result.output
 
 
-@pytest.mark.parametrize("name", list(operators.BY_NAME))
+@pytest.mark.parametrize("name", list(operators.here()))
 def test_every_operator_has_its_case(name):
     """One schedule of each; `make demo` runs more."""
 
     def on_rank(group):
-        case = operators.BY_NAME[name].case(group, large=False, seed=0)
+        case = operators.here()[name].case(group, large=False, seed=0)
         case.library()
         return demo._check(case.result(case.call()), *case.exact())
 
@@ -271,7 +271,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 
     run("bench", "--unpaced", "--against", "host, nccl")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.BY_NAME)
+    assert {one.op for one in wanted} == set(operators.here())
     assert options == default | dict(link=None, network=None, against=("host", "nccl"))
 
     run("bench", "moe_ffn", "--nodes", "2")
@@ -284,7 +284,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 
     run("bench", "--shapes", "paper", "--ranks", "2")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.BY_NAME)
+    assert {one.op for one in wanted} == set(operators.here())
     assert all(one.row is not None for one in wanted)
 
     (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")

@@ -114,7 +114,7 @@ def demo(
 @main.command()
 def bench(
     op: Annotated[
-        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.BY_NAME)}.")
+        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.here())}.")
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -168,7 +168,7 @@ def bench(
     ways = _ways(against)
     wanted = _wanted(op, shape, shapes, ranks * nodes)
     options = tuple(name for name, on in (("causal", causal), ("zigzag", zigzag)) if on)
-    for one in {one.op: operators.BY_NAME[one.op] for one in wanted}.values():
+    for one in {one.op: operators.here()[one.op] for one in wanted}.values():
         for name in set(options) - set(one.options):
             raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
         if nodes > 1 and not one.several_nodes:
@@ -212,7 +212,7 @@ def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: 
     """What to measure."""
     from mkernel.bench import shapes as known
 
-    all_of_them = operators.BY_NAME
+    all_of_them = operators.here()
     if op is not None and op not in all_of_them:
         raise typer.BadParameter(
             f"there is no operator {op!r} to measure; there are: {', '.join(all_of_them)}", param_hint="OP"

@@ -113,4 +113,7 @@ ALL = (
     ),
 )
 
-BY_NAME = {operator.name: operator for operator in ALL}
+
+def here() -> dict[str, Operator]:
+    """All of them, by name."""
+    return {operator.name: operator for operator in ALL}

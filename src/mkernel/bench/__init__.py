@@ -46,7 +46,7 @@ def run(
     NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
     share of its SMs. None does not pace. `against`: "nccl" for that way, too. `options`: those of the operator
     that are on."""
-    measure = operators.BY_NAME[op].measure
+    measure = operators.here()[op].measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -151,7 +151,7 @@ def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
 
 
 def _header(one: Wanted, against: Sequence[str]) -> str:
-    dimensions = operators.BY_NAME[one.op].dimensions
+    dimensions = operators.here()[one.op].dimensions
     return " ".join([*(f"{name:>8}" for name in dimensions), *(f"{name:>8}" for name in _columns(one, against))])
 
 
