@@ -14,6 +14,7 @@ from figures import result
 import mkernel as mk
 from mkernel import bench, operators
 from mkernel.bench import nccl, published, shapes
+from mkernel.bench import page as bench_page
 from mkernel.bench.shapes import Wanted
 
 GATHER, SCATTER = operators.ALL[:2]
@@ -222,7 +223,10 @@ def test_a_wrong_result_and_a_failure(fake, monkeypatch, capsys, tmp_path):
     text = capsys.readouterr().out
     assert "failed: rank 0 waited" in text
     assert "WRONG RESULT" in text
-    assert [one.get("failed") for one in json.loads(path.read_text())["results"]] == ["rank 0 waited", None]
+    written = json.loads(path.read_text(), parse_constant=pytest.fail)  # no Infinity, which is no JSON
+    assert [one.get("failed") for one in written["results"]] == ["rank 0 waited", None]
+    assert written["results"][1]["max_error"] is None
+    assert "WRONG RESULT" in bench_page.page(written)
 
 
 def test_files(fake, tmp_path):

@@ -16,6 +16,7 @@ from mkernel import operators
 from mkernel.bench import nccl, published
 from mkernel.bench.shapes import Wanted
 from mkernel.operators import Shape
+from mkernel.report import finite
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
@@ -130,7 +131,10 @@ def main(
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    return "failed" not in result and result["max_error"] <= result["error_bound"]
+    """False also for an error that is NaN, which is None in JSON."""
+    if "failed" in result or result["max_error"] is None:
+        return False
+    return result["max_error"] <= result["error_bound"]
 
 
 # -- the table
@@ -176,7 +180,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
 
 def _write(figures: dict[str, Any], json_path: Path | None, csv_path: Path | None, html_path: Path | None) -> None:
     if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=1))
+        json_path.write_text(json.dumps(finite(figures), indent=1, allow_nan=False))
     if csv_path is not None:
         rows = [{**result, **figures["machine"]} for result in figures["results"]]
         names = list(dict.fromkeys(name for row in rows for name in row))
