@@ -147,6 +147,15 @@ def test_no_spills(build, case, kernel):
     assert made.shared <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sizes_of_one(build, kernel):
+    """Triton makes constants of arguments that are 1: a kernel must not take them for tensors."""
+    names = ("rows", "m", "n", "k", "signals", "a_row_stride", "b_row_stride", "b_column_stride", "c_row_stride",
+             "residual_row_stride", "residual_column_stride")  # fmt: skip
+    ones = {name: 1 for name in names if name in KERNELS[kernel].arg_names}
+    build(torch.bfloat16, dict(TWO_NODES, RESIDUAL=True), kernel=kernel, described=False, tile=(64, 64), **ones)
+
+
 @pytest.mark.parametrize(
     ("kernel", "capability"), [("reduce_scatter", 80), ("reduce_scatter", 100), ("all_reduce", 100)]
 )
