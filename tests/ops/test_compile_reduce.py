@@ -8,12 +8,18 @@ import torch
 from compiling import REGISTERS, SHARED_MEMORY, compiled
 
 from mkernel.ops.matmul_all_reduce import one_shot_kernel, two_level_kernel
+from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles, settings_of_sum
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-KERNELS = {"reduce_scatter": matmul_reduce_scatter_kernel, "all_reduce": two_level_kernel, "one_shot": one_shot_kernel}
+KERNELS = {
+    "reduce_scatter": matmul_reduce_scatter_kernel,
+    "all_reduce": two_level_kernel,
+    "one_shot": one_shot_kernel,
+    "sliced": sliced_kernel,
+}
 ONE_RANK = dict(SIZE=1, GPUS=1)
 FOUR_RANKS = dict(SIZE=4, GPUS=4)
 TWO_NODES = dict(SIZE=4, GPUS=2)
@@ -57,7 +63,7 @@ def build(tmp_path_factory):
             context="*i64", data_start="i64", half="i64", bias=pointer,
             a=operand(described, 1, tile_m, tile_k),
             b=operand(described, *((tile_n, tile_k) if constants["B_TRANSPOSED"] else (tile_k, tile_n))),
-            c=operand(described, 1, tile_m, tile_n // 2),
+            c=operand(constants["C_DESCRIPTOR"], 1, tile_m, tile_n // 2),
             residual=operand(constants["RESIDUAL_DESCRIPTOR"], 1, tile_m, tile_n // 2),
         )  # fmt: skip
         if not constants["BIAS"]:
@@ -146,3 +152,14 @@ def test_other_gpus(build, capability, kernel):
     made = build(torch.bfloat16, FOUR_RANKS, kernel=kernel, capability=capability, described=capability >= 90,
                  tile=(128, 128))  # fmt: skip
     assert ("tcgen05.mma" if capability == 100 else "mma.sync") in made.ptx
+
+
+@pytest.mark.parametrize("tile", [(128, 256), (128, 128), (64, 128)])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_slices(build, gpus, tile):
+    """Parts go straight from the accumulator to the peers, and nothing is spilled."""
+    chosen = dict(SIZE=gpus, GPUS=gpus, C_DESCRIPTOR=False, BIAS=gpus == 4)
+    made = build(torch.bfloat16, chosen, kernel="sliced", tile=tile)
+    assert "wgmma.mma_async" in made.ptx
+    assert made.usage["STACK"] <= 16, made.usage  # some scalars
+    assert made.shared <= SHARED_MEMORY

@@ -18,7 +18,7 @@ from mkernel.runtime import group as runtime_group
 
 SEEDS = 20
 WRONG = AssertionError  # a wrong result
-SCATTER, REDUCE, SHOT = WAYS
+SCATTER, REDUCE, SHOT, SLICED = WAYS
 
 
 @dataclass(frozen=True)
