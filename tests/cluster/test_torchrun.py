@@ -64,13 +64,13 @@ def test_ring_attention(tmp_path):
 
 
 def test_example():
-    example = Path(__file__).parents[2] / "examples" / "06_processes.py"
+    example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
     output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
 
 def test_example_of_reductions():
-    example = Path(__file__).parents[2] / "examples" / "07_processes_reduce.py"
+    example = Path(__file__).parents[2] / "examples" / "06_processes_reduce.py"
     output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (24, 48) and (96, 48), largest error") == 4
 

@@ -57,7 +57,7 @@ def test_calls(tmp_path, nodes, gpus_per_node):
 
 
 def test_example():
-    example = Path(__file__).parents[2] / "examples" / "06_processes.py"
+    example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
     output = torchrun(example, 4, seconds=120)
     assert output.count("of 2 x 2, cuda:0): (384, 48), largest error") == 4, output
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 import mkernel as mk
-from mkernel.lang import context as words
 from mkernel.lang import combining, roles, routing, signals
+from mkernel.lang import context as words
 from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import ARRIVED, notify, wait

@@ -19,12 +19,6 @@ SEEDS = 12
 WRONG = AssertionError  # a wrong result
 # an address or a count that is nonsense
 ASTRAY = (AssertionError, mk.SimulatorError, mk.CommTimeout, mk.RoutingError, OverflowError)
-    AssertionError,
-    mk.SimulatorError,
-    mk.CommTimeout,
-    mk.RoutingError,
-    OverflowError,
-)  # an address or a count that is nonsense
 
 CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
 

@@ -1,6 +1,6 @@
 """all_gather_matmul in several processes:
 
-    torchrun --nproc-per-node 4 examples/06_processes.py
+    torchrun --nproc-per-node 4 examples/all_gather_matmul.py
 
 Every two consecutive ranks count as a node here, so that on one machine both ways are used: shared
 memory inside a "node", and the network (TCP) between "nodes". On a real cluster leave gpus_per_node
