@@ -63,22 +63,29 @@ class Processes(Networked):
         def name(member: int) -> str:
             return f"{key!r}/{member}"
 
-        self._store.set(name(rank), pickle.dumps(value))  # type: ignore[arg-type]
+        def is_here(member: int) -> bool:
+            try:
+                return self._store.check([name(member)])
+            except (RuntimeError, dist.DistError):  # whoever had the store has left
+                return False
+
         begun = time.monotonic()
         values = []
-        for member in members:
-            left = max(timeout - (time.monotonic() - begun), 0.001)
-            try:
+        try:
+            self._store.set(name(rank), pickle.dumps(value))  # type: ignore[arg-type]
+            for member in members:
+                left = max(timeout - (time.monotonic() - begun), 0.001)
                 self._store.wait([name(member)], timedelta(seconds=left))
-            except (RuntimeError, dist.DistError) as silence:
-                missing = [i for i, other in enumerate(members) if not self._store.check([name(other)])]
-                waited = time.monotonic() - begun
-                raise records.absent(what, list(members).index(rank), missing, len(members), waited) from silence
-            values.append(pickle.loads(self._store.get(name(member))))
-        # all members are here, so all have read what was exchanged before
-        previous, self._last_name[tuple(members)] = self._last_name.get(tuple(members)), name(rank)
-        if previous is not None:
-            self._store.delete_key(previous)
+                values.append(pickle.loads(self._store.get(name(member))))
+            # all members are here, so all have read what was exchanged before
+            previous, self._last_name[tuple(members)] = self._last_name.get(tuple(members)), name(rank)
+            if previous is not None:
+                self._store.delete_key(previous)
+        except (RuntimeError, dist.DistError) as silence:
+            missing = [i for i, member in enumerate(members) if member != rank and not is_here(member)]
+            waited = time.monotonic() - begun
+            place = list(members).index(rank)
+            raise records.absent(what, place, missing or [place], len(members), waited) from silence
         return values
 
     # -- the network
