@@ -13,7 +13,7 @@ import mkernel as mk
 
 
 def main() -> None:
-    group = mk.init(gpus_per_node=2)
+    group = mk.init(gpus_per_node=2, timeout=120.0)
     torch.manual_seed(group.rank)
     m, n, k = 96, 48, 64
     a = torch.randn(m, k, device=group.device).bfloat16()  # this rank's slice of the activations

@@ -68,7 +68,7 @@ def test_gluon(call):
     assert compiled.shared <= SHARED_MEMORY
     assert compiled.registers * 12 * 32 <= REGISTERS
     # with several ranks some numbers are spilled where a tile begins; the loops are free of it
-    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 512)
+    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 64 if plan.slots == 3 else 512)
 
 
 @pytest.mark.parametrize("dim", [256])

@@ -59,15 +59,12 @@ def rank_main(rank: int) -> None:
         x = mk.empty(16, 16).fill_(1)
         group.barrier()
         del x
-    assert (mk.all_gather_matmul(mk.empty(16, 16).fill_(1), torch.ones(16, 16).bfloat16()) == 16).all()
     group.close()
     auto = mk.init(timeout=60.0, gpus_per_node=1)  # both devices, as two rails
     transport = auto.world.connection(auto).transport
     assert transport.kind == "verbs"
     assert [port[0] for port in transport.ports] == ["rxe0", "rxe1"]
     assert [port[2] for port in transport.ports] == [1, 1]
-    x = torch.ones(16, 16)
-    assert (mk.all_gather_matmul(x, x) == 16).all()
     auto.close()
     print("right over verbs: rank", rank, flush=True)
     if rank == 0:

@@ -182,8 +182,8 @@ def _finished_slot(
     BEFORE: tl.constexpr = GPUS - 1 + (NODES if NODES > 1 else 0)
     SLOT: tl.constexpr = TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
     FINISHED: tl.constexpr = TILE_M * TILE_N * (OUT.primitive_bitwidth // 8)
-    number = (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    return _memory(context, rank, start + owned.to(tl.int64) * (BEFORE * SLOT) + number * FINISHED, OUT)
+    number = tl.cast(block * tl.num_programs(0) + tl.program_id(0), tl.int64)
+    return _memory(context, rank, start + tl.cast(owned, tl.int64) * (BEFORE * SLOT) + number * FINISHED, OUT)
 
 
 # -- steps of a block
