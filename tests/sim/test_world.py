@@ -202,7 +202,7 @@ def test_polling_with_plain_loads_ends_too(tmp_path):
     script = tmp_path / "spin.py"
     script.write_text(textwrap.dedent(SPIN))
     try:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
         pytest.fail("the simulator hangs")
     assert "rank 0" in done.stdout, done.stderr
