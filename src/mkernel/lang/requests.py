@@ -25,6 +25,7 @@ import triton.language as tl
 
 from mkernel.lang.context import RING
 from mkernel.lang.signals import RING_SPACE, SENT, notify, wait
+from mkernel.lang.trace import POST, trace, trace_time
 
 # Words of the ring's header.
 TAKEN = tl.constexpr(0)
@@ -47,6 +48,7 @@ VALUE = tl.constexpr(6)
 @triton.jit
 def post(context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr):
     """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up."""
+    since = trace_time(context)
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
     capacity = tl.load(ring + CAPACITY)
@@ -63,6 +65,7 @@ def post(context, peer, source_segment, source, segment, target, size, signal, v
         notify(request + TURN, ticket // capacity + 1)
     else:
         ticket = tl.cast(-1, tl.int64)
+    trace(context, ROLE, POST, peer, ticket, since)
     return ticket
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
 from mkernel.lang.device import now
+from mkernel.lang.trace import WAIT, trace, trace_time
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
@@ -43,9 +44,11 @@ def notify(signal, value):
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
+    since = trace_time(context)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
+    trace(context, ROLE, WAIT + KIND, peer, index, since)
     return seen >= expected
 
 

@@ -61,6 +61,7 @@ from mkernel.lang.order import arriving, grouped
 from mkernel.lang.requests import post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
+from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group, Scratch, Workspace, current
@@ -114,6 +115,7 @@ def _send(
         wait(context, entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
     ticket = tl.full((), -1, tl.int64)
     for chunk in range(first, chunks, step):
+        since = trace_time(context)
         row = chunk * chunk_rows
         rows = tl.minimum(m - row, chunk_rows)
         offset = data_start + parity.to(tl.int64) * half + (rank * m + row).to(tl.int64) * row_stride
@@ -136,6 +138,7 @@ def _send(
             peer = (rank + i * GPUS) % SIZE
             size = ((rows - 1).to(tl.int64) * row_stride + k) * element
             ticket = post(context, peer, source_segment, source, segment, offset * element, size, signal, epoch, SEND)
+        trace(context, SEND, SEND_CHUNK, rank, chunk, since)
     if DIRECT:
         # the caller may overwrite a once the launch is over, so the network must have read it
         if ticket >= 0:
@@ -178,6 +181,7 @@ def _intra(
             source = workspace + offset
             source_stride = tl.cast(row_stride, tl.int64)
             source_column_stride = tl.cast(1, tl.int64)
+        since = trace_time(context)
         if FLAT:
             push_rows(
                 context, source, 0, 1, offset, 0, 1, rows * k, local + 1, GPUS, base, GPUS - 1, DTYPE, 1, COPY_COLUMNS
@@ -194,6 +198,7 @@ def _intra(
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
             notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
+        trace(context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
 
 
 @triton.jit
@@ -302,6 +307,7 @@ def _compute(
             if A_DESCRIPTOR:
                 acquire_for_descriptors()
             missing = tl.where(here, 0.0, float("nan"))
+        since = trace_time(context)
         if GATHERED_OUT:
             if column_block == 0:
                 _copy_out(
@@ -326,6 +332,7 @@ def _compute(
             c, source, row, column, m, n, c_row_stride, c_column_stride, accumulator,
             TILE_M, TILE_N, C_DESCRIPTOR,
         )  # fmt: skip
+        trace(context, TILES, TILE, source, tile, since)
 
 
 # what may differ from call to call, or from rank to rank, under one plan: another binary for it would be loaded

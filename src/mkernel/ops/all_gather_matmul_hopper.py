@@ -48,6 +48,7 @@ from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, ENTERED, gave_up, notify, wait
+from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul import announce, arrived, entered, signals_of
 from mkernel.runtime.config import Config
 from mkernel.runtime.operands import DTYPES
@@ -155,6 +156,7 @@ def _push(
     sent = tl.cast(0, tl.int64)
     lane = gl.arange(0, PUSHED, layout)
     for chunk in range(gl.program_id(0), chunks, gl.num_programs(0)):
+        since = trace_time(context)
         row = chunk * chunk_rows
         rows = tl.minimum(m - row, chunk_rows)
         for i in range(rows):
@@ -172,6 +174,7 @@ def _push(
         for i in range(1, GPUS):
             theirs = segment_of(context, (rank + i) % GPUS, tl.int64)
             notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)
+        trace(context, INTRA, PUSH_CHUNK, rank, chunk, since)
 
 
 @gluon.jit
@@ -187,6 +190,7 @@ def _multiply(
     step = 0
     for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
         source, block, column_block, _ = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
+        since = trace_time(context)
         accumulator = warpgroup_mma_init(gl.zeros([ROWS, TILE_N], gl.float32, layout))
         for depth in range(0, k, TILE_K):
             stage = step % STAGES
@@ -218,6 +222,8 @@ def _multiply(
         c_stage.store(gl.convert_layout(right, layout).to(c.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(c, [row, column + STORED], c_stage)
+        if WARPGROUP == 0:
+            trace(context, TILES, TILE, source, turn, since)
     tma.store_wait(0)
 
 
