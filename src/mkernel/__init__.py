@@ -14,6 +14,7 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.records import WaitRecord
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
+from mkernel.tracing import Trace, trace
 from mkernel.version import __version__
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Links",
     "MKernelError",
     "SimulatorError",
+    "Trace",
     "TransportError",
     "WaitRecord",
     "__version__",
@@ -33,4 +35,5 @@ __all__ = [
     "explain",
     "init",
     "spawn",
+    "trace",
 ]
