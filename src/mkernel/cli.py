@@ -1,11 +1,11 @@
-"""The command line: `mkernel demo`, `mkernel bench`."""
+"""The command line: `mkernel demo`, `mkernel bench`, `mkernel trace`."""
 
 from __future__ import annotations
 
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 try:
     import typer
@@ -18,7 +18,11 @@ except ImportError as missing:
 
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.records import OPS
+from mkernel.runtime.world import Links
 from mkernel.version import __version__
+
+if TYPE_CHECKING:
+    from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
@@ -164,6 +168,87 @@ def _parse_shape(text: str, size: int) -> tuple[int, int, int]:
             param_hint="--shape",
         )
     return m, n, k
+
+
+@main.command()
+def trace(
+    op: Annotated[str, typer.Argument(help="The operator.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; a small one by default."),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(dir_okay=False, help="For Perfetto; a page for the browser goes beside it, as .html."),
+    ] = Path("trace.json"),
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    device: Annotated[
+        Device, typer.Option(help="cpu is the simulator; auto is cuda where there is a GPU.")
+    ] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    calls: Annotated[int, typer.Option(min=1, help="Calls of each shape, one after the other.")] = 2,
+    events: Annotated[int, typer.Option(min=1, help="Events that each role of a CTA has room for.")] = 4096,
+    unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links (on a GPU).")] = False,
+    seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
+) -> None:
+    """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
+    import torch
+
+    from mkernel.workloads import DTYPES
+
+    workload, parsed = _workload(op, shapes, ranks * nodes)
+    if not out.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.absolute().parent}", param_hint="--out")
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
+    default = workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)
+    from mkernel.tracing import command
+
+    try:
+        traced = command.run(
+            workload,
+            parsed or [default],
+            nodes=nodes,
+            gpus_per_node=ranks,
+            device=chosen,
+            dtype=DTYPES[dtype.value],
+            links=_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
+            calls=calls,
+            room=events,
+            seed=seed,
+        )
+        command.show(traced, out, out.with_suffix(".html"), Console(highlight=False))
+    except MKernelError as problem:
+        raise _failed(problem) from problem
+
+
+def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
+    """The workload of an operator, and the shapes that were asked for."""
+    from mkernel.workloads import workload_of
+
+    try:
+        workload = workload_of(op)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="OP") from problem
+    try:
+        return workload, [workload.parse(text, ranks) for text in shapes or []]
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+
+
+def _links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
+    """The links of ranks that share the GPUs which are here."""
+    import torch
+
+    sharing = -(-ranks * nodes // max(torch.cuda.device_count(), 1))
+    between = network is not None and nodes > 1
+    return Links(
+        nvlink=link / sharing if link and ranks > 1 else None,
+        network=network / sharing if network and between else None,
+        network_latency=5e-6 if between else 0.0,
+    )
 
 
 def _failed(problem: MKernelError) -> typer.Exit:

@@ -194,11 +194,11 @@ def _intra(
         if PACED:
             sent += rows.to(tl.int64) * k * (GPUS - 1) * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, nanoseconds_per_mib)
+        trace(context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
         for i in range(1, GPUS):
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
             notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)
-        trace(context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
 
 
 @triton.jit

@@ -171,10 +171,10 @@ def _push(
         if PACED:
             sent += rows.to(tl.int64) * k * (GPUS - 1) * (a.dtype.element_ty.primitive_bitwidth // 8)
             pace(start, sent, nanoseconds_per_mib)
+        trace(context, INTRA, PUSH_CHUNK, rank, chunk, since)
         for i in range(1, GPUS):
             theirs = segment_of(context, (rank + i) % GPUS, tl.int64)
             notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)
-        trace(context, INTRA, PUSH_CHUNK, rank, chunk, since)
 
 
 @gluon.jit

@@ -61,6 +61,7 @@ class Tracer:
         if launch.grid > self._ctas:
             raise ArgumentError(f"{launch.op}: {launch.grid} CTAs can not be traced, only {self._ctas}")
         self.launches.append((launch.op, launch.grid))
+        launch.group.fresh = True  # it may be a binary that was not loaded yet, on any rank
         context = self._context(launch.arguments["context"])
         arguments = {**launch.arguments, "context": context}
         return dataclasses.replace(launch, arguments=arguments, variant=("traced", launch.variant))

@@ -49,6 +49,7 @@ class Trace:
         self.size, self.gpus_per_node = group.size, group.gpus_per_node
         self.simulated = group.device.type == "cpu"
         self.device = "simulator" if self.simulated else torch.cuda.get_device_name(group.device)
+        group.quiet()  # what was asked of the network before is no part of the trace
         group.tracer = Tracer(group, self._room)
         group.world.watch_transfers(group, True)
         return self
@@ -59,9 +60,11 @@ class Trace:
         group, tracer = self._group, self._group.tracer
         assert tracer is not None
         group.tracer = None
+        if failure is None:
+            group.quiet()
+            group.check()
         transfers = group.world.watch_transfers(group, False)
         if failure is None:
-            group.synchronize()
             offsets = clocks.offsets(group)
             alike = group.exchange("trace", str(group.world.clock(group.world_rank)))
             self.emulated = not self.simulated and (

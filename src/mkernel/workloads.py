@@ -1,0 +1,96 @@
+"""A call of each operator for a given shape, with random numbers: what `mkernel trace` and `mkernel tune` run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call, ready to be made again and again: as a user would, or as a launch."""
+
+    run: Callable[[Config | None], torch.Tensor]
+    prepare: Callable[[Config | None], Launch]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How an operator is called for a shape.
+
+    sizes: what the numbers of a shape are; the first one is divided among the ranks.
+    on_gpu, simulated: shapes for those who name none.
+    make: (group, shape, dtype) -> the call of this rank. Collective.
+    """
+
+    op: str
+    sizes: tuple[str, ...]
+    on_gpu: tuple[int, ...]
+    simulated: tuple[int, ...]
+    make: Callable[[Group, tuple[int, ...], torch.dtype], Call]
+
+    def parse(self, text: str, ranks: int) -> tuple[int, ...]:
+        """A shape as people write it: 16384x2048x8192."""
+        parts = text.strip().lower().split("x")
+        example = "x".join(str(number) for number in self.on_gpu)
+        if len(parts) != len(self.sizes) or not all(part.isdigit() and int(part) for part in parts):
+            raise ArgumentError(
+                f"{text!r} is no shape of {self.op}; write {' x '.join(self.sizes)} as {len(self.sizes)} whole "
+                f"numbers, 1 or more: {example}"
+            )
+        shape = tuple(int(part) for part in parts)
+        if shape[0] % ranks:
+            raise ArgumentError(f"{text}: {self.sizes[0]} ({shape[0]}) must be divisible by the {ranks} ranks")
+        return shape
+
+    def smallest(self, ranks: int) -> tuple[int, ...]:
+        """The simulated shape, for so many ranks."""
+        return (math.ceil(self.simulated[0] / ranks) * ranks, *self.simulated[1:])
+
+
+def _randn(group: Group, rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator(group.device).manual_seed(1000 * seed + group.rank)
+    return torch.randn(rows, columns, device=group.device, generator=generator).to(dtype)
+
+
+def _all_gather(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Call:
+    m_total, n, k = shape
+    a = _randn(group, m_total // group.size, k, dtype, 0)
+    b = _randn(group, n, k, dtype, 1).t()
+    out = torch.empty(m_total, n, device=group.device, dtype=dtype)
+
+    def run(config: Config | None) -> torch.Tensor:
+        result = _all_gather_matmul.all_gather_matmul(a, b, group=group, out=out, config=config)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def prepare(config: Config | None) -> Launch:
+        return _all_gather_matmul.prepare(group, a, b, out, None, config)
+
+    return Call(run, prepare)
+
+
+WORKLOADS = {
+    workload.op: workload
+    for workload in (
+        Workload("all_gather_matmul", ("m_total", "n", "k"), (16384, 2048, 8192), (256, 128, 128), _all_gather),
+    )
+}
+
+
+def workload_of(op: str) -> Workload:
+    """The workload of an operator; an error that names those that there are."""
+    if op not in WORKLOADS:
+        raise ArgumentError(f"there is no operator {op!r} here; there are: {', '.join(WORKLOADS)}")
+    return WORKLOADS[op]
