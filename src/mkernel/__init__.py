@@ -8,6 +8,8 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 
 from mkernel.api import empty, explain, init
 from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.matmul_all_reduce import matmul_all_reduce
+from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
 from mkernel.runtime.group import Group
@@ -34,6 +36,8 @@ __all__ = [
     "empty",
     "explain",
     "init",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "spawn",
     "trace",
 ]

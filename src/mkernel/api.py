@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
+from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
-_EXPLAINERS = {"all_gather_matmul": _all_gather_matmul.explain}
+_EXPLAINERS: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": _all_gather_matmul.explain,
+    "matmul_all_reduce": _matmul_all_reduce.explain,
+    "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
+}
 
 
 def init(

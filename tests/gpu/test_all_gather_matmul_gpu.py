@@ -8,34 +8,12 @@ import time
 
 import pytest
 import torch
+from harness import check, everyones, randn
 
 import mkernel as mk
 import mkernel.ops
 
 SENTINEL = 12345.0
-
-
-def bound(k, dtype):
-    # fp32 sums are rounded at every term: one more term for it, none for the others
-    rounding = 4 * k * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
-    return 4 * k**0.5 * torch.finfo(dtype).eps + rounding
-
-
-def randn(group, *shape, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator(group.device).manual_seed(1000 * seed + group.rank)
-    return torch.randn(*shape, device=group.device, dtype=torch.float32, generator=generator).to(dtype)
-
-
-def everyones(group, a):
-    torch.cuda.current_stream().synchronize()
-    return torch.cat([part.double() for part in group.exchange("a", a)])
-
-
-def check(group, y, a, b):
-    exact = everyones(group, a) @ b.double()
-    group.synchronize()
-    error = (y.double() - exact).abs().max().item() if y.numel() else 0.0
-    assert error <= bound(a.shape[1], a.dtype), f"rank {group.rank}: error {error}"
 
 
 def cuda(fn, *args, ranks=2, **kwargs):

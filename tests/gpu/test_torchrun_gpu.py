@@ -35,8 +35,9 @@ CALLS = """
     x = mk.empty(64, 64).fill_(1)
     half = group.split(group.rank % 2)
     for _ in range(3):
-        assert (mk.all_gather_matmul(x, x, group=half) == 64).all()
-    half.synchronize()
+        y = mk.all_gather_matmul(x, x, group=half)
+        half.synchronize()
+        assert (y == 64).all()
     half.close()
     group.close()
     print("right on rank", group.rank, flush=True)
@@ -69,8 +70,9 @@ FAULTS = """
     group = mk.init(timeout={timeout}, gpus_per_node={gpus_per_node})
     a = torch.ones(64, 64, device=group.device, dtype=torch.bfloat16)
     for _ in range(2):
-        assert (mk.all_gather_matmul(a, a) == 64).all()
-    group.synchronize()
+        y = mk.all_gather_matmul(a, a)
+        group.synchronize()
+        assert (y == 64).all()
     group.barrier()
     if group.rank == {victim}:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -85,8 +87,9 @@ FAULTS = """
         assert took < {timeout} + 5, took
         print("noticed:", type(failure).__name__, f"{{took:.1f}} s:", failure, flush=True)
     left = group.subset([rank for rank in range(group.size) if rank != {victim}])
-    assert (mk.all_gather_matmul(a, a, group=left) == 64).all()
+    y = mk.all_gather_matmul(a, a, group=left)
     left.synchronize()
+    assert (y == 64).all()
     print("went on: rank", group.rank, flush=True)
     left.barrier()
     if group.rank == 0:

@@ -248,7 +248,8 @@ def test_a_launch_after_a_timeout_ends_at_once():
 
 def test_kinds_and_reasons_differ():
     kinds = [signals.ENTERED, signals.ARRIVED, signals.RING_SPACE, signals.SENT]
-    assert len({kind.value for kind in kinds}) == 4
+    kinds += [signals.PARTIAL, signals.FINISHED_TILE]
+    assert len({kind.value for kind in kinds}) == len(kinds)
     assert set(records.SIGNALS) == {kind.value for kind in kinds}
     assert signals.TIMED_OUT.value != signals.TOLD_TO_LEAVE.value
     assert 0 not in (signals.TIMED_OUT.value, signals.TOLD_TO_LEAVE.value)

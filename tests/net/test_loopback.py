@@ -100,6 +100,21 @@ def test_latency_and_rate(job):
     stop_all(ranks)
 
 
+def test_requests_in_flight_share_the_rate_and_are_late_once(job):
+    """40 requests of 1 ms each on the link, 50 ms late: 90 ms for all of them, one every millisecond."""
+    zero, one = ranks = make(job, latency=0.05, rate=1e7)
+    start = time.monotonic()
+    for i in range(40):
+        zero.put(1, 0, 0, 10_000, signal=i)
+    one.wait(19, 1)
+    half = time.monotonic() - start
+    one.wait(39, 1)
+    whole = time.monotonic() - start
+    assert half >= 0.07
+    assert 0.09 <= whole < 1.0
+    stop_all(ranks)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -124,6 +139,22 @@ def test_requests_that_can_not_be_served(job, wrong, words):
     assert not zero.proxy.stop()
     with pytest.raises(TransportError, match=words):
         zero.proxy.check()  # still known afterwards
+    zero.transport.close()
+    stop_all([one])
+
+
+def test_an_error_raises_the_alarm(job):
+    zero, one = make(job)
+    flags = torch.zeros(2, dtype=torch.int64)
+    zero.proxy.alarm(flags.data_ptr(), flags.device)
+    one.proxy.alarm(flags.data_ptr() + 8, flags.device)
+    zero.put(1, 0, 0, 8)
+    one.wait(0, 1)
+    assert flags.tolist() == [0, 0]
+    zero.producer.post(7)
+    zero.failure()
+    eventually(lambda: flags.tolist() == [1, 0], "the alarm")
+    zero.proxy.stop(0)
     zero.transport.close()
     stop_all([one])
 

@@ -16,9 +16,13 @@ from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_SHAPES = [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)]
+DEFAULT_SHAPES = {
+    "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)],
+    "matmul_all_reduce": [(16384, 8192, 8192), (128, 8192, 8192)],
+    "matmul_reduce_scatter": [(16384, 8192, 8192), (4096, 8192, 8192)],
+}
 REPEATS = 40
-TIMEOUT = 60.0  # seconds; of a wait, so far more than any shape takes
+TIMEOUT = 120.0  # seconds; of a wait, so far more than any shape takes
 NETWORK_LATENCY = 5e-6  # seconds, of a paced network
 
 
@@ -37,9 +41,13 @@ def run(
     """Measure shapes (m_total, n, k) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's NVLink and
     of its way to other nodes; ranks that share a GPU get their share of it, as they get their share of
     its SMs. None does not pace."""
-    from mkernel.bench import all_gather_matmul
+    from mkernel.bench import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
-    measure = {"all_gather_matmul": all_gather_matmul.measure}[op]
+    measure = {
+        "all_gather_matmul": all_gather_matmul.measure,
+        "matmul_all_reduce": matmul_all_reduce.measure,
+        "matmul_reduce_scatter": matmul_reduce_scatter.measure,
+    }[op]
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -88,7 +96,7 @@ def main(
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
     print(columns.format(*(name.replace("_f", " f").replace("_e", " e") for name in names.split())))
     results = []
-    for shape in shapes or DEFAULT_SHAPES:
+    for shape in shapes or DEFAULT_SHAPES[op]:
         result = run(op, [shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network)[0]
         results.append(result)
         mark = "  emulated" if result["emulated"] else ""

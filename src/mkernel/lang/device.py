@@ -35,3 +35,23 @@ def acquire_for_descriptors():
     tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def barrier():
+    """A barrier of the whole CTA, for loops that Triton shall pipeline: it leaves a loop that contains
+    `tl.debug_barrier` as it is, and sees no barrier in an instruction. Not for a part of a CTA's warps."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the lines that the pointers lie in to be brought into the L2 cache. Changes no value."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -29,11 +29,12 @@ def multiply_tile(
     b, column, n, k, b_row_stride, b_column_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, column_stride=1,
 ):  # fmt: skip
     """fp32 accumulator of a[part, row : row + TILE_M, :] @ b[:, column : column + TILE_N].
 
     b is [k, n]; B_TRANSPOSED: its descriptor is one of the [n, k] tensor that b is a view of.
+    `column_stride` is that of a, where it is read through pointers.
 
     The accumulator must start as a constant: with a value known only at run time (NaN for a tile
     whose inputs never came) the loop ran 20% slower. Marking the finished tile costs nothing that
@@ -41,22 +42,38 @@ def multiply_tile(
     """
     accumulator = tl.zeros((TILE_M, TILE_N), tl.float32)
     for step in range(tl.cdiv(k, TILE_K)):
-        depth = step * TILE_K
-        if A_DESCRIPTOR:
-            x = a.load([part, row, depth]).reshape(TILE_M, TILE_K)
-        else:
-            x = masked_block(
-                a + tl.cast(part, tl.int64) * part_stride, row, depth, rows, k, row_stride, 1, TILE_M, TILE_K
-            )
-        if B_DESCRIPTOR:
-            if B_TRANSPOSED:
-                y = b.load([column, depth]).T
-            else:
-                y = b.load([depth, column])
-        else:
-            y = masked_block(b, depth, column, k, n, b_row_stride, b_column_stride, TILE_K, TILE_N)
-        accumulator = tl.dot(x, y, accumulator, input_precision=PRECISION)
+        accumulator = multiply_step(
+            accumulator, a, part, row, rows, part_stride, row_stride, column_stride,
+            b, column, n, step * TILE_K, k, b_row_stride, b_column_stride,
+            TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
+        )  # fmt: skip
     return accumulator
+
+
+@triton.jit
+def multiply_step(
+    accumulator, a, part, row, rows, part_stride, row_stride, column_stride,
+    b, column, n, depth, k, b_row_stride, b_column_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of `multiply_tile`: accumulator + the product of TILE_K columns of a and rows of b from
+    `depth`. Operators whose loop over tiles and steps is one loop call it themselves."""
+    if A_DESCRIPTOR:
+        x = a.load([part, row, depth]).reshape(TILE_M, TILE_K)
+    else:
+        x = masked_block(
+            a + tl.cast(part, tl.int64) * part_stride, row, depth, rows, k, row_stride, column_stride, TILE_M, TILE_K
+        )
+    if B_DESCRIPTOR:
+        if B_TRANSPOSED:
+            y = b.load([column, depth]).T
+        else:
+            y = b.load([depth, column])
+    else:
+        y = masked_block(b, depth, column, k, n, b_row_stride, b_column_stride, TILE_K, TILE_N)
+    return tl.dot(x, y, accumulator, input_precision=PRECISION)
 
 
 @triton.jit

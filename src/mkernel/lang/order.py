@@ -20,7 +20,8 @@ def grouped(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
     in_group = GROUP * column_blocks
     group = tile // in_group
     first = group * GROUP
-    height = tl.minimum(row_blocks - first, GROUP)
+    # at least 1: a loop that is pipelined looks at tiles behind the last one, and does nothing with them
+    height = tl.maximum(tl.minimum(row_blocks - first, GROUP), 1)
     within = tile % in_group
     column = within // height
     return first + within % height, tl.where(group % 2 == 1, column_blocks - 1 - column, column)

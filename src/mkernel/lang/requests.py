@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import RING
-from mkernel.lang.signals import RING_SPACE, SENT, notify, wait
+from mkernel.lang.signals import RING_SPACE, SENT, notify, notify_in_loop, wait
 from mkernel.lang.trace import POST, trace, trace_time
 
 # Words of the ring's header.
@@ -46,8 +46,12 @@ VALUE = tl.constexpr(6)
 
 
 @triton.jit
-def post(context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr):
-    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up."""
+def post(
+    context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr,
+    IN_LOOP: tl.constexpr = False,
+):  # fmt: skip
+    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up.
+    IN_LOOP: inside a loop that Triton shall pipeline."""
     since = trace_time(context)
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
@@ -62,7 +66,10 @@ def post(context, peer, source_segment, source, segment, target, size, signal, v
         tl.store(request + BYTES, size)
         tl.store(request + SIGNAL, signal)
         tl.store(request + VALUE, value)
-        notify(request + TURN, ticket // capacity + 1)
+        if IN_LOOP:
+            notify_in_loop(request + TURN, ticket // capacity + 1)
+        else:
+            notify(request + TURN, ticket // capacity + 1)
     else:
         ticket = tl.cast(-1, tl.int64)
     trace(context, ROLE, POST, peer, ticket, since)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
-from mkernel.lang.device import now
+from mkernel.lang.device import barrier, now
 from mkernel.lang.trace import WAIT, trace, trace_time
 
 # Why a record was written.
@@ -31,12 +31,21 @@ ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
+PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
+FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
 
 
 @triton.jit
 def notify(signal, value):
     """Data first, then signal: all threads' stores, a barrier, one release at system scope."""
     tl.debug_barrier()
+    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
+def notify_in_loop(signal, value):
+    """`notify` in a loop that Triton shall pipeline (see `barrier`)."""
+    barrier()
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
 
 
@@ -96,7 +105,9 @@ def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index
         tl.store(record + 8, seen)
         tl.store(record + 9, expected)
         tl.store(record + 10, now(context) - start)
-        notify(record, reason)
+        # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
+        # Triton from pipelining a loop with a wait in it
+        tl.atomic_xchg(record, reason, sem="release", scope="sys")
 
 
 @triton.jit

@@ -276,6 +276,8 @@ class Proxy:
 
     def alarm(self, address: int, device: torch.device) -> None:
         """If the proxy stops serving because of an error, the 64-bit word at this address becomes 1."""
+        if not self._end.alive:
+            raise TransportError(f"the proxy of rank {self.transport.rank} was stopped")
         number = (device.index or 0) if device.type == "cuda" else -1
         library().check(library().proxy_alarm(self._handle, address, number))
 

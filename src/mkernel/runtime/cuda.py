@@ -136,6 +136,20 @@ class CudaRanks(Networked):
         for stream in list(self._streams[rank]):
             stream.synchronize()
 
+    def first_call_is_done(self, rank: int, group: Group) -> bool:
+        """Was this the first call since ranks have agreed on new shapes, and is it done now?
+
+        What follows such a call is often used for the first time too, so it has to be loaded; and while the
+        driver does that, and waits for our kernels, it may keep the proxy out that they wait for. So, where there
+        is a proxy that needs the driver, a first call returns when it is done.
+        """
+        first, group.fresh = group.fresh, False
+        if not (first and self._connections) or torch.cuda.is_current_stream_capturing():
+            return False
+        self.synchronize(rank)
+        group.check()
+        return True
+
 
 class CudaWorld(CudaRanks):
     """The world of one process with CUDA; see runtime/world.py for what each method promises."""
@@ -284,6 +298,8 @@ class CudaWorld(CudaRanks):
 
             self._await(rank, group.members, box, ready, launch.op, group.timeout)
             self._leave(key, box, box["made"])
+        if self.first_call_is_done(rank, group):
+            group.barrier()  # the other ranks' kernels run in this process too
 
     def launch_together(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
         """Load what the launches need, then make them all."""

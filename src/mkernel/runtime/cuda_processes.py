@@ -107,8 +107,8 @@ class CudaProcessWorld(Processes, CudaRanks):
         self.load(rank, launch, stream)
         if launch.group.fresh:
             launch.group.barrier()
-            launch.group.fresh = False
         self.start(rank, launch, stream)
+        self.first_call_is_done(rank, launch.group)
 
 
 def _take_device() -> torch.device:

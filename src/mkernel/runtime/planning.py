@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
 
 # For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
@@ -56,6 +60,59 @@ def chooser(config: Config | None) -> Callable[[str, int], int]:
         return default if value is None else value
 
     return choose
+
+
+def common_ctas(group: Group) -> int:
+    """CTAs that every rank of the group can have: the same number on all of them."""
+    return min(group.world.ctas(member) for member in group.members)
+
+
+def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[str]:
+    """Why tensors are not accessed through descriptors, for a plan."""
+    if not descriptors:
+        return ["the device has no tensor descriptors (TMA): operands are read through pointers"]
+    return [
+        f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers"
+        for name, good in described.items()
+        if not good
+    ]
+
+
+def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
+    """Rows and columns of a tile of a sum over ranks [rows, n] that shall be cut into at least `wanted` tiles:
+    the widest tile that does, or the narrowest. It follows from what is the same on every rank, since whole
+    tiles travel."""
+    default = default_tiles(device, dtype, n, described=True)
+    if device.type != "cuda" or dtype == torch.float32:
+        return default.tile_m, default.tile_n
+    tile_m = default.tile_m if rows > 64 else 64
+    for tile_n in (256, 128, 64):
+        if tile_n <= default.tile_n and (math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64):
+            break
+    return tile_m, tile_n
+
+
+def settings_of_sum(
+    device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, described: bool, ctas: int,
+    config: Config | None,
+) -> Settings:  # fmt: skip
+    """The other settings of an operator that sums over ranks, all of whose CTAs compute; `described`: a and b
+    are read through descriptors."""
+    defaults = default_tiles(device, dtype, tile_n, described)
+    depth, stages, warps = defaults.tile_k, defaults.stages, defaults.warps
+    if device.type == "cuda" and dtype != torch.float32:
+        if described:
+            stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
+        elif tile_n > 128:
+            depth = 16  # pointers for more of a wide tile do not fit into the registers beside its sum
+        if tile_m == 64:
+            warps = 4  # a warp holds 16 rows of the sum
+    choose = chooser(config)
+    return Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=choose("tile_k", depth), group_m=choose("group_m", defaults.group_m),
+        stages=choose("stages", stages), warps=choose("warps", warps), ctas=choose("ctas", ctas),
+        send_ctas=0, intra_ctas=0, join_tiles=0, chunk_rows=tile_m, copy_bytes=defaults.copy_bytes,
+    )  # fmt: skip
 
 
 def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
@@ -112,6 +169,13 @@ def check_given(config: Config | None) -> None:
             raise ArgumentError(f"config.{name} must be a power of two and at least 16; got {value}")
     if config.chunk_rows == 0:
         raise ArgumentError("config.chunk_rows must be at least 1; got 0")
+
+
+def check_without_helpers(op: str, config: Config | None) -> None:
+    """Refuse a configuration of roles and chunks for an operator that has none."""
+    for name in ("send_ctas", "intra_ctas", "join_tiles", "chunk_rows", "copy_bytes"):
+        if config is not None and getattr(config, name) is not None:
+            raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
 def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:

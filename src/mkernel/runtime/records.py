@@ -13,13 +13,15 @@ from mkernel.runtime.errors import CommTimeout
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
 
-OPS = ("all_gather_matmul",)
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
     signals.ARRIVED.value: "arrived",
     signals.RING_SPACE.value: "ring space",
     signals.SENT.value: "sent",
+    signals.PARTIAL.value: "partial",
+    signals.FINISHED_TILE.value: "finished tile",
 }
 
 
@@ -45,6 +47,8 @@ class WaitRecord:
             "arrived": f"chunk {self.index} of rank {self.peer}'s rows",
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
+            "partial": f"rank {self.peer}'s part of tile {self.index}",
+            "finished tile": f"tile {self.index}, which rank {self.peer} sums up",
             "call": f"rank {self.peer} to make the same call",
         }[self.signal]
         how = "timed out" if self.timed_out else "gave up with the group"

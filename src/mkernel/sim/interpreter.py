@@ -163,6 +163,11 @@ class Builder(base.InterpreterBuilder):
         if "fence.proxy.async" in inlineAsm:
             self.running().acquire_for_descriptors()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        if "bar.sync" in inlineAsm:
+            self.running().barrier()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        if "prefetch" in inlineAsm:
+            return _Results(base.TensorHandle(np.zeros(values[0].data.shape, dtype=np.int32), tl.int32))
         raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
 
     # numbers

@@ -120,12 +120,12 @@ struct Device {
     Inside inside(context);
     cuda.check(cuda.alloc(&scratch, 2 * kScratch), "allocate memory");
   }
-  // One copy of each kind, so that none has to be loaded later.
+  // One copy of each size and alignment that may have a kernel of its own, so that none has to be loaded later.
   void warm_up(Stream stream) {
     const Driver& cuda = driver();
     PinnedBuffer host(kScratch);
     for (uint64_t size : {uint64_t{1}, uint64_t{8}, uint64_t{100}, uint64_t{4096}, uint64_t{65536}, kScratch - 16})
-      for (uint64_t shift : {0, 1}) {
+      for (uint64_t shift : {0, 1, 2, 4, 8}) {
         cuda.check(cuda.copy(scratch + shift, scratch + kScratch, size, stream), "copy on the device");
         cuda.check(cuda.copy(scratch, address_of(host.data) + shift, size, stream), "copy to the device");
         cuda.check(cuda.copy(address_of(host.data), scratch + shift, size, stream), "copy to the host");
@@ -175,13 +175,16 @@ uint8_t* take_pinned(uint64_t size) {
 }
 
 constexpr uint64_t kWordBytes = 64;
-constexpr int kLooksBetweenQueries = 4096;
+constexpr unsigned kLooksBetweenQueries = 4096;
 
 class CudaMover : public Mover {
  public:
   // Copies to the host have a stream of their own, to run beside those to the device.
   CudaMover(int number, std::unique_ptr<CudaMover> to_host)
-      : to_host_(std::move(to_host)), device_(device_of(number)), word_(kWordBytes), done_word_(reinterpret_cast<uint64_t*>(word_.data)) {
+      : to_host_(std::move(to_host)),
+        device_(device_of(number)),
+        word_(kWordBytes),
+        done_word_(reinterpret_cast<uint64_t*>(word_.data)) {
     __atomic_store_n(done_word_, 0, __ATOMIC_RELAXED);
     const Driver& cuda = driver();
     Inside inside(device_.context);
@@ -314,7 +317,7 @@ class CudaMover : public Mover {
   std::vector<Write> writes_;
   std::deque<Held> held_;
   std::map<Address, int64_t> highest_;  // what signals were raised to: a plain write could lower them
-  int looks_ = 0;
+  unsigned looks_ = 0;
 };
 
 }  // namespace

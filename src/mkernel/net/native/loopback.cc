@@ -106,7 +106,8 @@ bool LoopbackTransport::advance(Flight& flight, Clock::time_point now) {
     return true;
   }
   if (flight.due > now) return false;
-  flight.mark = raise_signal(flight.peer->pin_signal(flight.request.segment, flight.request.signal), flight.request.value);
+  const Request& request = flight.request;
+  flight.mark = raise_signal(flight.peer->pin_signal(request.segment, request.signal), request.value);
   Mover* mover = flight.mark.mover;
   if (mover != nullptr && std::find(busy_.begin(), busy_.end(), mover) == busy_.end()) busy_.push_back(mover);
   return true;

@@ -1,0 +1,78 @@
+"""matmul_all_reduce beside what it replaces: cuBLAS, then a reduction of the products, to every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.bench.timing import Link
+from mkernel.ops.matmul_all_reduce import explain, matmul_all_reduce, prepare
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Sum
+
+
+def measure(
+    group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
+    device, size, gpus = group.device, group.size, group.gpus_per_node
+    k_local = k // size
+    generator = torch.Generator(device).manual_seed(group.rank)
+    a = torch.randn(m, k_local, device=device, dtype=dtype, generator=generator)
+    w = torch.randn(n, k_local, device=device, dtype=dtype, generator=generator)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    product = torch.empty(m, n, device=device, dtype=dtype)
+    torch.cuda.current_stream(device).synchronize()
+    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    results = group.exchange("results", out.view(-1))
+    nbytes = m * n * a.element_size()
+    # reduced, then gathered: every byte goes over NVLink twice
+    wire = wires(group, 2 * (gpus - 1) * nbytes // gpus, (group.nodes - 1) * nbytes // gpus)
+    share = -(-m * n // size // 8) * 8
+    cuts = [min(rank * share, m * n) for rank in range(size + 1)]
+    link = Link(device)
+
+    def multiply() -> None:
+        torch.mm(a, w.t(), out=product)
+
+    def reduce_share() -> None:
+        link.open()
+        add_up(parts, size, out.view(-1)[cuts[group.rank] : cuts[group.rank + 1]], cuts[group.rank], DTYPES[dtype])
+        link.hold(int(wire.ms * 1e6 / 2))
+
+    def gather_shares() -> None:
+        link.open()
+        for rank, theirs in enumerate(results):
+            if rank != group.rank:
+                out.view(-1)[cuts[rank] : cuts[rank + 1]].copy_(theirs[cuts[rank] : cuts[rank + 1]])
+        link.hold(int(wire.ms * 1e6 / 2))
+
+    def reduce_all() -> None:
+        link.open()
+        add_up(parts, size, out.view(-1), 0, DTYPES[dtype])
+        link.hold(int(wire.ms * 1e6 * gpus / 2))
+
+    launch = prepare(group, Sum(a, w.t(), out, config=config))
+    stream = torch.cuda.current_stream(device)
+    mine = OnRank(launch, stream, multiply, [[reduce_share, gather_shares], [reduce_all]])
+    times, sustained = measure_together(group, mine, repeats)
+
+    out.fill_(float("nan"))
+    matmul_all_reduce(a, w.t(), out=out, config=config)
+    group.synchronize()
+    everyone = group.exchange("inputs", (a, w))
+    worst = 0.0
+    for first in range(0, m, 4096):  # float64 takes a lot of memory
+        some = slice(first, first + 4096)
+        exact = sum(x[some].to(device).double() @ y.to(device).double().t() for x, y in everyone)
+        error = (out[some].double() - exact).abs().max().item()
+        worst = max(worst, error) if error == error else float("inf")
+    same = all(torch.equal(out.view(-1), theirs.to(device)) for theirs in results)
+    worst = max(group.exchange("errors", worst if same else float("inf")))
+    bound = bound_of(k, k_local, size, dtype)
+    plan = explain(a, w.t(), out=out, config=config)
+    return figures("matmul_all_reduce", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)

@@ -1,0 +1,59 @@
+"""matmul_reduce_scatter beside what it replaces: cuBLAS, then a reduction of the products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.bench.timing import Link
+from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, prepare
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.sums import Sum
+
+
+def measure(
+    group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
+    device, size = group.device, group.size
+    k_local, rows = k // size, m // size
+    generator = torch.Generator(device).manual_seed(group.rank)
+    a = torch.randn(m, k_local, device=device, dtype=dtype, generator=generator)
+    w = torch.randn(n, k_local, device=device, dtype=dtype, generator=generator)
+    out = torch.empty(rows, n, device=device, dtype=dtype)
+    product = torch.empty(m, n, device=device, dtype=dtype)
+    torch.cuda.current_stream(device).synchronize()
+    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    tile = rows * n * a.element_size()
+    wire = wires(group, group.nodes * (group.gpus_per_node - 1) * tile, (group.nodes - 1) * tile)
+    link = Link(device)
+
+    def multiply() -> None:
+        torch.mm(a, w.t(), out=product)
+
+    def reduce() -> None:
+        link.open()
+        add_up(parts, size, out.view(-1), group.rank * rows * n, DTYPES[dtype])
+        link.hold(int(wire.ms * 1e6))
+
+    launch = prepare(group, Sum(a, w.t(), out, config=config))
+    stream = torch.cuda.current_stream(device)
+    mine = OnRank(launch, stream, multiply, [[reduce]])
+    times, sustained = measure_together(group, mine, repeats)
+
+    out.fill_(float("nan"))
+    matmul_reduce_scatter(a, w.t(), out=out, config=config)
+    group.synchronize()
+    mine_of = slice(group.rank * rows, (group.rank + 1) * rows)
+    everyone = group.exchange("inputs", (a, w))
+    exact = sum(x[mine_of].to(device).double() @ y.to(device).double().t() for x, y in everyone)
+    error = (out.double() - exact).abs().max().item()
+    errors = group.exchange("errors", error)
+    worst = max(errors) if all(value == value for value in errors) else float("nan")
+    bound = bound_of(k, k_local, size, dtype)
+    plan = explain(a, w.t(), out=out, config=config)
+    return figures("matmul_reduce_scatter", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)

@@ -1,0 +1,171 @@
+"""What the benchmarks of matmul_reduce_scatter and matmul_all_reduce share: the host-driven way, and timing.
+
+The host-driven way is the library's GEMM, then a reduction under the same links. It is a good one: a
+single kernel reads all ranks' products and adds them in fp32, and its time counts only where it is
+longer than what the bytes would take on the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.bench.timing import Stopwatch
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
+
+BLOCK = 4096
+
+
+@triton.jit
+def _add_up(parts, out, offset, count, RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = the sum over all ranks of their part at offset + i."""
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(RANKS):
+            part = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(DTYPE)), 16)
+            total += tl.load(part + offset + place, mask=place < count, other=0.0).to(tl.float32)
+        tl.store(out + place, total.to(DTYPE), mask=place < count)
+
+
+def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype: Any) -> None:
+    """Add elements offset... of all ranks' products, whose addresses are `parts`, into the flat `out`."""
+    ctas = torch.cuda.get_device_properties(out.device).multi_processor_count * 4
+    _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
+
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What is timed, on one rank: `multiply` is the library's GEMM. What follows it host-driven is one of
+    `ways`, each a list of steps that all ranks make together; the fastest counts."""
+
+    launch: Launch
+    stream: torch.cuda.Stream
+    multiply: Step
+    ways: Sequence[Sequence[Step]]
+
+
+def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of the three ways, in bursts and sustained; the same on every rank."""
+    everyone: Sequence[OnRank] = group.exchange("ready", mine)
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if group.rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        world = group.world
+        streams = [each.stream for each in everyone]
+
+        def fused() -> None:
+            world.launch_together({rank: (each.launch, each.stream) for rank, each in enumerate(everyone)})
+
+        def library() -> None:
+            for each in everyone:
+                with torch.cuda.stream(each.stream):
+                    each.multiply()
+
+        def meet() -> None:
+            """What any rank's stream does next comes after what all of them have done."""
+            done = [each.stream.record_event() for each in everyone]
+            for each in everyone:
+                for event in done:
+                    each.stream.wait_event(event)
+
+        def host_driven(way: int) -> Step:
+            def run() -> None:
+                library()
+                meet()
+                for step in range(len(mine.ways[way])):
+                    for each in everyone:
+                        with torch.cuda.stream(each.stream):
+                            each.ways[way][step]()
+                    meet()
+
+            return run
+
+        ways = {f"host_driven {way}": host_driven(way) for way in range(len(mine.ways))}
+        for run in ways.values():
+            run()
+        for stream in streams:
+            stream.synchronize()
+        calls = {"library": library, "fused": fused, **ways}
+        stopwatch = Stopwatch(streams)
+        measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+        for times in measured:
+            times["host_driven"] = min(times.pop(name) for name in ways)
+    return group.exchange("times", measured)[0]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Milliseconds that the bytes of one rank take on its paced links; 0 where they are not paced."""
+
+    nvlink: float
+    network: float
+
+    @property
+    def ms(self) -> float:
+        """Both at the same time."""
+        return max(self.nvlink, self.network)
+
+
+def wires(group: Group, nvlink_bytes: int, network_bytes: int) -> Wires:
+    """What so many bytes of one rank take."""
+    links = group.world.links
+    nvlink = nvlink_bytes / (links.nvlink * 1e6) if links.nvlink and group.gpus_per_node > 1 else 0.0
+    network = 0.0
+    if links.network and group.nodes > 1:
+        network = network_bytes / (links.network * 1e6) + links.network_latency * 1e3
+    return Wires(nvlink, network)
+
+
+def figures(
+    op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype,
+    times: dict[str, float], sustained: dict[str, float], wire: Wires, error: float, bound: float, plan: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `mkernel bench` prints and writes for one shape (m, n, k of all ranks)."""
+    floor = max(times["library"], wire.ms)
+    rate = group.world.links.nvlink
+    return {
+        "op": op,
+        "m_total": shape[0],
+        "n": shape[1],
+        "k": shape[2],
+        "dtype": str(dtype).removeprefix("torch."),
+        "ranks": group.size,
+        "nodes": group.nodes,
+        "gpus": torch.cuda.device_count(),
+        "link_gb_per_s": rate,
+        "network_gb_per_s": group.world.links.network,
+        "emulated": group.size > torch.cuda.device_count() or rate is not None or group.nodes > 1,
+        "fused_ms": times["fused"],
+        "library_ms": times["library"],
+        "wire_ms": wire.nvlink,
+        "network_ms": wire.network,
+        "host_driven_ms": times["host_driven"],
+        "speedup": times["host_driven"] / times["fused"],
+        "floor_fraction": floor / times["fused"],
+        "sustained_fused_ms": sustained["fused"],
+        "sustained_library_ms": sustained["library"],
+        "sustained_host_driven_ms": sustained["host_driven"],
+        "sustained_floor_fraction": max(sustained["library"], wire.ms) / sustained["fused"],
+        "max_error": error if error == error else float("inf"),
+        "error_bound": bound,
+        "plan": str(plan),
+    }
+
+
+def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
+    """Largest error of an element of a sum over ranks of products of normally distributed numbers: that of
+    one product, and a rounding of every rank's part, which is rarely over 5*sqrt(k_local)."""
+    eps = torch.finfo(dtype).eps
+    rounding = 4 * k * eps if dtype == torch.float32 else 0.0
+    return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2

@@ -1,0 +1,148 @@
+"""Operators that sum over ranks as machine code, with no GPU: one pipelined loop, wide stores, nothing spilled."""
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from compiling import REGISTERS, SHARED_MEMORY, compiled
+
+from mkernel.ops.matmul_all_reduce import one_shot_kernel, two_level_kernel
+from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from mkernel.runtime.operands import DTYPES, matmul_precision
+from mkernel.runtime.planning import default_tiles, settings_of_sum
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNELS = {"reduce_scatter": matmul_reduce_scatter_kernel, "all_reduce": two_level_kernel, "one_shot": one_shot_kernel}
+ONE_RANK = dict(SIZE=1, GPUS=1)
+FOUR_RANKS = dict(SIZE=4, GPUS=4)
+TWO_NODES = dict(SIZE=4, GPUS=2)
+GROUPS = {
+    "one rank": ONE_RANK,
+    "four ranks": FOUR_RANKS,
+    "two nodes": TWO_NODES,
+    "eight ranks": dict(SIZE=8, GPUS=8),
+    "bias and residual": dict(FOUR_RANKS, BIAS=True, RESIDUAL=True, RESIDUAL_DESCRIPTOR=True),
+    "paced": dict(FOUR_RANKS, PACED=True),
+    "two nodes, bias and residual": dict(TWO_NODES, BIAS=True, RESIDUAL=True, RESIDUAL_DESCRIPTOR=True),
+    "two nodes, paced": dict(TWO_NODES, PACED=True),
+    "b not transposed": dict(FOUR_RANKS, B_TRANSPOSED=False),
+}
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """build(dtype, constants, ...) -> Compiled; each is compiled once."""
+
+    @cache
+    def kept(kernel, dtype, reduce_dtype, capability, described, tile, chosen):
+        device = torch.device("cuda")
+        defaults = default_tiles(device, dtype, 8192, True)
+        tile_m, tile_n = tile or (defaults.tile_m, defaults.tile_n)
+        settings = settings_of_sum(device, dtype, tile_m, tile_n, described, 132, None)
+        tile_k = settings.tile_k
+        constants = dict(
+            DTYPE=DTYPES[reduce_dtype], PACED=False, BIAS=False, RESIDUAL=False, RESIDUAL_DESCRIPTOR=False,
+            A_DESCRIPTOR=described, B_DESCRIPTOR=described, B_TRANSPOSED=described, C_DESCRIPTOR=described,
+            PRECISION=matmul_precision(dtype), TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k, GROUP=settings.group_m,
+            OUT=DTYPES[dtype], c_column_stride=1, a_column_stride=1,
+        ) | dict(chosen)  # fmt: skip
+        constants = {name: value for name, value in constants.items() if name in KERNELS[kernel].arg_names}
+        pointer = "*" + NAMES[dtype]
+
+        def operand(use: bool, *block: int) -> str:
+            return f"tensordesc<{NAMES[dtype]}{list(block)}>" if use else pointer
+
+        types = dict(
+            context="*i64", data_start="i64", half="i64", bias=pointer,
+            a=operand(described, 1, tile_m, tile_k),
+            b=operand(described, *((tile_n, tile_k) if constants["B_TRANSPOSED"] else (tile_k, tile_n))),
+            c=operand(described, 1, tile_m, tile_n // 2),
+            residual=operand(constants["RESIDUAL_DESCRIPTOR"], 1, tile_m, tile_n // 2),
+        )  # fmt: skip
+        if not constants["BIAS"]:
+            constants |= dict(bias=None)
+        if not constants["RESIDUAL"]:
+            constants |= dict(residual=None)
+        return compiled(
+            KERNELS[kernel], types, constants, unaligned=("signals", "nanoseconds_per_mib"),
+            capability=capability, folder=tmp_path_factory.mktemp("compiled"),
+            num_warps=settings.warps, num_stages=settings.stages,
+        )  # fmt: skip
+
+    def build(
+        dtype, chosen, *, kernel="reduce_scatter", reduce_dtype=None, capability=90, described=True, tile=None, **more
+    ):
+        chosen = tuple(sorted((chosen | more).items()))
+        return kept(kernel, dtype, reduce_dtype or dtype, capability, described, tile, chosen)
+
+    return build
+
+
+@pytest.mark.parametrize("kernel", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_hopper(build, group, kernel):
+    """The default tile: tensor cores fed by TMA, one step ahead, everything in registers."""
+    made = build(torch.bfloat16, GROUPS[group], kernel=kernel)
+    assert ".target sm_90a" in made.ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared::(cluster|cta)\.global", made.ptx), "no TMA load"
+    assert made.ptx.count("wgmma.mma_async") == 4, "the multiplication is there once: 4 instructions of depth 16"
+    assert "wgmma.wait_group.sync.aligned 1;" in made.ptx, "the loop is not pipelined"
+    assert not made.remarks, "the multiplication waits for itself"
+    assert made.usage["STACK"] <= 8, made.usage  # two scalars, when there is everything at once
+    assert made.shared <= SHARED_MEMORY
+    assert made.usage["REG"] * 8 * 32 <= REGISTERS
+
+
+@pytest.mark.parametrize(("kernel", "stored", "loaded"), [("reduce_scatter", 1, 1), ("all_reduce", 2, 3)])
+def test_tiles_go_from_registers_to_memory_and_back(build, kernel, stored, loaded):
+    """16 bytes at a time, and not through shared memory: parts, and finished tiles (read in two places)."""
+    made = build(torch.bfloat16, FOUR_RANKS, kernel=kernel)
+    pieces = 128 * 256 * 2 // (8 * 32 * 16)
+    assert made.ptx.count("st.global.v4.b32") == stored * pieces
+    assert made.ptx.count("ld.global.v4.b32") == loaded * pieces
+    for narrow in ("st.global.b8", "st.global.b16", "st.global.v2.b16", "st.global.v4.b16"):
+        assert narrow not in made.ptx, narrow
+
+
+def test_pacing_costs_nothing_when_there_is_none(build):
+    plain, paced = (build(torch.bfloat16, FOUR_RANKS, PACED=paced).ptx for paced in (False, True))
+    assert paced.count("%globaltimer") > plain.count("%globaltimer")
+
+
+def test_a_rank_alone_has_nothing_to_wait_for(build):
+    for kernel in ("reduce_scatter", "all_reduce"):
+        ptx = build(torch.bfloat16, ONE_RANK, kernel=kernel).ptx
+        assert "%globaltimer" not in ptx
+        assert ".sys." not in ptx
+
+
+CASES = {
+    "parts in fp32": dict(reduce_dtype=torch.float32),
+    "fp16": dict(dtype=torch.float16),
+    "fp32": dict(dtype=torch.float32),
+    "fp32 as tf32": dict(dtype=torch.float32, PRECISION="tf32"),
+    "pointers": dict(described=False),
+    "64x64": dict(tile=(64, 64)),
+    "128x64": dict(tile=(128, 64)),
+    "128x128": dict(tile=(128, 128)),
+}
+
+
+@pytest.mark.parametrize("kernel", ["reduce_scatter", "all_reduce", "one_shot"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_spills(build, case, kernel):
+    if kernel == "one_shot" and case not in ("128x64", "64x64", "pointers"):
+        pytest.skip("one shot is for small results")
+    options = dict(CASES[case])
+    made = build(options.pop("dtype", torch.bfloat16), FOUR_RANKS, kernel=kernel, **options)
+    assert made.usage["STACK"] <= 16, made.usage  # some scalars
+    assert made.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("kernel", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("capability", [80, 100])
+def test_other_gpus(build, capability, kernel):
+    made = build(torch.bfloat16, FOUR_RANKS, kernel=kernel, capability=capability, described=capability >= 90,
+                 tile=(128, 128))  # fmt: skip
+    assert ("tcgen05.mma" if capability == 100 else "mma.sync") in made.ptx
