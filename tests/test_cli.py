@@ -53,7 +53,7 @@ def test_trace_writes_a_file_for_perfetto_and_a_page(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul"),
+        (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
         (["all_gather_matmul", "64x32"], "'64x32' is no shape of all_gather_matmul; write m_total x n x k"),
         (["all_gather_matmul", "0x32x32"], "'0x32x32' is no shape"),
         (["all_gather_matmul", "65x32x32"], "m_total (65) must be divisible by the 4 ranks"),

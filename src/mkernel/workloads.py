@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
+from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
+from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
+from mkernel.runtime.sums import Sum
 from mkernel.runtime.world import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,13 +32,14 @@ class Call:
 class Workload:
     """How an operator is called for a shape.
 
-    sizes: what the numbers of a shape are; the first one is divided among the ranks.
+    sizes: what the numbers of a shape are, of all ranks together; shared: those that are divided among them.
     on_gpu, simulated: shapes for those who name none.
     make: (group, shape, dtype) -> the call of this rank. Collective.
     """
 
     op: str
     sizes: tuple[str, ...]
+    shared: tuple[str, ...]
     on_gpu: tuple[int, ...]
     simulated: tuple[int, ...]
     make: Callable[[Group, tuple[int, ...], torch.dtype], Call]
@@ -50,13 +54,17 @@ class Workload:
                 f"numbers, 1 or more: {example}"
             )
         shape = tuple(int(part) for part in parts)
-        if shape[0] % ranks:
-            raise ArgumentError(f"{text}: {self.sizes[0]} ({shape[0]}) must be divisible by the {ranks} ranks")
+        for name, size in zip(self.sizes, shape):
+            if name in self.shared and size % ranks:
+                raise ArgumentError(f"{text}: {name} ({size}) must be divisible by the {ranks} ranks")
         return shape
 
     def smallest(self, ranks: int) -> tuple[int, ...]:
         """The simulated shape, for so many ranks."""
-        return (math.ceil(self.simulated[0] / ranks) * ranks, *self.simulated[1:])
+        return tuple(
+            math.ceil(size / ranks) * ranks if name in self.shared else size
+            for name, size in zip(self.sizes, self.simulated)
+        )
 
 
 def _randn(group: Group, rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -81,10 +89,46 @@ def _all_gather(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Cal
     return Call(run, prepare)
 
 
+def _reduce_scatter(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Call:
+    m, n, k = shape
+    a = _randn(group, m, k // group.size, dtype, 0)
+    b = _randn(group, n, k // group.size, dtype, 1).t()
+    out = torch.empty(m // group.size, n, device=group.device, dtype=dtype)
+
+    def run(config: Config | None) -> torch.Tensor:
+        return _matmul_reduce_scatter.matmul_reduce_scatter(a, b, group=group, out=out, config=config)
+
+    def prepare(config: Config | None) -> Launch:
+        return _matmul_reduce_scatter.prepare(group, Sum(a, b, out, config=config))
+
+    return Call(run, prepare)
+
+
+def _all_reduce(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Call:
+    m, n, k = shape
+    a = _randn(group, m, k // group.size, dtype, 0)
+    b = _randn(group, n, k // group.size, dtype, 1).t()
+    out = torch.empty(m, n, device=group.device, dtype=dtype)
+
+    def run(config: Config | None) -> torch.Tensor:
+        return _matmul_all_reduce.matmul_all_reduce(a, b, group=group, out=out, config=config)
+
+    def prepare(config: Config | None) -> Launch:
+        return _matmul_all_reduce.prepare(group, Sum(a, b, out, config=config))
+
+    return Call(run, prepare)
+
+
 WORKLOADS = {
     workload.op: workload
     for workload in (
-        Workload("all_gather_matmul", ("m_total", "n", "k"), (16384, 2048, 8192), (256, 128, 128), _all_gather),
+        Workload(
+            "all_gather_matmul", ("m_total", "n", "k"), ("m_total",), (16384, 2048, 8192), (256, 128, 128), _all_gather
+        ),
+        Workload(
+            "matmul_reduce_scatter", ("m", "n", "k"), ("m", "k"), (8192, 8192, 8192), (256, 128, 128), _reduce_scatter
+        ),
+        Workload("matmul_all_reduce", ("m", "n", "k"), ("k",), (8192, 8192, 8192), (128, 128, 128), _all_reduce),
     )
 }
 

@@ -1,5 +1,6 @@
 """Traces of the simulator: complete, in order, and no trace of them when they are off."""
 
+import itertools
 import json
 from collections import Counter
 
@@ -12,6 +13,7 @@ import mkernel as mk
 from mkernel.runtime import clocks
 from mkernel.tracing import chrome
 from mkernel.tracing.links import arrivals
+from mkernel.workloads import workload_of
 
 CASE = helpers.Case(25, 24, 24, torch.bfloat16)
 CONFIG = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=8)
@@ -182,6 +184,41 @@ def test_refusals():
             trace.span(0, 0)
 
     helpers.run(on_rank)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
+def test_operators_that_sum_over_ranks(op, cluster):
+    """Tiles have no time of their own to begin with: they begin when the event before them ended."""
+
+    def on_rank(group):
+        call = workload_of(op).make(group, (128, 128, 64), torch.bfloat16)
+        before = call.run(None).clone()
+        with mk.trace() as trace:
+            for _ in range(2):
+                helpers.assert_same(call.run(None), before)
+        return trace
+
+    trace = helpers.run(on_rank, cluster=cluster)[0]
+    for rank in range(2):
+        assert trace.calls(rank) == [op] * 2
+        for call in range(2):
+            tiles = trace.of(rank, "tile", call=call)
+            assert len({(event.peer, event.index) for event in tiles}) == len(tiles) == 16
+            assert trace.of(rank, "reduce", call=call)
+            assert trace.of(rank, "wait for partial", call=call)
+            start, end = trace.span(rank, call)
+            assert all(start <= event.start <= event.end <= end for event in tiles)
+            by_cta = [[event for event in trace.of(rank, call=call) if event.cta == cta and event.role == "tiles"]
+                      for cta in trace.busy(rank, call)]  # fmt: skip
+            for events in by_cta:
+                assert all(one.end <= other.start for one, other in itertools.pairwise(events))
+    if cluster == (1, 2):
+        assert trace.of(0, "push")
+    else:
+        assert sorted(transfer.ticket for transfer in trace.transfers if transfer.source == 0) == sorted(
+            event.index for event in trace.of(0, "post")
+        )
 
 
 # -- for Perfetto

@@ -43,7 +43,11 @@ PUSH_CHUNK = tl.constexpr(3)  # a chunk was written to ranks of this node, and i
 SEND_CHUNK = tl.constexpr(4)  # a chunk was staged and given to the network
 POST = tl.constexpr(5)  # one request to the network; index is its ticket
 REDUCE = tl.constexpr(6)  # what arrived was added up
+GATHER = tl.constexpr(7)  # what a rank of this node has finished was read
 WAIT = tl.constexpr(64)  # 64 + kind of signal: waited for it, maybe no time at all; it was seen at the end
+
+# In place of a time: since the last event of the lane, or since the CTA began the launch.
+LAST = tl.constexpr(0)
 
 # Words of an event, and of what stands before the first event of a lane.
 EVENT_WORDS = tl.constexpr(4)
@@ -68,7 +72,8 @@ def trace_time(context):
 
 @triton.jit
 def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
-    """Write down that something of this KIND was done from `since` to now."""
+    """Write down that something of this KIND was done from `since` to now. Where a time can not be kept from the
+    beginning to the end, as in a loop over steps of tiles, `since` is LAST."""
     if context.dtype.element_ty == tl.uint64:
         now = _stamp()
         words = tl.load(context + LANE_WORDS).to(tl.int64)
@@ -77,7 +82,7 @@ def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
         tl.store(lane, count + 1)
         place = (count + 1) * EVENT_WORDS
         inside = place + EVENT_WORDS <= words
-        tl.store(lane + place, since, mask=inside)
+        tl.store(lane + place, tl.cast(since, tl.int64), mask=inside)
         tl.store(lane + place + 1, now, mask=inside)
         tl.store(lane + place + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)
         tl.store(lane + place + 3, tl.cast(index, tl.int64), mask=inside)

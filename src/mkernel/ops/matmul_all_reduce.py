@@ -79,6 +79,7 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait
+from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
@@ -458,6 +459,7 @@ def two_level_kernel(
         if step == steps - 1:
             # Every way through here must use `total`: then it has been computed when it becomes zero again,
             # and the tensor cores may still be at work on it everywhere else in the loop.
+            trace(context, TILES, TILE, rank - local + owner, tile, LAST)
             block = round // GPUS
             if PACED:
                 pace(begun, moved, nanoseconds_per_mib)
@@ -470,6 +472,7 @@ def two_level_kernel(
             if owner != local:
                 signal = _push(context, total, epoch, start, signals, block, owner, owned, DTYPE, GPUS, TILE_M, TILE_N)
                 moved += PART_BYTES
+                trace(context, TILES, PUSH_CHUNK, rank - local + owner, tile, LAST)
             else:
                 node_sum = _sum_of_node(
                     context, total, epoch, start, signals, block, owned, tile, DTYPE, GPUS, TILE_M, TILE_N
@@ -482,6 +485,7 @@ def two_level_kernel(
                         c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
                         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                     )  # fmt: skip
+                trace(context, TILES, REDUCE, rank, tile, LAST)
             if (place + 1 == rounds) | (place % GPUS == GPUS - 1):
                 if SEVERAL:
                     if block >= 1:
@@ -491,6 +495,7 @@ def two_level_kernel(
                             DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR,
                             TILE_M, TILE_N, GROUP,
                         )  # fmt: skip
+                        trace(context, TILES, REDUCE, rank, tile, LAST)
                 if GPUS > 1:
                     if block >= LAG:
                         count = _gather(
@@ -499,6 +504,7 @@ def two_level_kernel(
                             DTYPE, OUT, SIZE, GPUS, C_DESCRIPTOR, TILE_M, TILE_N, GROUP,
                         )  # fmt: skip
                         moved += count.to(tl.int64) * TILE_BYTES
+                        trace(context, TILES, GATHER, rank, block - LAG, LAST)
             total = tl.zeros((TILE_M, TILE_N), tl.float32)
     if PACED:
         pace(begun, moved, nanoseconds_per_mib)
@@ -514,6 +520,7 @@ def two_level_kernel(
                         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR,
                         TILE_M, TILE_N, GROUP,
                     )  # fmt: skip
+                    trace(context, TILES, REDUCE, rank, late, LAST)
             _announce_finished(context, epoch, signals, late, owned, SIZE, GPUS)
     if GPUS > 1:
         for late in range(tl.maximum(blocks - LAG, 0), blocks):
@@ -522,6 +529,7 @@ def two_level_kernel(
                 DTYPE, OUT, SIZE, GPUS, C_DESCRIPTOR, TILE_M, TILE_N, GROUP,
             )  # fmt: skip
             moved += count.to(tl.int64) * TILE_BYTES
+            trace(context, TILES, GATHER, rank, late, LAST)
         if PACED:
             pace(begun, moved, nanoseconds_per_mib)
     finish(context, epoch)
@@ -539,6 +547,7 @@ def one_shot_kernel(
 ):  # fmt: skip
     """The operator for small results, in one node: all parts go to all ranks."""
     epoch = current_epoch(context)
+    rank = rank_of(context)
     start = data_start + epoch % 2 * half
     tiles = tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
     rounds = _rounds(tiles)
@@ -552,9 +561,11 @@ def one_shot_kernel(
             a, 0, row, m, 0, a_row_stride, b, column, n, k, b_row_stride, b_column_stride,
             TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION, a_column_stride,
         )  # fmt: skip
+        trace(context, TILES, TILE, rank, tile, LAST)
         _push_to_all(context, total, start, tiles, tile, DTYPE, GPUS, TILE_M, TILE_N)
         if PACED:
             pace(begun, tl.cast(round + 1, tl.int64) * (GPUS - 1) * PART_BYTES, nanoseconds_per_mib)
+        trace(context, TILES, PUSH_CHUNK, rank, tile, LAST)
         _announce_parts(context, epoch, signals, tiles, tile, GPUS)
     for round in range(rounds):
         tile, row, column = _corner(round, m, n, GROUP, TILE_M, TILE_N)
@@ -564,6 +575,7 @@ def one_shot_kernel(
             c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
             BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
         )  # fmt: skip
+        trace(context, TILES, REDUCE, rank, tile, LAST)
     finish(context, epoch)
 
 

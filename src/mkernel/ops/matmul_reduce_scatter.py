@@ -74,6 +74,7 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
+from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
@@ -343,6 +344,7 @@ def matmul_reduce_scatter_kernel(
         if step == steps - 1:
             # Every way through here must use `total`: then it has been computed when it becomes zero again, and
             # the tensor cores may still be at work on it everywhere else in the loop.
+            trace(context, TILES, TILE, owner, tile, LAST)
             if GPUS > 1:
                 if signal != 0:
                     if PACED:
@@ -355,6 +357,7 @@ def matmul_reduce_scatter_kernel(
                         DTYPE, GPUS, TILE_M, TILE_N,
                     )  # fmt: skip
                     pushed += TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
+                    trace(context, TILES, PUSH_CHUNK, owner, tile, LAST)
                 else:
                     _sum(
                         context, total, c, bias, residual, epoch, nodes_on, tiles, tile, row, column, rows, n,
@@ -362,6 +365,7 @@ def matmul_reduce_scatter_kernel(
                         data_start, half, signals,
                         DTYPE, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                     )  # fmt: skip
+                    trace(context, TILES, REDUCE, owner, tile, LAST)
             else:
                 _sum(
                     context, total, c, bias, residual, epoch, nodes_on, tiles, tile, row, column, rows, n,
@@ -369,6 +373,7 @@ def matmul_reduce_scatter_kernel(
                     data_start, half, signals,
                     DTYPE, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                 )  # fmt: skip
+                trace(context, TILES, REDUCE, owner, tile, LAST)
             total = tl.zeros((TILE_M, TILE_N), tl.float32)
     if GPUS > 1:
         if signal != 0:

@@ -15,6 +15,7 @@ KINDS = {
     words.SEND_CHUNK.value: "send",
     words.POST.value: "post",
     words.REDUCE.value: "reduce",
+    words.GATHER.value: "gather",
 }
 LAUNCH = "launch"
 WAIT = "wait for "
@@ -26,7 +27,8 @@ class Event:
     """Something that a CTA did. Times are nanoseconds since the first event of the trace, on one clock.
 
     kind: "tile" (computed one), "push" (wrote a chunk to its node), "send" (staged a chunk for the network),
-    "post" (one request to it), "reduce", "wait for ..." a signal, and "launch", which is all of it.
+    "post" (one request to it), "reduce" (added up what arrived), "gather" (read what another rank has finished),
+    "wait for ..." a signal, and "launch", which is all of it.
     role: what the CTA, or these warps of it, did meanwhile: a role, or "tiles" for those that multiply.
     peer: the rank whose data it is about; -1 for none. index: the tile, the chunk, the ticket, the epoch.
     call: the number of the operator call on its rank, from 0.
@@ -83,10 +85,13 @@ def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, in
             continue
         role = role_of(lane.lane)
         of_cta = spans.get(lane.cta, [])
-        place = 0
+        place = last = 0
         for start, end, what, index in lane.events.tolist():
-            while place + 1 < len(of_cta) and start >= of_cta[place + 1][1]:
+            while place + 1 < len(of_cta) and end >= of_cta[place + 1][1]:
                 place += 1
+            if start == words.LAST.value:
+                start = max(last, of_cta[place][1] if of_cta else end)
+            last = end
             call = of_cta[place][0] if of_cta else 0
             peer = what >> 16 & 0xFFFF
             found.append(

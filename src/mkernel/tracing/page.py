@@ -21,12 +21,16 @@ COLORS = {
     "send": "#9a62d0",
     "post": "#5b2a91",
     "reduce": "#2f9e63",
+    "gather": "#c7b42c",
     "network": "#13a0a0",
 }
 WAITING = ("#d64545", "#e58a8a", "#b8323f", "#efb3a6")  # for the kinds of waits, in turn
 OTHER = "#8a94a0"
 BANDS = ("send", "intra", "compute", "tiles")  # of a CTA's row, from top to bottom
-INDEX = {"tile": "number", "push": "chunk", "send": "chunk", "post": "ticket", "network": "ticket"}
+INDEX = {
+    "tile": "number", "push": "chunk", "send": "chunk", "post": "ticket", "network": "ticket", "reduce": "tile",
+    "gather": "block",
+}  # fmt: skip
 
 
 def write(trace: Trace, path: Path) -> None:

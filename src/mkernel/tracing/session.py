@@ -17,6 +17,8 @@ from mkernel.runtime.tracer import EVENTS, Tracer
 from mkernel.runtime.world import Transfer
 from mkernel.tracing.events import Event, covered, events_of, shared
 
+COPIES = ("push", "send", "gather")
+
 
 class Trace:
     """What was traced; complete when the block has ended.
@@ -125,7 +127,7 @@ class Trace:
 
     def overlap(self, rank: int, call: int) -> float:
         """The share of the time of a rank's copies during which it computed tiles as well; 1.0 is all of it."""
-        copies = covered(self.of(rank, "push", "send", call=call))
+        copies = covered(self.of(rank, *COPIES, call=call))
         total = sum(end - start for start, end in copies)
         return shared(copies, covered(self.of(rank, "tile", call=call))) / total if total else 1.0
 
@@ -150,7 +152,7 @@ class Trace:
                         "ctas": ctas,
                         "ms": (end - start) / 1e6,
                         "tiles_ms_per_cta": per_cta([event for event in events if event.kind == "tile"]),
-                        "copies_ms_per_cta": per_cta([event for event in events if event.kind in ("push", "send")]),
+                        "copies_ms_per_cta": per_cta([event for event in events if event.kind in COPIES]),
                         "waits_ms_per_cta": per_cta([event for event in events if event.waits]),
                         "copies_hidden": self.overlap(rank, call),
                     }
