@@ -10,7 +10,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mkernel.ops.all_gather_matmul_hopper import STORED, TILE_K, TILE_M, TILE_N, all_gather_matmul_hopper_kernel
+from mkernel.lang.hopper import STORED, TILE_K, TILE_M, TILE_N
+from mkernel.ops.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
 from mkernel.runtime.operands import DTYPES
 
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have on Hopper

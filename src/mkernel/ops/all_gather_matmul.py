@@ -62,7 +62,7 @@ from mkernel.lang.requests import post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
-from mkernel.runtime import planning
+from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group, Scratch, Workspace, current
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
@@ -493,22 +493,23 @@ def plan(
     )
     if nodes > 1:
         reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
-    hopper = (
+    on_hopper = (
         _suits_hopper(group, m, a.dtype, config)
         and n > 128
         and right.described
         and out_described
         and not (staged or return_gathered)
     )
-    if hopper:
+    if on_hopper:
         # no CTA only copies: each has a warp for it
-        tile_m, tile_n, intra_ctas, join_tiles = 128, 256, 0, 0
+        tile_m, tile_n, intra_ctas, join_tiles = hopper.TILE_M, hopper.TILE_N, 0, 0
         tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
         ctas = pick("ctas", planning.fewest_ctas(tiles, most))
         reasons[-1:] = ["the kernel for Hopper: a warp of every CTA copies while the others multiply"]
     resolved = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
-        stages=pick("stages", 4 if hopper else tiles_of.stages), warps=pick("warps", 4 if hopper else tiles_of.warps),
+        stages=pick("stages", hopper.STAGES if on_hopper else tiles_of.stages),
+        warps=pick("warps", hopper.WARPS if on_hopper else tiles_of.warps),
         ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(join_tiles, tiles),
         chunk_rows=_chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
@@ -517,7 +518,7 @@ def plan(
         resolved,
         max_ctas=most,
         least_send=1 if nodes > 1 or staged else 0,
-        least_intra=1 if gpus > 1 and not hopper else 0,
+        least_intra=1 if gpus > 1 and not on_hopper else 0,
     )
     return Plan(
         config=resolved,
@@ -530,7 +531,7 @@ def plan(
         flat=flat,
         direct=direct,
         precision=matmul_precision(a.dtype),
-        hopper=hopper,
+        hopper=on_hopper,
         reasons=tuple(reasons),
     )
 
@@ -552,12 +553,8 @@ def _chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
 
 
 def _suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
-    """Is there another kernel for such calls? Gluon is imported only where it could be used."""
-    if group.device.type != "cuda":
-        return False
-    from mkernel.ops import all_gather_matmul_hopper
-
-    return all_gather_matmul_hopper.suits(group, m, dtype, config)
+    """Is there another kernel for such calls, as far as all ranks know alike?"""
+    return hopper.suits(group, m, dtype, config, free={"ctas", "chunk_rows", "group_m"})
 
 
 def _launch(
@@ -611,7 +608,8 @@ def _launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        variant=(plan, gathered_out is not None),
+        # the workspace too: Triton makes another binary for integers with other divisors
+        variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         scratch=Scratch(workspace, foreign),
     )
 

@@ -24,7 +24,6 @@ the kernel in all_gather_matmul.py, which is also what the simulator runs.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,37 +31,24 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, ENTERED, gave_up, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul import announce, arrived, entered, signals_of
-from mkernel.runtime.config import Config
-from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.hopper import described, right_operand
 from mkernel.runtime.world import Launch
 
 if TYPE_CHECKING:
     from mkernel.ops.all_gather_matmul import Plan
     from mkernel.runtime.group import Group, Workspace
 
-TILE_M = tl.constexpr(128)
-TILE_N = tl.constexpr(256)
-TILE_K = tl.constexpr(64)
-STAGES = tl.constexpr(4)  # with two halves of 16 KB for the result they fill the shared memory
-STORED = tl.constexpr(128)  # columns of the result that a warpgroup stores at a time
 PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
 
 
@@ -182,8 +168,6 @@ def _multiply(
     context, c, a_stages, b_stages, c_stage, filled, freed, m, n, k,
     WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr, GPUS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = TILE_M.value // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N.value, 16])
     rank = rank_of(context)
     blocks = m // TILE_M
     column_blocks = tl.cdiv(n, TILE_N)
@@ -191,37 +175,10 @@ def _multiply(
     for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
         source, block, column_block, _ = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
         since = trace_time(context)
-        accumulator = warpgroup_mma_init(gl.zeros([ROWS, TILE_N], gl.float32, layout))
-        for depth in range(0, k, TILE_K):
-            stage = step % STAGES
-            mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
-            x = a_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
-            if B_TRANSPOSED:
-                y = b_stages.index(stage).permute((1, 0))
-            else:
-                y = b_stages.index(stage)
-            accumulator = warpgroup_mma(x, y, accumulator, use_acc=depth > 0, is_async=True)
-            accumulator = warpgroup_mma_wait(1, deps=[accumulator])
-            accumulator = warpgroup_mma_init(accumulator)
-            if depth > 0:
-                # the step before this one is done, so its stage is free
-                mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
-            step += 1
-        accumulator = warpgroup_mma_wait(0, deps=[accumulator])
-        mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+        total, step = multiply_rows(a_stages, b_stages, filled, freed, step, k, WARPGROUP, B_TRANSPOSED)
         # rows that never came: the group has given up, and the host will say so
-        accumulator += tl.where(gave_up(context), float("nan"), 0.0)
-        row = source * m + block * TILE_M + WARPGROUP * ROWS
-        column = column_block * TILE_N
-        left, right = accumulator.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
-        tma.store_wait(0)
-        c_stage.store(gl.convert_layout(left, layout).to(c.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c, [row, column], c_stage)
-        tma.store_wait(0)
-        c_stage.store(gl.convert_layout(right, layout).to(c.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c, [row, column + STORED], c_stage)
+        total += tl.where(gave_up(context), float("nan"), 0.0)
+        store_rows(c, c_stage, total, source * m + block * TILE_M, column_block * TILE_N, WARPGROUP)
         if WARPGROUP == 0:
             trace(context, TILES, TILE, source, turn, since)
     tma.store_wait(0)
@@ -267,20 +224,6 @@ def all_gather_matmul_hopper_kernel(
     finish(context, epoch)
 
 
-def suits(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
-    """May a call run here, as far as all ranks know alike? n and the layout of b are each rank's own."""
-    given = config or Config()
-    free = {"ctas", "chunk_rows", "group_m"}  # what this kernel lets the caller choose
-    return (
-        group.device.type == "cuda"
-        and torch.cuda.get_device_capability(group.device)[0] == 9
-        and group.nodes == 1
-        and dtype.itemsize == 2
-        and m % TILE_M.value == 0
-        and all(getattr(given, field.name) is None for field in fields(given) if field.name not in free)
-    )
-
-
 def launch(
     group: Group, plan: Plan, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> Launch:
@@ -292,15 +235,7 @@ def launch(
     half = workspace.half_bytes // element
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
 
-    def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[a.dtype])
-        return TensorDescriptor(base, [rows, columns], [stride, 1], block, layout)
-
-    tile_m, tile_n, tile_k = c.tile_m, c.tile_n, c.tile_k
-    if plan.right.transposed:
-        b_operand = described(b, n, k, b.stride(1), [tile_n, tile_k])
-    else:
-        b_operand = described(b, k, n, b.stride(0), [tile_k, tile_n])
+    tile_m, tile_k = c.tile_m, c.tile_k
     link = group.world.links.nvlink
     rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one pushing warp
     arguments = dict(
@@ -308,7 +243,7 @@ def launch(
         own=described(a, m, k, a.stride(0), [tile_m, tile_k]),
         even=described(data, size * m, k, plan.row_stride, [tile_m, tile_k]),
         odd=described(data[half:], size * m, k, plan.row_stride, [tile_m, tile_k]),
-        b=b_operand,
+        b=right_operand(b, plan.right.transposed),
         c=described(out, size * m, n, out.stride(0), [tile_m // 2, STORED.value]),
         a=a, a_stride=a.stride(0), m=m, n=n, k=k,
         row_stride=plan.row_stride, data_start=workspace.data_start // element, half=half,
@@ -323,5 +258,6 @@ def launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps),
-        variant=plan,
+        # the workspace too: Triton makes another binary for integers with other divisors
+        variant=(plan, workspace.signal_words, workspace.half_bytes),
     )

@@ -611,7 +611,7 @@ def _cut(
     """(tile_m, tile_n, CTAs): from what is the same on every rank, since owners and slots follow from them."""
     choose = planning.chooser(config)
     most = planning.common_ctas(group)
-    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most * group.gpus_per_node)
+    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 

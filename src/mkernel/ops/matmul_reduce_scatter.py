@@ -59,6 +59,7 @@ ranks): they are idle at first, the others at the end. Adding with atomics: othe
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -75,7 +76,7 @@ from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
-from mkernel.runtime import planning, sums
+from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.sums import Plan, Sum
@@ -397,7 +398,7 @@ def plan(group: Group, call: Sum) -> Plan:
     tile_m, tile_n = _tile(group, rows, n, call.a.dtype, call.config)
     tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
-    return sums.plan(
+    portable = sums.plan(
         OP,
         group,
         call,
@@ -408,6 +409,24 @@ def plan(group: Group, call: Sum) -> Plan:
         one_shot=False,
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
+    )
+    if not (
+        hopper.suits(group, rows, call.a.dtype, call.config, free={"ctas", "group_m"})
+        and (tile_m, tile_n) == (hopper.TILE_M, hopper.TILE_N)
+        and portable.a_described
+        and portable.right.described
+        and portable.out_described
+        and call.travels == call.a.dtype
+        and call.bias is None
+        and call.residual is None
+        and call.a.shape[1] > 0
+    ):
+        return portable
+    return replace(
+        portable,
+        hopper=True,
+        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
+        reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
     )
 
 
@@ -421,6 +440,10 @@ def prepare(group: Group, call: Sum) -> Launch:
         signal_words=max(2 * (size - 1) * decided.tiles, 2),
         half_bytes=(size - 1 + group.nodes - 1) * decided.tiles * slot,
     )
+    if decided.hopper:
+        from mkernel.ops import matmul_reduce_scatter_hopper
+
+        return matmul_reduce_scatter_hopper.launch(group, decided, workspace, call)
     arguments = sums.arguments_of(group, decided, workspace, call, parts=size) | dict(
         rows=call.a.shape[0] // size, data_start=workspace.data_start // element,
         half=workspace.half_bytes // element, SIZE=size,

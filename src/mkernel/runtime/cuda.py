@@ -251,6 +251,8 @@ class CudaWorld(CudaRanks):
             rate=links.network * 1e9 if links.network is not None else None,
             latency=links.network_latency,
         )
+        for number, memory in group.heap.segments():
+            transport.attach(number, memory)
         self.connect(group, ring, transport, [self._devices[member] for member in group.members])
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:

@@ -30,8 +30,6 @@ class Connection:
         from mkernel.net import Proxy
 
         self.transport = transport
-        for number, memory in group.heap.segments():
-            transport.attach(number, memory)
         with near(group.device):
             self.proxy = Proxy(ring, transport, spin=SPIN_SECONDS[group.device.type])
         # kernels of this node that wait for the network leave when it fails
@@ -52,7 +50,8 @@ class Networked:
         return self._connections.get((group.name, group.world_rank))
 
     def connect(self, group: Group, ring: torch.Tensor, transport: Any, devices: list[torch.device]) -> None:
-        """Serve the ring with a transport. `devices`: where the ranks' control words are."""
+        """Serve the ring with a transport that knows the group's segments. `devices`: where the ranks' control
+        words are."""
         self._connections[group.name, group.world_rank] = Connection(group, ring, transport, devices)
 
     def network_statistics(self, group: Group) -> Statistics | None:

@@ -89,6 +89,8 @@ class Processes(Networked):
         doors = group.exchange("network", (here, transport.port))
         counterparts = [rank for rank in range(group.size) if group.topology.local_rank_of(rank) == group.local_rank]
         transport.connect({rank: doors[rank] for rank in counterparts if rank != group.rank}, group.timeout)
+        for number, memory in group.heap.segments():
+            transport.attach(number, memory)
         # the memory of the other ranks of this node is mapped into this process
         self.connect(group, ring, transport, [group.device] * group.size)
 

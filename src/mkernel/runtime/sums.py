@@ -96,6 +96,7 @@ class Plan:
     residual_described: bool
     precision: str
     reasons: tuple[str, ...]
+    hopper: bool = False  # runs the operator's kernel for Hopper
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])

@@ -1,0 +1,50 @@
+"""What the host sides of the kernels for Hopper share: which calls they suit, and their descriptors.
+
+Gluon is imported only where such a kernel is about to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import DTYPES
+
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+STAGES = 4
+WARPS = 4  # of one warpgroup; the kernel adds the others itself
+
+
+def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, free: set[str]) -> bool:
+    """May a call with so many rows on each rank run here, as far as all ranks know alike? `free` names
+    the fields of a configuration that the kernel lets the caller choose."""
+    given = config or Config()
+    return (
+        group.device.type == "cuda"
+        and torch.cuda.get_device_capability(group.device)[0] == 9
+        and group.nodes == 1
+        and dtype.itemsize == 2
+        and rows % TILE_M == 0
+        and all(getattr(given, field.name) is None for field in fields(given) if field.name not in free)
+    )
+
+
+def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> Any:
+    """A descriptor of rows x columns from `base`, whose blocks lie in shared memory as wgmma reads them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[base.dtype])
+    return TensorDescriptor(base, [rows, columns], [stride, 1], block, layout)
+
+
+def right_operand(b: torch.Tensor, transposed: bool) -> Any:
+    """A descriptor of b [k, n], or of the [n, k] matrix that it is a transposed view of."""
+    k, n = b.shape
+    if transposed:
+        return described(b, n, k, b.stride(1), [TILE_N, TILE_K])
+    return described(b, k, n, b.stride(0), [TILE_K, TILE_N])
