@@ -13,6 +13,8 @@ import triton.language as tl
 from compiling import SHARED_MEMORY, Compiled, compiled
 from mutation import mutated
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 import mkernel
 from mkernel.runtime.planning import default_tiles
@@ -31,6 +33,27 @@ def hopper(module, context, folder, monkeypatch):
     kernel = module.all_gather_matmul_hopper_kernel
     monkeypatch.setattr(test_compile_hopper, "all_gather_matmul_hopper_kernel", kernel)
     source = test_compile_hopper.source_of(torch.bfloat16, B_TRANSPOSED=True, GPUS=4, GROUP=8, PACED=False)
+    return from_source(source, context, folder, num_warps=4)
+
+
+def summing_on_hopper(module, context, folder, monkeypatch):
+    kernel = module.matmul_reduce_scatter_hopper_kernel
+
+    def operand(*block):
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.bfloat16)
+        return f"tensordesc<bf16{list(block)},{layout!r}>"
+
+    constants = dict(B_TRANSPOSED=True, GPUS=4, GROUP=8, PACED=True)
+    types = {name: "i32" for name in kernel.arg_names if name not in constants} | dict(
+        context=context, data_start="i64", half="i64", a=operand(128, 64), b=operand(256, 64), c=operand(64, 128)
+    )
+    aligned = ("context", "rows", "n", "k", "data_start", "half")
+    source = GluonASTSource(
+        kernel,
+        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
     return from_source(source, context, folder, num_warps=4)
 
 
@@ -69,6 +92,7 @@ def summing(kernel, **group):
 KERNELS = {
     "all_gather_matmul": portable,
     "all_gather_matmul_hopper": hopper,
+    "matmul_reduce_scatter_hopper": summing_on_hopper,
     "matmul_reduce_scatter": summing("matmul_reduce_scatter_kernel", SIZE=4, GPUS=2),
     "matmul_all_reduce": summing("two_level_kernel", SIZE=4, GPUS=4),
 }
