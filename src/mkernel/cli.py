@@ -1,4 +1,4 @@
-"""The command line: `mkernel demo`, `mkernel bench`, `mkernel trace`."""
+"""The command line: `mkernel demo`, `mkernel bench`, `mkernel trace`, `mkernel tune`."""
 
 from __future__ import annotations
 
@@ -220,6 +220,53 @@ def trace(
             seed=seed,
         )
         command.show(traced, out, out.with_suffix(".html"), Console(highlight=False))
+    except MKernelError as problem:
+        raise _failed(problem) from problem
+
+
+@main.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="The operator.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192, which is the default."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    seconds: Annotated[float, typer.Option(min=1, help="For each shape.")] = 120.0,
+    unpaced: Annotated[
+        bool,
+        typer.Option("--unpaced", help="Do not pace links, though ranks share a GPU; for calls in the same place."),
+    ] = False,
+) -> None:
+    """Measure configurations of an operator on the GPUs that are here, and keep the best: later calls take it.
+
+    It is kept in the file that MKERNEL_TUNED_FILE names, or in mkernel/tuned.json in the user's cache folder.
+    """
+    import torch
+
+    from mkernel.workloads import DTYPES
+
+    workload, parsed = _workload(op, shapes, ranks * nodes)
+    if not torch.cuda.is_available():
+        typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
+        raise typer.Exit(1)
+    from mkernel.tuning import command
+
+    # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
+    shared = torch.cuda.device_count() < ranks * nodes and not unpaced
+    try:
+        command.run(
+            workload,
+            parsed or [workload.on_gpu],
+            nodes=nodes,
+            gpus_per_node=ranks,
+            dtype=DTYPES[dtype.value],
+            links=_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
+            seconds=seconds,
+            console=Console(highlight=False),
+        )
     except MKernelError as problem:
         raise _failed(problem) from problem
 

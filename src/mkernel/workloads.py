@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.sums import Sum
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,6 +28,8 @@ class Call:
 
     run: Callable[[Config | None], torch.Tensor]
     prepare: Callable[[Config | None], Launch]
+    explain: Callable[[Config | None], Any]  # its plan
+    sizes: dict[str, int]  # as its Tunable names them
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Workload:
     sizes: what the numbers of a shape are, of all ranks together; shared: those that are divided among them.
     on_gpu, simulated: shapes for those who name none.
     make: (group, shape, dtype) -> the call of this rank. Collective.
+    tunable: how its configurations are kept.
     """
 
     op: str
@@ -43,6 +48,7 @@ class Workload:
     on_gpu: tuple[int, ...]
     simulated: tuple[int, ...]
     make: Callable[[Group, tuple[int, ...], torch.dtype], Call]
+    tunable: Tunable
 
     def parse(self, text: str, ranks: int) -> tuple[int, ...]:
         """A shape as people write it: 16384x2048x8192."""
@@ -86,7 +92,12 @@ def _all_gather(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Cal
     def prepare(config: Config | None) -> Launch:
         return _all_gather_matmul.prepare(group, a, b, out, None, config)
 
-    return Call(run, prepare)
+    def explain(config: Config | None) -> Any:
+        return _all_gather_matmul.plan(group, a, b, out, False, config)
+
+    sizes = dict(m=a.shape[0], n=n, k=k)
+
+    return Call(run, prepare, explain, sizes)
 
 
 def _reduce_scatter(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Call:
@@ -101,7 +112,12 @@ def _reduce_scatter(group: Group, shape: tuple[int, ...], dtype: torch.dtype) ->
     def prepare(config: Config | None) -> Launch:
         return _matmul_reduce_scatter.prepare(group, Sum(a, b, out, config=config))
 
-    return Call(run, prepare)
+    def explain(config: Config | None) -> Any:
+        return _matmul_reduce_scatter.plan(group, Sum(a, b, out, config=config))
+
+    sizes = dict(m=m, n=n, k=a.shape[1])
+
+    return Call(run, prepare, explain, sizes)
 
 
 def _all_reduce(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Call:
@@ -116,21 +132,31 @@ def _all_reduce(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Cal
     def prepare(config: Config | None) -> Launch:
         return _matmul_all_reduce.prepare(group, Sum(a, b, out, config=config))
 
-    return Call(run, prepare)
+    def explain(config: Config | None) -> Any:
+        return _matmul_all_reduce.plan(group, Sum(a, b, out, config=config))
+
+    sizes = dict(m=m, n=n, k=a.shape[1])
+
+    return Call(run, prepare, explain, sizes)
 
 
 WORKLOADS = {
     workload.op: workload
     for workload in (
         Workload(
-            "all_gather_matmul", ("m_total", "n", "k"), ("m_total",), (16384, 2048, 8192), (256, 128, 128), _all_gather
+            "all_gather_matmul", ("m_total", "n", "k"), ("m_total",), (16384, 2048, 8192), (256, 128, 128),
+            _all_gather, _all_gather_matmul.TUNABLE,
         ),
         Workload(
-            "matmul_reduce_scatter", ("m", "n", "k"), ("m", "k"), (8192, 8192, 8192), (256, 128, 128), _reduce_scatter
+            "matmul_reduce_scatter", ("m", "n", "k"), ("m", "k"), (8192, 8192, 8192), (256, 128, 128),
+            _reduce_scatter, _matmul_reduce_scatter.TUNABLE,
         ),
-        Workload("matmul_all_reduce", ("m", "n", "k"), ("k",), (8192, 8192, 8192), (128, 128, 128), _all_reduce),
+        Workload(
+            "matmul_all_reduce", ("m", "n", "k"), ("k",), (8192, 8192, 8192), (128, 128, 128),
+            _all_reduce, _matmul_all_reduce.TUNABLE,
+        ),
     )
-}
+}  # fmt: skip
 
 
 def workload_of(op: str) -> Workload:

@@ -46,7 +46,7 @@ through the workspace costs one more copy of m*k, so they are read where they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,10 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group, Scratch, Workspace, current
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
 from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
 
 
 @triton.jit
@@ -654,6 +657,7 @@ def all_gather_matmul(
     """
     group = current(group)
     _check(group, a, b, out, config)
+    config = _choose(group, a, b, config)
     m, k = a.shape
     group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=_chunk_rows(group, a, config))
     rows = group.size * m
@@ -665,6 +669,14 @@ def all_gather_matmul(
     else:
         out.zero_()
     return (out, gathered) if gathered is not None else out
+
+
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call. Chunks are the same on every rank, also if not all found a tuned one."""
+    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if given is None and config is not None and config.chunk_rows is None:
+        return replace(config, chunk_rows=_chunk_rows(group, a, None))
+    return config
 
 
 def prepare(
@@ -701,4 +713,6 @@ def explain(
     _check(group, a, b, out, config)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, return_gathered, config)
+    chosen = _choose(group, a, b, config)
+    decided = plan(group, a, b, out, return_gathered, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -63,7 +63,7 @@ neither several ranks on one GPU nor processes on CPUs have one, and this path i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -85,9 +85,11 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.sums import Plan, Sum
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 OP = "matmul_all_reduce"
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
 
 
 # -- tiles
@@ -722,6 +724,7 @@ def matmul_all_reduce(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     m, n = a.shape[0], b.shape[1]
+    config = TUNABLE.choose(group, a.dtype, config, m=m, n=n, k=a.shape[1])
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
     group.agree(
         OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, bias=bias is not None,
@@ -750,4 +753,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+    chosen = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

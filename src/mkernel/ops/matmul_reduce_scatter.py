@@ -80,9 +80,11 @@ from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.sums import Plan, Sum
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 OP = "matmul_reduce_scatter"
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
 
 
 @triton.jit
@@ -497,6 +499,7 @@ def matmul_reduce_scatter(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     rows, n = a.shape[0] // group.size, b.shape[1]
+    config = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=n, k=a.shape[1])
     tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
     group.agree(
         OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, tile_m=tile_m, tile_n=tile_n
@@ -524,4 +527,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     if out is None:
         out = torch.empty((a.shape[0] // group.size, b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+    chosen = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -12,7 +12,7 @@ import torch
 
 from mkernel.lang import context as words
 from mkernel.lang import requests
-from mkernel.runtime import records
+from mkernel.runtime import records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.topology import Topology
@@ -94,6 +94,7 @@ class Group:
         self._control = self.heap.allocate(ALIGNMENT)
         if self._ring is not None:
             world.start_proxy(self, self._ring)
+        self.tuned = tuned.table_of(self)
         world.opened(self)
 
     # -- what a user asks for
