@@ -684,6 +684,7 @@ def prepare(
     config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, a, b, config)
     plain = group.heap.find(a) is None
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))

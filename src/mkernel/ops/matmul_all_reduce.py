@@ -658,8 +658,14 @@ class _Slots:
         return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
 
 
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call: what was given, or what tuning found."""
+    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+
+
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    call = replace(call, config=_choose(group, call.a, call.b, call.config))
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     slots = _Slots.of(group, decided)
     c, dtype = decided.config, call.a.dtype
@@ -724,7 +730,7 @@ def matmul_all_reduce(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     m, n = a.shape[0], b.shape[1]
-    config = TUNABLE.choose(group, a.dtype, config, m=m, n=n, k=a.shape[1])
+    config = _choose(group, a, b, config)
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
     group.agree(
         OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, bias=bias is not None,
@@ -753,6 +759,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    chosen = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    chosen = _choose(group, a, b, config)
     decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -432,8 +432,14 @@ def plan(group: Group, call: Sum) -> Plan:
     )
 
 
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call: what was given, or what tuning found."""
+    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+
+
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    call = replace(call, config=_choose(group, call.a, call.b, call.config))
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     c, size, element = decided.config, group.size, call.travels.itemsize
     slot = c.tile_m * c.tile_n * element
@@ -499,7 +505,7 @@ def matmul_reduce_scatter(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     rows, n = a.shape[0] // group.size, b.shape[1]
-    config = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=n, k=a.shape[1])
+    config = _choose(group, a, b, config)
     tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
     group.agree(
         OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, tile_m=tile_m, tile_n=tile_n
@@ -527,6 +533,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     if out is None:
         out = torch.empty((a.shape[0] // group.size, b.shape[1]), dtype=a.dtype, device=a.device)
-    chosen = TUNABLE.choose(group, a.dtype, config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    chosen = _choose(group, a, b, config)
     decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

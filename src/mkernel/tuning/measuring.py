@@ -23,7 +23,8 @@ from mkernel.workloads import Call, Workload
 
 REPEATS = 8  # launches that a measurement is the median of
 TIMEOUT = 60.0
-DOES_NOT_FIT = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError)
+# too much shared memory, or too much for Triton's passes (a RuntimeError)
+DOES_NOT_COMPILE = (triton.errors.TritonError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ class Trial:
         group = self._group
         launch, stream = None, torch.cuda.current_stream(group.device)
         with contextlib.suppress(ArgumentError):
-            # an empty one is the default; what is tuned already has no say in it
-            launch = self._call.prepare(config if config != Config() else None)
+            launch = self._call.prepare(config)  # an empty one is the default: what is tuned has no say in it
         everyone = group.exchange("tune", (launch, stream))
         measured = None
         if group.rank == 0 and all(entry[0] is not None for entry in everyone):
@@ -134,7 +134,7 @@ class Trial:
         try:
             for rank, (launch, stream) in launches.items():
                 world.load(rank, launch, stream)
-        except DOES_NOT_FIT:
+        except DOES_NOT_COMPILE:
             return None
         return self._stopwatch.bursts({"fused": lambda: world.launch_together(launches)}, REPEATS)["fused"]
 
