@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 WORKERS ?= auto
 
-.PHONY: setup demo test test-gpu lint format types clean
+.PHONY: setup demo test test-gpu test-rdma lint format types clean
 
 setup: $(VENV)/ready
 
@@ -24,10 +24,14 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) tests
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/rdma tests
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+# RDMA on soft-RoCE devices, in a machine that QEMU emulates; skipped, with the reason, where that can not be.
+test-rdma: setup
+	$(BIN)/python -m pytest -rs tests/rdma
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """The command line: what it prints, and its exit codes."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,7 +12,11 @@ from typer.testing import CliRunner
 
 import mkernel
 import mkernel.bench
-from mkernel import cli, demo
+import mkernel.doctor
+from mkernel import cli, demo, operators
+from mkernel.bench.shapes import Wanted
+from mkernel.demo import cases
+from mkernel.doctor import Diagnosis, Finding
 
 
 def run(*arguments):
@@ -28,15 +33,37 @@ def words(result):
 
 @pytest.fixture
 def small(monkeypatch):
+    """One operator, two schedules, small matrices."""
     monkeypatch.setattr(demo, "SCHEDULES", 2)
-    monkeypatch.setattr(demo, "SIMULATED", (32, 32, 32))
+    monkeypatch.setattr(operators, "ALL", operators.ALL[:1])
+    monkeypatch.setattr(cases, "DTYPE", torch.float16)
+    real = cases.all_gather_matmul
+    monkeypatch.setattr(cases, "all_gather_matmul", lambda group, large, seed: small_case(real, group, seed))
+
+
+def small_case(real, group, seed):
+    case = real(group, False, seed)
+    a = torch.randn(32, 32, generator=torch.Generator().manual_seed(group.rank))
+    b = torch.eye(32)
+    bytes_of_a = 32 * 32 * 4
+
+    def exact():
+        return torch.cat(group.exchange("a", a)).double() @ b.double(), 1e-5
+
+    return dataclasses.replace(
+        case,
+        call=lambda: mkernel.all_gather_matmul(a, b),
+        exact=exact,
+        sends=(group.nodes * bytes_of_a, bytes_of_a),
+    )
 
 
 def test_help():
     result = run("--help")
     assert result.exit_code == 0
     assert "demo" in result.output
-    assert "bench" in result.output
+    for command in ("bench", "doctor", "why"):
+        assert command in result.output
     assert "--version" in result.output
 
 
@@ -75,21 +102,30 @@ def test_version():
 
 
 @pytest.mark.usefixtures("small")
-def test_demo_shows_results_bytes_and_overlap():
-    result = run("demo", "--device", "cpu", "--seed", "3")
+def test_demo_shows_results_bytes_and_overlap(tmp_path):
+    result = run("demo", "--device", "cpu", "--seed", "3", "--html", str(tmp_path / "demo.html"))
     assert result.exit_code == 0
     text = words(result)
     assert "2 nodes x 2 GPUs, simulated" in text
-    assert text.count("128 x 32") == 4  # a result for each rank
-    assert text.count(" ok ") == 4
-    assert "The seeds 3 to 4 were run" in text
-    # 32 rows of 32 bf16: 2 KiB over the network, and from both nodes over NVLink
-    assert text.count("4 KiB") == 4
-    assert text.count("2 KiB") == 4
-    assert "before the rank's last byte arrived" in text
+    # 32 rows of 32 fp32: 4 KiB over the network from each rank, and from both nodes over NVLink
+    assert re.search(r"all_gather_matmul 128x32 \d+% 32 KiB 16 KiB \d+% ok", text)
+    assert "the seeds 3 to 4" in text
     assert "All results are right." in text
-    assert max(len(line.rstrip()) for line in result.output.splitlines()) <= 80
+    assert max(len(line.rstrip()) for line in result.output.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in result.output
+    shown = data_of(tmp_path / "demo.html")
+    (one,) = shown["operators"]
+    assert one["ok"]
+    assert shown["simulated"]
+    assert one["nvlink_bytes"][0] == [0, 8192, 0, 0]
+    assert one["network_bytes"][0] == [0, 0, 4096, 0]
+    assert [rank["shape"] for rank in one["ranks"]] == [[128, 32]] * 4
+
+
+def data_of(path):
+    """The JSON that a page has inside."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
 
 
 @pytest.mark.usefixtures("small")
@@ -97,43 +133,44 @@ def test_demo_shows_results_bytes_and_overlap():
 def test_demo_of_other_clusters(nodes, gpus):
     result = run("demo", "--device", "cpu", "--nodes", str(nodes), "--gpus-per-node", str(gpus))
     assert result.exit_code == 0
-    text = words(result)
-    assert ("Sent over NVLink" in text) == (gpus > 1)
-    assert ("Sent over the network" in text) == (nodes > 1)
-    assert ("from to 0 to 1 to 2 " in text) == (nodes * gpus == 3)
+    assert re.search(
+        rf"{32 * nodes * gpus}x32 \d+% {'24 KiB' if gpus > 1 else '-'} {'24 KiB' if nodes > 1 else '-'}", words(result)
+    )
 
 
 @pytest.mark.usefixtures("small")
-def test_demo_of_many_ranks_shows_sums(monkeypatch):
-    monkeypatch.setattr(demo, "WIDEST", 2)
-    result = run("demo", "--device", "cpu", "--nodes", "1", "--gpus-per-node", "3")
-    assert result.exit_code == 0
-    assert "from to all" in words(result)
-
-
-@pytest.mark.usefixtures("small")
-def test_demo_fails_when_a_result_is_wrong(monkeypatch):
-    real = demo.all_gather_matmul
+def test_demo_fails_when_a_result_is_wrong(monkeypatch, tmp_path):
+    real = mkernel.all_gather_matmul
 
     def wrong(a, b):
         y = real(a, b)
         y[0, 0] = float("nan")
         return y
 
-    monkeypatch.setattr(demo, "all_gather_matmul", wrong)
-    result = run("demo", "--device", "cpu", "--nodes", "1")
+    monkeypatch.setattr(mkernel, "all_gather_matmul", wrong)
+    result = run("demo", "--device", "cpu", "--nodes", "1", "--html", str(tmp_path / "demo.html"))
     assert result.exit_code == 1
     assert "WRONG" in result.output
     assert "rank 1: error nan is over the bound" in words(result)
     assert "All results are right" not in result.output
+    assert data_of(tmp_path / "demo.html")["operators"][0]["ranks"][0]["error"] is None  # JSON has no NaN
+    assert "All results are right" not in (tmp_path / "demo.html").read_text()
+
+
+@pytest.mark.usefixtures("small")
+def test_demo_fails_when_a_result_has_another_shape(monkeypatch):
+    monkeypatch.setattr(mkernel, "all_gather_matmul", lambda a, b: a @ b)
+    result = run("demo", "--device", "cpu", "--nodes", "1")
+    assert result.exit_code == 1
+    assert "rank 0: error inf is over the bound" in words(result)
 
 
 @pytest.mark.usefixtures("small")
 def test_demo_fails_when_bytes_are_missing(monkeypatch):
-    monkeypatch.setattr(demo, "all_gather_matmul", lambda a, b: gathered_by_the_host(a, b))
+    monkeypatch.setattr(mkernel, "all_gather_matmul", lambda a, b: gathered_by_the_host(a, b))
     result = run("demo", "--device", "cpu", "--nodes", "1")
     assert result.exit_code == 1
-    assert "rank 0 sent 0 bytes over NVLink to rank 1 instead of 2048" in words(result)
+    assert "rank 0 sent 0 bytes over NVLink to rank 1 instead of 4096" in words(result)
 
 
 def gathered_by_the_host(a, b):
@@ -147,10 +184,23 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
     def refuse(a, b):
         raise mkernel.CommTimeout("rank 0 waited for rank 1")
 
-    monkeypatch.setattr(demo, "all_gather_matmul", refuse)
+    monkeypatch.setattr(mkernel, "all_gather_matmul", refuse)
     result = run("demo", "--device", "cpu")
     assert result.exit_code == 1
     assert "mkernel: rank 0 waited for rank 1" in result.output
+
+
+@pytest.mark.parametrize("name", list(operators.here()))
+def test_every_operator_has_its_case(name):
+    """One schedule of each; `make demo` runs more."""
+
+    def on_rank(group):
+        case = operators.here()[name].case(group, large=False, seed=0)
+        case.library()
+        return demo._check(case.result(case.call()), *case.exact())
+
+    for check in mkernel.spawn(on_rank, nodes=2, gpus_per_node=1, device="cpu", seed=1):
+        assert check.ok, check
 
 
 @pytest.mark.parametrize(
@@ -159,7 +209,15 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
         (["demo", "--nodes", "0"], "--nodes"),
         (["demo", "--gpus-per-node", "two"], "--gpus-per-node"),
         (["demo", "--device", "tpu"], "'auto', 'cpu', 'cuda'"),
-        (["bench", "matmul_all_gather"], "there is no operator 'matmul_all_gather'; there are: all_gather_matmul"),
+        (["demo", "--html", "no/such/folder/demo.html"], "there is no folder"),
+        (["bench", "matmul_all_gather"], "no operator 'matmul_all_gather' to measure; there are: all_gather_matmul"),
+        (["bench", "--shape", "64x64x64"], "a shape needs an operator"),
+        (["bench", "all_gather_matmul", "--shape", "64x64x64", "--shapes", "small"], "not both"),
+        (["bench", "--shapes", "large"], "'small', 'paper' or a file; large can not be read"),
+        (["bench", "--against", "mpi"], "there is no way 'mpi'; there are: host, nccl"),
+        (["bench", "--against", "symm_mem"], "need a process for each rank"),
+        (["bench", "--ranks", "3"], "must be divisible by the number of ranks (3)"),
+        (["bench", "--csv", "no/such/folder/figures.csv"], "there is no folder"),
         (["bench", "all_gather_matmul", "--shape", "1024x1024"], "m_total x n x k"),
         (["bench", "all_gather_matmul", "--shape", "1024x0x8"], "1 or more"),
         (["bench", "all_gather_matmul", "--shape", "1022x8x8"], "divisible by the number of ranks (4)"),
@@ -168,6 +226,9 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
         (["bench", "all_gather_matmul", "--link", "9", "--unpaced"], "either --link or --unpaced"),
         (["bench", "all_gather_matmul", "--json", "no/such/folder/figures.json"], "there is no folder"),
         (["frobnicate"], "frobnicate"),
+        (["doctor", "--now"], "--now"),
+        (["why"], "Missing argument"),
+        (["why", "no/such/file"], "no/such/file can not be read"),
     ],
 )
 def test_wrong_options(arguments, expected):
@@ -204,27 +265,49 @@ def test_several_nodes_on_cuda_are_refused(monkeypatch):
 def test_which_cluster_the_demo_takes(monkeypatch, gpu, options, expected):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(demo, "run", lambda *arguments: asked.append(arguments[:3]) or 0)
+    monkeypatch.setattr(demo, "run", lambda *arguments, **_: asked.append(arguments[:3]) or 0)
     assert run("demo", *options).exit_code == 0
     assert asked == [expected]
 
 
 def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(mkernel.bench, "main", lambda **options: calls.append(options) or 3)
-    assert run("bench", "all_gather_matmul").exit_code == 3
-    path = str(tmp_path / "figures.json")
-    shapes = ["--shape", "64x32x16", "--shape", "128X8x8"]
-    run("bench", "all_gather_matmul", *shapes, "--ranks", "2", "--dtype", "fp16", "--link", "100", "--json", path)
-    run("bench", "all_gather_matmul", "--unpaced", "--nodes", "2")
+    monkeypatch.setattr(mkernel.bench, "main", lambda wanted, **options: calls.append((wanted, options)) or 3)
     default = dict(
-        op="all_gather_matmul", shapes=None, ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, json_path=None
-    )
-    assert calls == [
-        default,
-        default | dict(shapes=[(64, 32, 16), (128, 8, 8)], ranks=2, dtype="fp16", link=100.0, json_path=path),
-        default | dict(link=None, network=None, nodes=2),
-    ]
+        ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, against=("host",),
+        json_path=None, csv_path=None, html_path=None,
+    )  # fmt: skip
+
+    assert run("bench", "all_gather_matmul").exit_code == 3
+    wanted, options = calls.pop()
+    assert [one.shape for one in wanted] == list(operators.ALL[0].shapes)
+    assert options == default
+
+    shapes = ["--shape", "64x32x16", "--shape", "128X8x8"]
+    files = [tmp_path / f"figures.{kind}" for kind in ("json", "csv", "html")]
+    written = [text for file in files for text in (f"--{file.suffix[1:]}", str(file))]
+    run("bench", "all_gather_matmul", *shapes, "--ranks", "2", "--dtype", "fp16", "--link", "100", *written)
+    wanted, options = calls.pop()
+    assert wanted == [Wanted("all_gather_matmul", (64, 32, 16)), Wanted("all_gather_matmul", (128, 8, 8))]
+    json_path, csv_path, html_path = files
+    paths = dict(json_path=json_path, csv_path=csv_path, html_path=html_path)
+    assert options == default | dict(ranks=2, dtype="fp16", link=100.0) | paths
+
+    run("bench", "--unpaced", "--nodes", "2", "--against", "host, nccl", "--network", "9")
+    assert not calls  # --unpaced and --network
+    run("bench", "--unpaced", "--nodes", "2", "--against", "host, nccl")
+    wanted, options = calls.pop()
+    assert {one.op for one in wanted} == set(operators.measurable())
+    assert options == default | dict(link=None, network=None, nodes=2, against=("host", "nccl"))
+
+    run("bench", "--shapes", "paper", "--nodes", "2", "--ranks", "1")
+    wanted, options = calls.pop()
+    assert {one.op for one in wanted} == set(operators.measurable())
+    assert all(one.row is not None for one in wanted)
+
+    (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")
+    run("bench", "--shapes", str(tmp_path / "shapes"))
+    assert calls.pop()[0] == [Wanted("all_gather_matmul", (64, 64, 64))]
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
@@ -237,26 +320,73 @@ def test_a_missing_package_is_named(package):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_demo_on_gpus_shows_times(monkeypatch):
-    """The tables of the GPU's demo, with figures from nowhere: the real ones need a GPU."""
-    check = demo.Check((4096, 2048), 0.9, 2.0)
-    times = {"all_gather_matmul, fused": 0.25, "copy of all rows, then torch.mm": 0.5}
+@pytest.mark.usefixtures("small")
+def test_demo_on_gpus_shows_times(monkeypatch, tmp_path):
+    """The table of the GPU's demo, with figures from nowhere: the real ones need a GPU."""
+    check = demo.Check((4096, 2048), 0.9, 0.45)
     asked = []
 
     def spawn(function, *arguments, **options):
-        asked.append((arguments, options))
-        return [(check, times)] * 4
+        asked.append((arguments[1:], options))
+        return [(check, {"fused": 0.25, "library": 0.2}, "some rows")] * 4
 
     monkeypatch.setattr(demo, "spawn", spawn)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "some GPU")
-    result = run("demo", "--seed", "5")
+    result = run("demo", "--seed", "5", "--html", str(tmp_path / "demo.html"))
     assert result.exit_code == 0
     assert asked == [((5,), dict(nodes=1, gpus_per_node=4, device="cuda"))]
     text = words(result)
-    assert "all_gather_matmul on 1 x some GPU, 4 ranks" in text
-    assert text.count("4096 x 2048 0.900 2.000 ok") == 4
-    assert text.count("8 MiB") == 12  # 1024 rows of 4096 bf16 from each rank to each other one
-    assert "all_gather_matmul, fused 0.250" in text
-    assert max(len(line.rstrip()) for line in result.output.splitlines()) <= 80
+    assert "mkernel on 1 x some GPU, 4 ranks" in text
+    assert "all_gather_matmul 4096x2048 45% 0.250 ms 0.200 ms 0.80 ok" in text
+    assert "times are emulated" in text
+    assert data_of(tmp_path / "demo.html")["operators"][0]["milliseconds"] == {"fused": 0.25, "library": 0.2}
+
+
+# -- doctor
+
+
+def diagnosis(*statuses):
+    findings = [
+        Finding("GPUs", f"thing {place}", "[1] is here", status, "do this") for place, status in enumerate(statuses)
+    ]
+    return Diagnosis(tuple(findings))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code", "count"),
+    [(["ok", "note"], 0, "No problem."), (["ok", "problem"], 1, "1 problem."), (["problem"] * 2, 1, "2 problems.")],
+)
+def test_doctor(monkeypatch, statuses, code, count):
+    monkeypatch.setattr(mkernel.doctor, "diagnose", lambda: diagnosis(*statuses))
+    result = run("doctor")
+    assert result.exit_code == code
+    text = words(result)
+    assert count in text
+    assert f"{statuses[0]} thing 0: [1] is here do this" in text
+    result = run("doctor", "--json")
+    assert result.exit_code == code
+    assert [finding["status"] for finding in json.loads(result.output)["findings"]] == statuses
+
+
+# -- why
+
+
+def test_why_shows_the_chain(tmp_path):
+    files = [tmp_path / f"waits.{rank}.jsonl" for rank in range(2)]
+    for rank, file in enumerate(files):
+        record = mkernel.WaitRecord(True, "barrier", rank, "host", -1, "call", rank + 1, 0, 1, 3, 2.0)
+        mkernel.CommTimeout("late", [record]).save(file)
+    result = run("why", *map(str, files))
+    assert result.exit_code == 0
+    assert "rank 0 -> rank 1 -> rank 2" in result.output
+    assert "rank 2 waited for nobody" in result.output
+    files[0].write_text("{half a li")
+    result = run("why", *map(str, files))
+    assert result.exit_code == 0
+    assert f"left out {files[0]}:1: this is no JSON" in result.output
+    assert "rank 1 -> rank 2" in result.output
+    result = run("why", str(files[0]))
+    assert result.exit_code == 1
+    assert "no records" in result.output

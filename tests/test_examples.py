@@ -12,6 +12,23 @@ SAYS = {
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (256, 96), largest error" for rank in range(4)),
         "the network reads it where it is",  # the plan for rows in the symmetric heap
     ],
+    "02_matmul_reduce_scatter": [
+        *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 96) and (128, 96)" for rank in range(4)),
+        "parts travel as bfloat16",
+    ],
+    "03_ring_attention": [
+        *(
+            f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (1, 4, 64, 64), largest error"
+            for rank in range(4)
+        ),
+        "ring_attention: triton kernel",
+        "the whole sequence again: (1, 4, 256, 64)",
+    ],
+    "04_moe": [
+        *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): " for rank in range(4)),
+        "which has room for 1",
+        "room for 72 rows of 2 experts",
+    ],
 }
 
 

@@ -6,14 +6,30 @@
 See `mk.spawn` for a cluster inside this process, and the documentation for everything else.
 """
 
+from mkernel import environment as _environment  # noqa: F401  # before CUDA starts
 from mkernel.api import empty, explain, init
+from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.matmul_all_reduce import matmul_all_reduce
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from mkernel.ops.moe_combine import moe_combine
+from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
+from mkernel.ops.moe_ffn import moe_ffn
+from mkernel.ops.ring_attention import ring_attention
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError, CommTimeout, Deadlock, MKernelError, SimulatorError, TransportError
+from mkernel.runtime.errors import (
+    ArgumentError,
+    CapacityError,
+    CommTimeout,
+    Deadlock,
+    MKernelError,
+    RoutingError,
+    SimulatorError,
+    TransportError,
+)
 from mkernel.runtime.group import Group
 from mkernel.runtime.records import WaitRecord
+from mkernel.runtime.sequences import from_zigzag, to_zigzag
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 from mkernel.tracing import Trace, trace
@@ -21,23 +37,32 @@ from mkernel.version import __version__
 
 __all__ = [
     "ArgumentError",
+    "CapacityError",
     "CommTimeout",
     "Config",
     "Deadlock",
     "Group",
     "Links",
     "MKernelError",
+    "RoutingError",
     "SimulatorError",
     "Trace",
     "TransportError",
     "WaitRecord",
     "__version__",
     "all_gather_matmul",
+    "diagnose",
     "empty",
     "explain",
+    "from_zigzag",
     "init",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch_matmul",
+    "moe_ffn",
+    "ring_attention",
     "spawn",
+    "to_zigzag",
     "trace",
 ]

@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
 from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from mkernel.ops import moe_combine as _moe_combine
+from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
+from mkernel.ops import moe_ffn as _moe_ffn
+from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
+if TYPE_CHECKING:
+    from mkernel.net.connect import Wish
+
 _EXPLAINERS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul.explain,
     "matmul_all_reduce": _matmul_all_reduce.explain,
     "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
+    "ring_attention": _ring_attention.explain,
+    "moe_combine": _moe_combine.explain,
+    "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
+    "moe_ffn": _moe_ffn.explain,
 }
 
 
 def init(
-    process_group: Any = None, *, transport: str = "auto", timeout: float = 30.0, gpus_per_node: int | None = None
+    process_group: Any = None,
+    *,
+    transport: str | Wish = "auto",
+    timeout: float = 30.0,
+    gpus_per_node: int | None = None,
 ) -> Group:
     """Make the group of this process, and make it the current one.
 
     Under torchrun, or with a process group: the group of all its ranks; inside a node they share memory
-    (on GPUs by torch symmetric memory), between nodes they use TCP. A process takes its current GPU; if that
+    (on GPUs by torch symmetric memory), between nodes they use RDMA or TCP. A process takes its current GPU; if that
     is the first one, which nobody may have chosen, the one with the number LOCAL_RANK, and makes it
     the current one. There may be fewer GPUs than processes: those on one GPU share its SMs. With no GPU
     the processes run on CPUs. Otherwise a group of one rank: on the current GPU, or simulated where there
@@ -38,7 +53,9 @@ def init(
     Args:
         process_group: any torch.distributed process group; the default one if None. It is made, with
             gloo, if torchrun started this process and nobody has made it yet.
-        transport: how nodes talk to each other; "auto" and "tcp" are the same so far.
+        transport: how nodes talk to each other: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
+            `mkernel.net.Verbs`, `Efa` and `Tcp` with details such as the device's name. "auto" is verbs if every rank
+            has a device for it that works, else tcp.
         timeout: seconds that a wait may last.
         gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """

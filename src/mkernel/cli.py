@@ -1,8 +1,8 @@
-"""The command line: `mkernel demo`, `mkernel bench`, `mkernel trace`, `mkernel tune`."""
+"""The command line: `mkernel --help` lists its commands."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ImportError as missing:
     # the script that pip installs imports this module and nothing else: one line instead of a traceback
     raise SystemExit(
         f"mkernel: the command line needs the package {missing.name}: pip install mkernel[cli]"
     ) from missing
 
+from mkernel import operators
 from mkernel.runtime.errors import MKernelError
-from mkernel.runtime.records import OPS
 from mkernel.runtime.world import Links
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
+    from mkernel.bench.shapes import Wanted
     from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
@@ -72,13 +74,17 @@ def demo(
         Device, typer.Option(help="cpu is the simulator; auto is cuda where there is a GPU, for one node.")
     ] = Device.auto,
     seed: Annotated[int, typer.Option(help="Of the first simulated schedule; on CUDA, of the inputs.")] = 0,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Also write a page with plots to this file.")
+    ] = None,
 ) -> None:
-    """Run all_gather_matmul on a small cluster, check it, and show what moved where.
+    """Run every operator on a small cluster, check it, and show what moved where.
 
     The exit code is 1 if anything is wrong.
     """
     import torch
 
+    _check_file(html, "--html")
     chosen = device.value
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() and nodes in (None, 1) else "cpu"
@@ -95,7 +101,12 @@ def demo(
 
     try:
         code = demonstration.run(
-            nodes or default_nodes, gpus_per_node or default_gpus, chosen, seed, Console(highlight=False)
+            nodes or default_nodes,
+            gpus_per_node or default_gpus,
+            chosen,
+            seed,
+            Console(highlight=False),
+            html=str(html) if html is not None else None,
         )
     except MKernelError as problem:
         raise _failed(problem) from problem
@@ -104,11 +115,27 @@ def demo(
 
 @main.command()
 def bench(
-    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(OPS)}.")],
+    op: Annotated[
+        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.measurable())}.")
+    ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="MxNxK", help="Rows of all ranks x columns x depth, as 16384x2048x8192. Repeatable."),
+        typer.Option(metavar="MxNxK", help="Sizes over all ranks, as 16384x2048x8192; needs OP. Repeatable."),
     ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="small|paper|FILE",
+            help="A set of shapes: small ones, those of the published tables (shown beside their figures), or a file "
+            "with an operator and a shape in each line.",
+        ),
+    ] = None,
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="host,nccl", help="What to compare with: host-driven copies (always), and NCCL on several GPUs."
+        ),
+    ] = "host",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
@@ -124,50 +151,151 @@ def bench(
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
 ) -> None:
-    """Measure an operator on the GPUs that are here, beside the library and the host-driven way."""
-    if op not in OPS:
-        raise typer.BadParameter(f"there is no operator {op!r}; there are: {', '.join(OPS)}", param_hint="OP")
-    shapes = [_parse_shape(text, ranks * nodes) for text in shape] if shape else None
+    """Measure operators on the GPUs that are here, beside the library and the host-driven way.
+
+    The exit code is 1 if a result is wrong, or if there is no GPU.
+    """
     for name, rate in (("--link", link), ("--network", network)):
         if rate is not None and unpaced:
             raise typer.BadParameter(f"give either {name} or --unpaced, not both", param_hint=name)
         if rate is not None and not rate > 0:
             raise typer.BadParameter(f"must be more than 0 GB/s, got {rate:g}", param_hint=name)
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {json.absolute().parent}", param_hint="--json")
+    for path, option in ((json, "--json"), (csv, "--csv"), (html, "--html")):
+        _check_file(path, option)
+    ways = _ways(against)
+    wanted = _wanted(op, shape, shapes, ranks * nodes)
     from mkernel import bench as benchmarks
 
     try:
         code = benchmarks.main(
-            op=op,
-            shapes=shapes,
+            wanted,
             ranks=ranks,
             nodes=nodes,
             dtype=dtype.value,
             link=None if unpaced else link or LINK,
             network=None if unpaced else network or NETWORK,
-            json_path=str(json) if json is not None else None,
+            against=ways,
+            json_path=json,
+            csv_path=csv,
+            html_path=html,
         )
     except MKernelError as problem:
         raise _failed(problem) from problem
     raise typer.Exit(code)
 
 
-def _parse_shape(text: str, size: int) -> tuple[int, int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip().lower())
-    m, n, k = (int(number) for number in match.groups()) if match else (0, 0, 0)
-    if not (m and n and k):
+def _ways(against: str) -> tuple[str, ...]:
+    ways = tuple(way.strip() for way in against.split(",") if way.strip())
+    for way in ways:
+        if way == "symm_mem":
+            raise typer.BadParameter(
+                "PyTorch's symmetric-memory operators need a process for each rank, and this command has all ranks in "
+                "one: they are not measured",
+                param_hint="--against",
+            )
+        if way not in ("host", "nccl"):
+            raise typer.BadParameter(f"there is no way {way!r}; there are: host, nccl", param_hint="--against")
+    return ways
+
+
+def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: int) -> list[Wanted]:
+    """What to measure."""
+    from mkernel.bench import shapes as known
+
+    all_of_them = operators.measurable()
+    if op is not None and op not in all_of_them:
         raise typer.BadParameter(
-            f"{text!r} is no shape; write m_total x n x k as three whole numbers, 1 or more: 16384x2048x8192",
-            param_hint="--shape",
+            f"there is no operator {op!r} to measure; there are: {', '.join(all_of_them)}", param_hint="OP"
         )
-    if m % size:
-        raise typer.BadParameter(
-            f"{text}: the rows of all ranks ({m}) must be divisible by the number of ranks ({size})",
-            param_hint="--shape",
-        )
-    return m, n, k
+    if shape and shapes:
+        raise typer.BadParameter("give either --shape or --shapes, not both", param_hint="--shape")
+    if shape and op is None:
+        raise typer.BadParameter("a shape needs an operator: mkernel bench OP --shape ...", param_hint="--shape")
+    option = "--shape" if shape else "--shapes"
+    try:
+        if shape and op is not None:
+            return [known.Wanted(op, known.parse(text, all_of_them[op], ranks)) for text in shape]
+        if shapes in (None, "small", "paper"):
+            chosen = [all_of_them[op]] if op is not None else list(all_of_them.values())
+            return known.choose(chosen, shapes or "default", ranks)
+        return known.read(Path(shapes), all_of_them, op, ranks)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint=option) from problem
+
+
+@main.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what is on this machine, what will be used, and what to do about each problem.
+
+    The exit code is 1 if there is a problem.
+    """
+    import json as format
+
+    from mkernel.doctor import diagnose
+
+    diagnosis = diagnose()
+    if json:
+        typer.echo(format.dumps(diagnosis.to_dict(), indent=1))
+    else:
+        console = Console(highlight=False)
+        style = {"ok": "green", "note": "yellow", "problem": "bold red"}
+        section = ""
+        for finding in diagnosis.findings:
+            if finding.section != section:
+                section = finding.section
+                console.print(f"\n[bold]{section}[/bold]")
+            mark = f"[{style[finding.status]}]{finding.status:>8}[/]"
+            console.print(mark, f"{finding.name}:", escape(finding.found), soft_wrap=True)
+            if finding.advice:
+                console.print(" " * 8, escape(finding.advice), style="dim", soft_wrap=True)
+        count = len(diagnosis.problems)
+        console.print(f"\n{'No problem' if not count else '1 problem' if count == 1 else f'{count} problems'}.")
+    raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+@main.command()
+def why(
+    files: Annotated[
+        list[Path], typer.Argument(help="What the ranks saved: error.save(path), one file or one for each rank.")
+    ],
+) -> None:
+    """Show who waited for whom when a call timed out, down to the one that everybody waited for.
+
+    The exit code is 1 if there is nothing to show.
+    """
+    from mkernel.runtime import chains, record_files
+
+    try:
+        contents = record_files.read(files)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILES") from problem
+    for line in contents.damaged:
+        typer.echo(f"mkernel: left out {line}", err=True)
+    found = chains.find(contents.records, contents.failures)
+    if not found:
+        typer.echo("mkernel: there are no records of waits in these files", err=True)
+        raise typer.Exit(1)
+    ranks = sorted({record.rank for record in contents.records} | {failure.rank for failure in contents.failures})
+    typer.echo(f"{len(contents.records)} waits of {len(ranks)} ranks were given up: {', '.join(map(str, ranks))}\n")
+    for chain in found:
+        typer.echo(f"{chain}\n")
+    if any(chain.culprit[0] == "rank" and not chain.cycle for chain in found):
+        typer.echo("(A rank that raised an error of its own, but whose file is not here, looks as if it never came.)")
+
+
+def _check_file(path: Path | None, option: str) -> None:
+    """Refuse a file that could not be written in the end."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
+    if option == "--html" and importlib.util.find_spec("plotly") is None:
+        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
 
 
 @main.command()

@@ -67,10 +67,65 @@ def test_a_trace_over_processes(tmp_path):
     assert torchrun(tmp_path, program, 2).count("right on rank") == 2
 
 
+def test_ring_attention(tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        import mkernel as mk
+        from attention import Case, call
+
+        group = mk.init(timeout=60.0, gpus_per_node=2)
+        assert (group.size, group.nodes) == (4, 2)
+        config = mk.Config(tile_m=16, tile_n=16, steps=2)
+        call(group, Case(16, heads=5, kv_heads=5, causal=True, layout="zigzag"), config=config)
+        call(group, Case(17, heads=2, kv_heads=1, documents=(0, 5, 40, 68)), 1)
+        group.close()
+        print("right on rank", group.rank)
+    """
+    assert torchrun(tmp_path, program, 4).count("right on rank") == 4
+
+
 def test_example():
     example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
     output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
+
+
+def test_example_of_reductions():
+    example = Path(__file__).parents[2] / "examples" / "matmul_reduce.py"
+    output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(example)])
+    assert output.count("of 2 x 2, cpu): (24, 48) and (96, 48), largest error") == 4
+
+
+REDUCTIONS = """
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=60.0, gpus_per_node={gpus_per_node})
+    assert (group.size, group.nodes) == ({ranks}, {nodes})
+    for i, (m, n, k) in enumerate([(36, 20, 17), (12, 40, 32), (36, 20, 17)]):
+        torch.manual_seed(100 * i + group.rank)
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+        bias = torch.full((n,), 2.0).bfloat16()
+        y, z = mk.matmul_reduce_scatter(a, b, bias=bias), mk.matmul_all_reduce(a, b, bias=bias)
+        parts = group.exchange("parts", a.double() @ b.double())
+        exact = sum(parts) + 2.0
+        bound = (2 * sum(part.abs() for part in parts) + exact.abs()) * torch.finfo(a.dtype).eps / 2 * 1.01 + 1e-4
+        rows = slice(group.rank * m // group.size, (group.rank + 1) * m // group.size)
+        assert bool(((y.double() - exact[rows]).abs() <= bound[rows]).all())
+        assert bool(((z.double() - exact).abs() <= bound).all())
+        assert all(torch.equal(z, other) for other in group.exchange("z", z)), "bits differ"
+    group.close()
+    print("right on rank", group.rank)
+"""
+
+
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 3), (2, 2)])
+def test_reductions(tmp_path, nodes, gpus_per_node):
+    ranks = nodes * gpus_per_node
+    given = gpus_per_node if nodes > 1 else None
+    program = REDUCTIONS.format(ranks=ranks, nodes=nodes, gpus_per_node=given)
+    assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
 
 
 def test_silent_process_is_named_and_the_others_go_on(tmp_path):

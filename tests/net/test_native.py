@@ -7,6 +7,9 @@ import pytest
 
 from mkernel.net.build import build, compiler
 
+from .test_rdma import FAKE as FAKE_VERBS
+from .test_rdma import has_headers
+
 FAKE_CUDA = Path(__file__).parent / "fake_cuda" / "libcuda.cc"
 SOURCES = sorted((Path(__file__).parent / "native").glob("*.cc"))
 SANITIZERS = {
@@ -29,7 +32,7 @@ def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
     assert f"{arguments[0]}: well" in done.stdout
 
 
-@pytest.mark.parametrize("what", ["ring", "frames", "loopback", "tcp", "lifecycle"])
+@pytest.mark.parametrize("what", ["ring", "frames", "counting", "loopback", "tcp", "lifecycle"])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_stress(sanitizer, what):
     run(sanitizer, what)
@@ -41,6 +44,18 @@ def test_memory_on_a_device(sanitizer, tmp_path):
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
     subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
     run(sanitizer, "cuda", libraries=tmp_path)
+
+
+@pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not installed")
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_rdma(sanitizer, tmp_path):
+    """With libraries that are a stand-in, so that this runs without a device."""
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=120)
+    (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    for what in ("verbs", "efa", "rdma-on-device"):
+        run(sanitizer, what, libraries=tmp_path)
 
 
 def test_damaged_bytes_are_refused_or_harmless():

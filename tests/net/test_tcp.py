@@ -192,6 +192,21 @@ def test_a_peer_that_takes_nothing_is_lost_after_its_timeout():
     end([zero, one])
 
 
+def test_a_peer_that_takes_nothing_does_not_hold_up_the_others():
+    """More requests than one peer may have in flight, to one that reads none; those behind go to another."""
+    transports = [TcpTransport(rank, 3, SECRET) for rank in range(3)]
+    connect(transports)
+    zero, slow, quick = (Rank(transport, 8 * MIB, capacity=1024) for transport in transports)
+    slow.proxy.stop()
+    for i in range(800):
+        zero.put(1, 0, 0, 64 << 10, value=i + 1)
+    for i in range(800):
+        zero.put(2, 0, 0, 1000, value=i + 1)
+    quick.wait(0, 800, seconds=10)
+    assert zero.producer.completed < 800
+    end([zero, slow, quick])
+
+
 def test_stop_while_busy():
     transports = [TcpTransport(rank, 2, SECRET) for rank in range(2)]
     connect(transports)

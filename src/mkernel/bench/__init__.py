@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from mkernel import operators
+from mkernel.bench import nccl, published
+from mkernel.bench.shapes import Wanted
+from mkernel.operators import Shape
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_SHAPES = {
-    "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)],
-    "matmul_all_reduce": [(16384, 8192, 8192), (128, 8192, 8192)],
-    "matmul_reduce_scatter": [(16384, 8192, 8192), (4096, 8192, 8192)],
-}
 REPEATS = 40
 TIMEOUT = 120.0  # seconds; of a wait, so far more than any shape takes
 NETWORK_LATENCY = 5e-6  # seconds, of a paced network
@@ -28,7 +30,7 @@ NETWORK_LATENCY = 5e-6  # seconds, of a paced network
 
 def run(
     op: str,
-    shapes: Sequence[tuple[int, int, int]],
+    shapes: Sequence[Shape],
     *,
     ranks: int,
     nodes: int = 1,
@@ -37,17 +39,12 @@ def run(
     network: float | None = None,
     config: Config | None = None,
     repeats: int = REPEATS,
+    against: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measure shapes (m_total, n, k) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's NVLink and
-    of its way to other nodes; ranks that share a GPU get their share of it, as they get their share of
-    its SMs. None does not pace."""
-    from mkernel.bench import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-
-    measure = {
-        "all_gather_matmul": all_gather_matmul.measure,
-        "matmul_all_reduce": matmul_all_reduce.measure,
-        "matmul_reduce_scatter": matmul_reduce_scatter.measure,
-    }[op]
+    """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's
+    NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
+    share of its SMs. None does not pace. `against`: "nccl" for that way, too."""
+    measure = operators.measurable()[op].measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -55,8 +52,11 @@ def run(
         network_latency=NETWORK_LATENCY if network and nodes > 1 else 0.0,
     )
 
-    def on_rank(group: Group, shape: tuple[int, int, int]) -> dict[str, Any]:
-        return measure(group, *shape, dtype, config, repeats)
+    def on_rank(group: Group, shape: Shape) -> dict[str, Any]:
+        result = measure(group, *shape, dtype, config, repeats)
+        if "nccl" in against:
+            result["nccl_ms"] = nccl.measure(group, op, shape, dtype, repeats)
+        return result
 
     results = []
     for shape in shapes:
@@ -78,37 +78,106 @@ def machine() -> dict[str, Any]:
 
 
 def main(
-    op: str,
-    shapes: list[tuple[int, int, int]] | None,
+    wanted: Sequence[Wanted],
+    *,
     ranks: int,
     nodes: int,
     dtype: str,
     link: float | None,
     network: float | None,
-    json_path: str | None,
+    against: Sequence[str] = (),
+    json_path: Path | None = None,
+    csv_path: Path | None = None,
+    html_path: Path | None = None,
 ) -> int:
-    """What `mkernel bench` does. Returns the exit code."""
+    """What `mkernel bench` does. Returns the exit code. Files are written after every shape, so that what was
+    measured is there even if a later one fails."""
     if not torch.cuda.is_available():
         print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
         return 1
-    columns = "{:>8} {:>6} {:>6} {:>8} {:>8} {:>8} {:>8} {:>11} {:>8} {:>14} {:>10} {:>9} {:>7}"
-    names = "m_total n k fused cuBLAS wire network host-driven speed-up floor_fraction sustained max_error bound"
+    if "nccl" in against:
+        for refused in filter(None, (nccl.refusal(one.op, ranks, nodes) for one in wanted)):
+            print(f"mkernel bench: --against nccl: {refused}")
+            return 2
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
-    print(columns.format(*(name.replace("_f", " f").replace("_e", " e") for name in names.split())))
-    results = []
-    for shape in shapes or DEFAULT_SHAPES[op]:
-        result = run(op, [shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network)[0]
+    if any(one.row for one in wanted):
+        here = published.place(nodes, ranks, torch.cuda.device_count())
+        print(f"published: {published.figures()['source']}")
+        print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
+    results: list[dict[str, Any]] = []
+    named = ""
+    for one in wanted:
+        if one.op != named:
+            named = one.op
+            print(f"\n{named}\n{_header(one, against)}")
+        try:
+            result = run(
+                one.op, [one.shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
+                against=against,
+            )[0]  # fmt: skip
+            if one.row is not None:
+                result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
+        except (MKernelError, torch.OutOfMemoryError) as problem:
+            result = {"op": one.op, "failed": str(problem).partition("\n")[0]}
+        result |= {"shape": list(one.shape)}
         results.append(result)
-        mark = "  emulated" if result["emulated"] else ""
-        wrong = "" if result["max_error"] <= result["error_bound"] else "  WRONG RESULT"
-        figures = [
-            *(str(result[name]) for name in ("m_total", "n", "k")),
-            *(f"{result[name]:.3f}" for name in ("fused_ms", "library_ms", "wire_ms", "network_ms", "host_driven_ms")),
-            *(f"{result[name]:.3f}" for name in ("speedup", "floor_fraction", "sustained_floor_fraction")),
-            *(f"{result[name]:.2g}" for name in ("max_error", "error_bound")),
-        ]
-        print(columns.format(*figures) + mark + wrong, flush=True)
+        print(_line(one, result, against), flush=True)
+        _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
+    return 0 if all(is_right(result) for result in results) else 1
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    return "failed" not in result and result["max_error"] <= result["error_bound"]
+
+
+# -- the table
+
+TIMES = {"fused": "fused_ms", "library": "library_ms", "wire": "wire_ms", "network": "network_ms"}
+FRACTIONS = {"speed-up": "speedup", "floor fraction": "floor_fraction", "sustained": "sustained_floor_fraction"}
+PUBLISHED = {"published ms": "published_ms", "its floor fraction": "published_floor_fraction"}
+
+
+def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
+    times = TIMES | {"host-driven": "host_driven_ms"} | ({"NCCL": "nccl_ms"} if "nccl" in against else {})
+    return (
+        times
+        | FRACTIONS
+        | (PUBLISHED if one.row is not None else {})
+        | {"max error": "max_error", "bound": "error_bound"}
+    )
+
+
+def _header(one: Wanted, against: Sequence[str]) -> str:
+    dimensions = operators.measurable()[one.op].dimensions
+    return " ".join([*(f"{name:>8}" for name in dimensions), *(f"{name:>8}" for name in _columns(one, against))])
+
+
+def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
+    numbers = [f"{number:>8}" for number in one.shape]
+    if "failed" in result:
+        return " ".join([*numbers, f" failed: {result['failed']}"])
+    for name, key in _columns(one, against).items():
+        value = result.get(key)
+        text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
+        numbers.append(f"{text:>{max(len(name), 8)}}")
+    mark = " emulated" if result["emulated"] else ""
+    return " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+
+
+# -- files
+
+
+def _write(figures: dict[str, Any], json_path: Path | None, csv_path: Path | None, html_path: Path | None) -> None:
     if json_path is not None:
-        with open(json_path, "w") as file:
-            json.dump({"machine": machine(), "results": results}, file, indent=1)
-    return 0 if all(result["max_error"] <= result["error_bound"] for result in results) else 1
+        json_path.write_text(json.dumps(figures, indent=1))
+    if csv_path is not None:
+        rows = [{**result, **figures["machine"]} for result in figures["results"]]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with open(csv_path, "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    if html_path is not None:
+        from mkernel.bench.page import page
+
+        html_path.write_text(page(figures))

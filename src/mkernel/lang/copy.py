@@ -13,7 +13,7 @@ is unrolled; that it pays was not measured by itself.
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import segment_of
+from mkernel.lang.context import segment_of, state_of
 from mkernel.lang.device import clock
 
 
@@ -60,4 +60,25 @@ def pace(start, sent, nanoseconds_per_mib):
     """Wait until `sent` bytes would have taken their time on a link of the given rate since `start`.
     Only measurements use it: it makes one GPU's memory look like a link between GPUs."""
     while clock() - start < (sent * nanoseconds_per_mib) >> 20:
+        pass
+
+
+# A word of the workspace's state: when the rank's paced link will have carried what was reserved.
+LINK_FREE = tl.constexpr(4)
+
+
+@triton.jit
+def reserve_link(context, size, nanoseconds_per_mib):
+    """Put `size` bytes into the queue of a paced link that all CTAs of the rank share; the time when they are through.
+    Unlike with `pace`, time in which nothing was to be sent is not made up for. Only measurements use it."""
+    free = state_of(context) + LINK_FREE
+    duration = (size * nanoseconds_per_mib) >> 20
+    tl.atomic_max(free, clock(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(free, duration, sem="relaxed", scope="gpu") + duration
+
+
+@triton.jit
+def await_link(end):
+    """Wait until a reservation is through."""
+    while clock() < end:
         pass

@@ -55,3 +55,13 @@ def prefetch(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def complete_descriptor_stores():
+    """Wait until this thread's stores through tensor descriptors (TMA) are in memory: Triton waits only until
+    what they read may be overwritten. Before the barrier and the release that signal such a tile."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

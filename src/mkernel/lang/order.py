@@ -53,3 +53,37 @@ def arriving(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
             source = other_node * GPUS + (local + which // max(others // GPUS, 1)) % GPUS
             block = turn // max(others, 1)
     return source, block
+
+
+@triton.jit
+def interleaved(tile, row_blocks, first_columns, second_columns, GROUP: tl.constexpr):
+    """Tile number -> (is it of the second GEMM, place in the sequence of row blocks, column block), for two
+    GEMMs of which the second multiplies the rows of the first: a group of row blocks through the first, the
+    next group through the first, then the former through the second, and so on. So a tile needs only tiles that
+    were handed out long before it, and results come out from early on."""
+    groups = tl.cdiv(row_blocks, GROUP)
+    last = row_blocks - (groups - 1) * GROUP  # height of the last group
+    first_size = GROUP * first_columns
+    second_size = GROUP * second_columns
+    # a turn: one group through the first, and the one before it through the second
+    after = tile - tl.where(groups > 1, first_size, last * first_columns)
+    turn = tl.minimum(tl.maximum(after, 0) // tl.maximum(first_size + second_size, 1), tl.maximum(groups - 2, 0))
+    within = after - turn * (first_size + second_size)
+    entering = tl.where(turn + 1 == groups - 1, last, GROUP) * first_columns
+    group = turn * 0
+    second = turn < 0
+    inside = tile
+    if after >= 0:
+        if groups == 1:
+            second = turn >= 0
+            inside = after
+        elif within < entering:
+            group = turn + 1
+            inside = within
+        else:
+            second = turn >= 0
+            beyond = within - entering >= second_size
+            group = tl.where(beyond, groups - 1, turn)
+            inside = within - entering - tl.where(beyond, second_size, 0)
+    height = tl.where(group == groups - 1, last, GROUP)
+    return second, group * GROUP + inside % height, inside // height

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
 from mkernel.lang.device import barrier, now
+from mkernel.lang.roles import COMPUTE
 from mkernel.lang.trace import WAIT, trace, trace_time
 
 # Why a record was written.
@@ -33,6 +34,7 @@ RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ri
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
 PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
+FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
 
 
 @triton.jit
@@ -90,6 +92,30 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
+def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
+    """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
+    seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
+    if seen < expected:
+        aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
+        aborted = aborted.to(tl.pointer_type(tl.int64))
+        timeout = tl.load(context + TIMEOUT)
+        start = now(context)
+        reason = 0
+        while (seen < expected) & (reason == 0):
+            if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
+                reason = TOLD_TO_LEAVE
+            elif now(context) - start > timeout:
+                reason = TIMED_OUT
+            seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
+        if seen < expected:
+            _record(context, reason, ROLE, KIND, peer, index, seen, expected, start)
+            if reason == TIMED_OUT:
+                _raise_abort(context)
+    tl.debug_barrier()  # what one thread has acquired all may read
+    return seen >= expected
+
+
+@triton.jit
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, start):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
@@ -117,3 +143,17 @@ def _raise_abort(context):
         flag = tl.load(context + TABLE + size + rank)
         if flag != 0:
             tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def refuse(context, reason, peer, seen, expected):
+    """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
+    its end, on all ranks, and the group can be used again."""
+    _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, now(context))
+
+
+@triton.jit
+def given_up(context):
+    """Has the group given up? What an earlier launch on this rank should have left may be missing then."""
+    flag = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
+    return tl.atomic_add(flag.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys") != 0

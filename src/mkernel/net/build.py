@@ -24,6 +24,7 @@ NATIVE = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-pthread", "-Wall", "-Wextra")
 LIBRARY_FLAGS = ("-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden")
 BUILD_SECONDS = 300
+RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # the build does without them
 
 
 def compiler() -> list[str]:
@@ -60,9 +61,10 @@ def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequenc
     """The native sources, and more, compiled with these flags; built if it is not there yet."""
     sources = sorted(NATIVE.glob("*.cc")) + list(more_sources)
     command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}", "-x", "c++", "-"]
-    headers = {header for source in sources for header in source.parent.glob("*.h")}
+    directories = {source.parent for source in sources} | {Path(flag[2:]) for flag in flags if flag.startswith("-I")}
+    headers = {header for directory in directories for header in directory.glob("*.h")}
     digest = hashlib.sha256()
-    for part in (*command, _version(command[0])):
+    for part in (*command, _version(command[0]), _rdma_headers(command)):
         digest.update(part.encode() + b"\0")
     for path in sorted(headers | set(sources)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -78,6 +80,15 @@ def _version(program: str) -> str:
     return subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout
 
 
+def _rdma_headers(command: Sequence[str]) -> str:
+    """The headers of libibverbs that the compiler finds: what is built without them is built again
+    when they are there."""
+    text = "".join(f"#if __has_include(<{name}>)\n#include <{name}>\n#endif\n" for name in RDMA_HEADERS)
+    done = subprocess.run([*command, "-M"], input=text, capture_output=True, text=True, timeout=60)
+    paths = [Path(word) for word in done.stdout.split() if word.endswith(RDMA_HEADERS)]
+    return "".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}\n" for path in paths)
+
+
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """One process at a time. The lock goes with the process, so none is left behind."""
@@ -89,7 +100,7 @@ def _alone(target: Path) -> Iterator[None]:
 def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         output = Path(scratch) / target.name
-        full = [*command, "-o", str(output)]
+        full = [*command, "-ldl", "-o", str(output)]
         # all sources as one: they share most of their headers, which halves the time
         text = "".join(f'#include "{source}"\n' for source in sources)
         try:

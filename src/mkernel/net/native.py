@@ -39,6 +39,10 @@ class _Address(ctypes.Structure):
     _fields_ = [("peer", ctypes.c_int32), ("port", ctypes.c_int32), ("host", ctypes.c_char_p)]
 
 
+class RdmaPortEntry(ctypes.Structure):
+    _fields_ = [("device", ctypes.c_char_p), ("port", ctypes.c_int32), ("gid_index", ctypes.c_int32)]
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What a proxy has done so far."""
@@ -67,6 +71,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "tcp_port": (ctypes.c_int, [Handle]),
     "tcp_connect": (ctypes.c_int, [Handle, ctypes.POINTER(_Address), ctypes.c_int, ctypes.c_int64]),
+    "rdma_create": (
+        Handle,
+        [ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(RdmaPortEntry), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        + [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p],
+    ),
+    "describe": (ctypes.c_int64, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "connect": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "describe_segment": (ctypes.c_int64, [Handle, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]),
+    "learn_segment": (
+        ctypes.c_int,
+        [Handle, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t],
+    ),
     "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]),
     "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
@@ -107,7 +123,8 @@ def library() -> _Library:
     return _Library(str(build("net.so")))
 
 
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
+    """As the C interface takes times."""
     return max(0, int(seconds * 1000))
 
 
@@ -163,7 +180,7 @@ class Transport:
         """Leave the job in order, after the proxy was stopped. Peers that send to this rank afterwards
         get an error. With timeout 0 the peers are not told, and take it for a loss."""
         if self._end.alive:
-            library().check(library().transport_stop(self._handle, _milliseconds(timeout)))
+            library().check(library().transport_stop(self._handle, milliseconds(timeout)))
             self._end()
 
     def __enter__(self) -> Self:
@@ -225,8 +242,8 @@ class TcpTransport(Transport):
         peer_timeout: float = 30.0,
     ):
         create = library().tcp_create
-        milliseconds = _milliseconds(peer_timeout)
-        handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, milliseconds)
+        patience = milliseconds(peer_timeout)
+        handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, patience)
         super().__init__(library().check(handle), rank)
         self.size = size
         self.port: int = library().check(library().tcp_port(handle))
@@ -237,7 +254,7 @@ class TcpTransport(Transport):
         table = (_Address * len(peers))()
         for entry, (peer, (host, port)) in zip(table, peers.items()):
             entry.peer, entry.host, entry.port = peer, host.encode(), port
-        library().check(library().tcp_connect(self._open, table, len(peers), _milliseconds(timeout)))
+        library().check(library().tcp_connect(self._open, table, len(peers), milliseconds(timeout)))
 
 
 class Proxy:
@@ -308,7 +325,7 @@ class Proxy:
         """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread.
         True: everything was served. False: some was given up, or there was an error before."""
         if self._end.alive:
-            self._served = bool(library().proxy_stop(self._handle, _milliseconds(timeout)))
+            self._served = bool(library().proxy_stop(self._handle, milliseconds(timeout)))
             _ = self.error, self.statistics  # can still be asked for afterwards
             self._end()
         return self._served

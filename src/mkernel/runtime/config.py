@@ -15,6 +15,7 @@ class Config:
     NVLink; the others compute. join_tiles: how many tiles each of those computes when it is done.
     chunk_rows: rows that are transferred and signalled at a time.
     copy_bytes: bytes that a copying CTA has in flight.
+    steps: how much of the keys and values of other ranks is buffered; one step is as much as a rank has.
     """
 
     tile_m: int | None = None
@@ -29,6 +30,7 @@ class Config:
     join_tiles: int | None = None
     chunk_rows: int | None = None
     copy_bytes: int | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,4 @@ class Settings:
     join_tiles: int
     chunk_rows: int
     copy_bytes: int
+    steps: int = 0

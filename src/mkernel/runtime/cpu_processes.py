@@ -1,6 +1,6 @@
 """Ranks as processes on CPUs: each runs the CTAs of its own rank on the interpreter.
 
-What the ranks of a node share lies in shared memory; nodes talk over TCP, through the same native proxy
+What the ranks of a node share lies in shared memory; nodes talk over TCP or RDMA, through the same native proxy
 that serves GPUs. So everything but the GPU itself is the real thing, and can be tried on a laptop.
 Shared memory has no name in the file system (peers open it through its owner's /proc entry), so
 nothing is left behind, however a process ends.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mkernel.net.connect import Wish
 from mkernel.runtime.group import Group
 from mkernel.runtime.processes import Processes, host_name
 from mkernel.runtime.world import exchange_addresses
@@ -33,7 +34,7 @@ class ProcessWorld(Processes, InlineWorld):
     scheduler_type = RealTimeScheduler
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float
+        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
     ):
         seed = dist.get_rank(process_group)
         InlineWorld.__init__(self, dist.get_world_size(process_group), 1, seed, Options(), None)

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from mkernel.lang.device import write_time
-from mkernel.runtime import records
-from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime import chains, records
+from mkernel.runtime.errors import ArgumentError, CommTimeout
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, exchange_addresses
@@ -376,6 +376,8 @@ def spawn(
     world.close(0.0 if failures else timeout)
     if failures:
         _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
+        if isinstance(failure, CommTimeout):
+            chains.join(failure, [other for _, _, other in failures if isinstance(other, CommTimeout)])
         if hasattr(failure, "add_note"):
             failure.add_note(f"raised on rank {rank}")
         raise failure

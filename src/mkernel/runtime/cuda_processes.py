@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mkernel.net.connect import Wish
 from mkernel.runtime.cuda import CudaRanks
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
@@ -33,7 +34,7 @@ class CudaProcessWorld(Processes, CudaRanks):
     """The world of processes with GPUs; see runtime/world.py for what each method promises."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float
+        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
     ):
         device = _take_device()
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)

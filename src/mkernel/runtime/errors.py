@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +23,22 @@ class CommTimeout(MKernelError, RuntimeError):
 
     `record` is the wait that ran out first, `records` are all that were given up on this rank. The
     group cannot be used any more; the process and its GPU can: make a new group with those ranks
-    that are still there (`group.subset`).
+    that are still there (`group.subset`). `others` are the records of the other ranks, where these are
+    in the same process (`mk.spawn`).
     """
 
     def __init__(self, message: str, records: Sequence[WaitRecord] = ()):
         super().__init__(message)
         self.records = tuple(records)
+        self.others: tuple[WaitRecord, ...] = ()
+        self.group: Hashable = None  # the name of the group whose ranks the records number
+
+    def save(self, path: str | Path) -> None:
+        """Write the records to a file, as JSON lines. `mkernel why FILE...` shows from the files of all
+        ranks who waited for whom; a name with the rank in it keeps them apart."""
+        from mkernel.runtime import record_files
+
+        record_files.write(path, self.records + self.others)
 
     @property
     def record(self) -> WaitRecord | None:
@@ -39,8 +50,25 @@ class CommTimeout(MKernelError, RuntimeError):
         return self.record is not None and self.record.timed_out
 
 
+class RoutingError(MKernelError, RuntimeError):
+    """A kernel found that its tokens can not be routed. Nothing was computed, on any rank of the group, and
+    the group can be used again."""
+
+
+class CapacityError(RoutingError):
+    """More rows go to a rank than it has room for."""
+
+
 class TransportError(MKernelError, RuntimeError):
     """The network could not do what it was asked to do."""
+
+    def save(self, path: str | Path) -> None:
+        """Write what is known to a file, as `CommTimeout.save` does: the failure, and the waits that it ended."""
+        from mkernel.runtime import chains, record_files
+
+        records = self.__cause__.records if isinstance(self.__cause__, CommTimeout) else ()
+        failures = [chains.NetworkFailure(records[0].rank, str(self.args[0]))] if records else []
+        record_files.write(path, records, failures)
 
 
 class SimulatorError(MKernelError, RuntimeError):

@@ -42,6 +42,11 @@ class Workspace:
         """Where the first half begins, in bytes."""
         return -(-self.signal_words * 8 // ALIGNMENT) * ALIGNMENT
 
+    @property
+    def data(self) -> torch.Tensor:
+        """Both halves."""
+        return self.segment.memory[self.data_start : self.data_start + 2 * self.half_bytes]
+
     def half(self, parity: int) -> torch.Tensor:
         start = self.data_start + parity * self.half_bytes
         return self.segment.memory[start : start + self.half_bytes]
@@ -50,10 +55,12 @@ class Workspace:
 @dataclass(frozen=True)
 class Scratch:
     """What nobody may read once a launch is over: byte ranges of the half that it used. The simulator
-    poisons them then, so that a later read that comes too early shows."""
+    poisons them then, so that a later read that comes too early shows. `whole`: byte ranges of both
+    halves, for operators that need no two halves and use them as one."""
 
     workspace: Workspace
     ranges: Sequence[tuple[int, int]]
+    whole: bool = False
 
 
 class Group:
@@ -175,13 +182,17 @@ class Group:
 
     def check(self) -> None:
         """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout, or TransportError if
-        the network had failed."""
+        the network had failed; RoutingError if one refused its input."""
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
                 more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
                 timeout = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
+                timeout.group = self.name
                 self._broken = self.world.cause_of(self, timeout)
+            refusal = records.take_refusal(self._records)
+            if self._broken is None and refusal is not None:
+                raise refusal
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken.__cause__
 
@@ -210,7 +221,11 @@ class Group:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
         self._exchanges += 1
         key = (self.name, self._exchanges)
-        given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        try:
+            given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+        except CommTimeout as late:
+            late.group = self.name
+            raise
         for rank, (called, _) in enumerate(given):
             if called != what:
                 raise ArgumentError(

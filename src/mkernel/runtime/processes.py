@@ -1,7 +1,7 @@
 """Ranks as processes, started by torchrun or anything else that makes a process group.
 
 The process group is only used to start: its store carries what ranks tell each other while they set
-things up. Nodes talk over TCP, through the native proxy. What the ranks of a node share is another
+things up. Nodes talk over RDMA or TCP, through the native proxy. What the ranks of a node share is another
 matter on GPUs (`cuda_processes`) than on CPUs (`cpu_processes`).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import secrets
 import socket
 import time
 from collections.abc import Hashable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mkernel.net import connect
 from mkernel.runtime import records
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
@@ -31,7 +31,11 @@ class Processes(Networked):
     """The part of a world that is the same for all kinds of processes."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float
+        self,
+        process_group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        transport: connect.Wish | str,
+        timeout: float,
     ):
         Networked.__init__(self)
         self.process_group = process_group
@@ -48,8 +52,7 @@ class Processes(Networked):
         else:
             hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", host_name(), timeout)
             self._nodes = [hosts.index(host) for host in hosts]
-        if transport not in ("auto", "tcp"):
-            raise ArgumentError(f"transport must be 'auto' or 'tcp' between processes, got {transport!r}")
+        self._transport = connect.wish_of(transport)
 
     def node_of(self, rank: int) -> int:
         return self._nodes[rank]
@@ -81,16 +84,8 @@ class Processes(Networked):
     # -- the network
 
     def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        from mkernel.net import TcpTransport
-
-        secret = group.exchange("network", secrets.token_bytes(32) if group.rank == 0 else None)[0]
-        here = self._address(group)
-        transport = TcpTransport(group.rank, group.size, secret, listen=here, peer_timeout=group.timeout)
-        doors = group.exchange("network", (here, transport.port))
-        counterparts = [rank for rank in range(group.size) if group.topology.local_rank_of(rank) == group.local_rank]
-        transport.connect({rank: doors[rank] for rank in counterparts if rank != group.rank}, group.timeout)
-        for number, memory in group.heap.segments():
-            transport.attach(number, memory)
+        transport = connect.open_transport(group, self._transport, lambda: self._address(group))
+        connect.attach(group, transport, dict(group.heap.segments()))
         # the memory of the other ranks of this node is mapped into this process
         self.connect(group, ring, transport, [group.device] * group.size)
 
@@ -107,11 +102,12 @@ class Processes(Networked):
             return probe.getsockname()[0]
 
     def attach(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        """A segment came; one that went stays attached until the group is closed, since a late signal may
-        still come for it."""
+        """A segment came, or went."""
         connection = self.connection(group)
         if connection is not None and memory is not None:
-            connection.transport.attach(segment, memory)
+            connect.attach(group, connection.transport, {segment: memory})
+        elif connection is not None:
+            connect.drop(connection.transport, segment)
 
 
 _jobs = itertools.count()
@@ -131,7 +127,9 @@ def host_name() -> str:
         return socket.gethostname()
 
 
-def init(process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: str, timeout: float) -> Group:
+def init(
+    process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: connect.Wish | str, timeout: float
+) -> Group:
     """The group of all ranks of a process group: on GPUs where there are some."""
     world: Any
     if torch.cuda.is_available():

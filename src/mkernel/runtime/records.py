@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.lang import context, roles, signals
-from mkernel.runtime.errors import CommTimeout
+from mkernel.lang import combining, context, roles, routing, signals
+from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
 WORDS = context.RECORD_WORDS.value
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+OPS = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
+    "moe_dispatch_matmul", "moe_combine", "moe_ffn",
+)  # fmt: skip
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
@@ -22,7 +25,19 @@ SIGNALS = {
     signals.SENT.value: "sent",
     signals.PARTIAL.value: "partial",
     signals.FINISHED_TILE.value: "finished tile",
+    signals.FREED.value: "freed",
+    routing.ROUTED.value: "routed",
+    routing.COUNTED.value: "counted",
+    routing.SCHEDULED.value: "scheduled",
+    routing.HELD.value: "held",
+    routing.PLACED.value: "placed",
+    routing.SETTLED.value: "settled",
+    routing.COMPUTED.value: "computed",
+    combining.RETURNED.value: "returned",
+    combining.BACK.value: "back",
 }
+
+REFUSALS = (routing.NO_ROOM.value, routing.NO_SUCH_EXPERT.value)  # reasons that are no waits
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,18 @@ class WaitRecord:
             "sent": "the network proxy to finish sending",
             "partial": f"rank {self.peer}'s part of tile {self.index}",
             "finished tile": f"tile {self.index}, which rank {self.peer} sums up",
+            "freed": f"rank {self.peer} to be done with round {self.index}",
+            "routed": f"the expert ids of rank {self.peer}",
+            "counted": "the other CTAs of this rank to count rows",
+            "scheduled": "the other CTAs of this rank to order blocks of rows",
+            "held": f"chunk {self.index} of rank {self.peer}'s tokens",
+            "returned": f"rank {self.peer} to sum its rows of chunk {self.index}",
+            "back": f"what the node of rank {self.peer} made of chunk {self.index}",
+            "settled": f"the places of chunk {self.index} of rank {self.peer}'s tokens",
+            "computed": f"the tiles of block {self.index}",
+            "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
-        }[self.signal]
+        }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
         how = "timed out" if self.timed_out else "gave up with the group"
         who = f"role {self.role}, CTA {self.cta}" if self.cta >= 0 else f"its {self.role} code"
         return (
@@ -73,6 +98,8 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
     """The records in a rank's table, those that timed out first."""
     found = []
     for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
+        if row[0] in REFUSALS:
+            continue
         reason, op, rank, role, cta, kind, peer, index, seen, expected, nanoseconds = row[:11]
         found.append(
             WaitRecord(
@@ -90,3 +117,21 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
             )
         )
     return sorted(found, key=lambda record: (not record.timed_out, -record.seconds))
+
+
+def take_refusal(table: torch.Tensor) -> RoutingError | None:
+    """Why a kernel refused its input, if one did; the record is taken out of the table."""
+    for row in table.view(-1, WORDS):
+        reason, op, _, _, _, _, peer, _, seen, expected = row[:10].tolist()
+        if reason in REFUSALS:
+            row[0] = 0
+            if reason == routing.NO_ROOM.value:
+                return CapacityError(
+                    f"{OPS[op]}: {seen} rows go to rank {peer}, which has room for {expected}: give it more "
+                    f"capacity. Nothing was computed, on any rank; the group can be used again."
+                )
+            return RoutingError(
+                f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "
+                f"Nothing was computed, on any rank; the group can be used again."
+            )
+    return None

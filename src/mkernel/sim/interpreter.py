@@ -45,13 +45,14 @@ class Cta(Protocol):
     num_programs: int
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
-    def store(self, addresses: Any, values: Any, mask: Any) -> None: ...
+    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None: ...
     def barrier(self) -> None: ...
     def atomic(
         self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
     ) -> Any: ...
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
+    def complete_descriptor_stores(self) -> None: ...
     def stamp(self) -> int: ...
     def on_dot(self, products: int) -> None: ...
 
@@ -64,6 +65,11 @@ def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _as_bools(mask: np.ndarray) -> np.ndarray:
+    """A mask that was made from a scalar condition comes as integers."""
+    return mask.astype(bool, copy=False)
 
 
 class _Results:
@@ -103,12 +109,13 @@ class Builder(base.InterpreterBuilder):
         fill = np.zeros((), dtype=dtype) if other is None else other.data
         if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
             mask = base.TensorHandle(mask, tl.int1)
-        return base.TensorHandle(self.running().load(ptrs.data, mask.data, fill, dtype, descriptor), element)
+        chosen = _as_bools(mask.data)
+        return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor), element)
 
-    def create_masked_store(self, ptrs, value, mask, *hints):
-        plain = mask if isinstance(mask, np.ndarray) else mask.data
+    def create_masked_store(self, ptrs, value, mask, *hints, descriptor=False):
+        plain = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
         element = base._get_np_dtype(ptrs.get_element_ty())
-        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain)
+        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain, descriptor)
 
     def create_load(self, ptr, *hints):
         return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
@@ -122,7 +129,7 @@ class Builder(base.InterpreterBuilder):
 
     def create_descriptor_store(self, desc, value, indices):
         ptrs, mask = desc.materialize_pointers(indices)
-        self.create_masked_store(ptrs, value, mask)
+        self.create_masked_store(ptrs, value, mask, descriptor=True)
 
     def create_barrier(self, *scope):
         self.running().barrier()
@@ -136,7 +143,7 @@ class Builder(base.InterpreterBuilder):
         order = self.ir_sem_to_interpreter_sem[sem]
 
         def act():
-            return _native.atomic_rmw(operation, ptr.data, val.data, mask.data, order)
+            return _native.atomic_rmw(operation, ptr.data, val.data, _as_bools(mask.data), order)
 
         return base.TensorHandle(self._atomic(ptr, sem, only_looks, act), val.dtype.scalar)
 
@@ -160,6 +167,9 @@ class Builder(base.InterpreterBuilder):
             return _Results(base.TensorHandle(np.array([self.running().stamp()], dtype=np.int64), tl.int64))
         if "%globaltimer" in inlineAsm:
             return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
+        if "cp.async.bulk.wait_group" in inlineAsm:
+            self.running().complete_descriptor_stores()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
         if "fence.proxy.async" in inlineAsm:
             self.running().acquire_for_descriptors()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))

@@ -3,7 +3,7 @@
 A CTA's stores wait in its own store buffer. They reach memory at a release by that CTA, or piece by
 piece, in random order, at any time before. A release covers what was stored before the CTA's last
 barrier: the thread that releases speaks for the others only if a barrier stands between their
-stores and its release.
+stores and its release. Stores through a tensor descriptor (TMA) must have been waited for before that.
 
 Loads may be old, too: a plain load sees what was in memory when its CTA last acquired, or anything
 newer. A load through a tensor descriptor (TMA) takes another path and may be as old as the last
@@ -27,6 +27,7 @@ from triton._C.libtriton import interpreter as _native
 from mkernel.runtime.errors import SimulatorError
 
 HISTORY = 256  # how many writes back a load may look
+SCATTERED = 64  # elements of a load that may lie in different tensors
 BUFFERED = 32  # how many stores a CTA may keep to itself
 
 
@@ -39,6 +40,7 @@ class Store:
     low: int
     high: int
     behind_barrier: bool = False
+    completed: bool = True  # a store through a descriptor is not, until the CTA has waited for it
 
 
 @dataclass(eq=False)
@@ -111,9 +113,20 @@ class Memory:
             place -= 1
         raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given")
 
+    def check_each(self, addresses: np.ndarray, size: int, what: str) -> None:
+        """Addresses that may lie in different tensors, as the tables of several ranks do."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        if low + size * addresses.size == high:
+            self.check(low, high, what)
+        else:
+            for address in addresses.reshape(-1).tolist():
+                self.check(address, address + size, what)
+
     # -- a CTA's loads and stores
 
-    def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+    def store(
+        self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False
+    ) -> None:
         """Put a block of values into the CTA's store buffer."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         chosen = mask.reshape(-1)
@@ -123,7 +136,7 @@ class Memory:
             return
         low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
         self.check(low, high, "a store")
-        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high))
+        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high, completed=not descriptor))
         if len(view.buffer) > BUFFERED:
             self._commit(view, view.buffer[0])
 
@@ -136,7 +149,10 @@ class Memory:
             return np.broadcast_to(other, addresses.shape).astype(dtype)
         touched = addresses if mask.all() else addresses[mask]
         low, high = int(touched.min()), int(touched.max()) + dtype.itemsize
-        self.check(low, high, "a load")
+        if touched.size <= SCATTERED:
+            self.check_each(touched, dtype.itemsize, "a load")
+        else:
+            self.check(low, high, "a load")
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
         newest = view.acquired_for_descriptors if descriptor else view.acquired
@@ -183,7 +199,12 @@ class Memory:
     def barrier(self, view: View) -> None:
         """A CTA barrier: a later release speaks for what was stored up to here."""
         for store in view.buffer:
-            store.behind_barrier = True
+            store.behind_barrier = store.completed
+
+    def complete_descriptor_stores(self, view: View) -> None:
+        """Stores through descriptors are done: a later barrier and release speak for them, too."""
+        for store in view.buffer:
+            store.completed = True
 
     def release(self, view: View) -> None:
         """Everything that was stored before the last barrier reaches memory now."""

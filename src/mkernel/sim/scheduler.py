@@ -162,6 +162,8 @@ class CtaTask(Task):
             self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
             self._loaded_one(int(np.ravel(addresses)[0]), result)
+        else:
+            self.launch.on_load(addresses, mask, dtype.itemsize)
         return result
 
     def _loaded_one(self, address: int, result: np.ndarray) -> None:
@@ -173,18 +175,21 @@ class CtaTask(Task):
             self.scheduler.pause(self)
             self._polled(address, int(result.view(np.uint8).sum()))
 
-    def store(self, addresses: Any, values: Any, mask: Any) -> None:
+    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self.polled.clear()
         self.looks = 0
         self.time += np.size(addresses) * values.itemsize / BYTES_PER_NANOSECOND
         self.launch.on_store(addresses, values, mask)
-        self.scheduler.memory.store(self.view, addresses, values, mask)
+        self.scheduler.memory.store(self.view, addresses, values, mask, descriptor)
 
     def barrier(self) -> None:
         self.scheduler.memory.barrier(self.view)
 
     def acquire_for_descriptors(self) -> None:
         self.scheduler.memory.acquire_for_descriptors(self.view)
+
+    def complete_descriptor_stores(self) -> None:
+        self.scheduler.memory.complete_descriptor_stores(self.view)
 
     def stamp(self) -> int:
         return self.scheduler.stamp(self)

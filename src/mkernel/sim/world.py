@@ -14,7 +14,7 @@ import torch
 from greenlet import greenlet
 
 from mkernel.lang import requests
-from mkernel.runtime import records
+from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
@@ -65,9 +65,15 @@ class RunningLaunch:
             self.started += 1
 
     def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
-        count = int(np.count_nonzero(np.broadcast_to(mask, np.shape(addresses))))
-        if count:
-            self.world.count_store(self.rank, int(np.min(addresses)), count * values.itemsize)
+        for owner, size in self.world.remote(self.rank, addresses, mask, values.itemsize):
+            if size > 8:  # more than a signal
+                self.world.traffic.nvlink[self.rank][owner] += size
+            self.world.traffic.arrived(owner)
+
+    def on_load(self, addresses: Any, mask: Any, itemsize: int) -> None:
+        for owner, size in self.world.remote(self.rank, addresses, mask, itemsize):
+            self.world.traffic.nvlink[owner][self.rank] += size
+            self.world.traffic.arrived(self.rank)
 
     def on_dot(self) -> None:
         self.world.traffic.multiplications[self.rank] += 1
@@ -142,7 +148,7 @@ class SimWorld:
             except CommTimeout as timeout:
                 self._timeouts.append(timeout)
         if self._timeouts:
-            raise min(self._timeouts, key=lambda timeout: not timeout.is_cause)
+            raise chains.join(min(self._timeouts, key=lambda timeout: not timeout.is_cause), self._timeouts)
         return [host.result for host in hosts]
 
     # -- memory
@@ -190,14 +196,17 @@ class SimWorld:
             self._segments[key] = memory
             self._owners[memory.data_ptr()] = (memory.data_ptr() + memory.numel(), group.world_rank)
 
-    def count_store(self, rank: int, address: int, size: int) -> None:
-        for start, (end, owner) in self._owners.items():
-            if start <= address < end:
-                if owner != rank:
-                    if size > 8:  # more than a signal
-                        self.traffic.nvlink[rank][owner] += size
-                    self.traffic.arrived(owner)
-                return
+    def remote(self, rank: int, addresses: Any, mask: Any, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Whose memory, of other ranks, these addresses are, and how many bytes of each."""
+        places = np.asarray(addresses)
+        lowest, highest = int(places.min()), int(places.max())
+        for start, (end, owner) in list(self._owners.items()):
+            if owner == rank or highest < start or lowest >= end:
+                continue
+            theirs = np.broadcast_to(mask, places.shape) & (places >= start) & (places < end)
+            count = int(np.count_nonzero(theirs))
+            if count:
+                yield owner, count * itemsize
 
     # -- the network
 
@@ -312,7 +321,8 @@ class SimWorld:
             self.scheduler.memory.drain(view)
         scratch = running.spec.scratch
         if scratch is not None:
-            used = scratch.workspace.half(int(scratch.workspace.state[0]) % 2)
+            workspace = scratch.workspace
+            used = workspace.data if scratch.whole else workspace.half(int(workspace.state[0]) % 2)
             for start, end in scratch.ranges:
                 used[start:end] = POISON
         for start in running.borrowed:

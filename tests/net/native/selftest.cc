@@ -1,6 +1,9 @@
-// Stress for the sanitizers: many producers, proxies that come and go, both transports.
-// Usage: selftest ring | frames | loopback | tcp | lifecycle | cuda | fuzz SECONDS
+// Stress for the sanitizers: many producers, proxies that come and go, all transports.
+// Usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | rdma-on-device | lifecycle | cuda | fuzz SECONDS
+// verbs, efa and those on a device need libraries that find devices: stand-ins, in LD_LIBRARY_PATH.
 #include "selftest.h"
+
+#include <dlfcn.h>
 
 #include <cstring>
 #include <random>
@@ -8,6 +11,7 @@
 
 #include "loopback.h"
 #include "proxy.h"
+#include "rdma.h"
 
 namespace selftest {
 namespace {
@@ -69,9 +73,12 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (int rank = 0; rank < 2; ++rank) {
     memory[rank].resize((signals + 2 * half) / 8 + 1);
-    ranks[rank]->segments->attach(3, memory[rank].data(), memory[rank].size() * 8, device);
+    ranks[rank]->attach(3, memory[rank].data(), memory[rank].size() * 8, device);
     producers.push_back(std::make_unique<Producer>(8));
   }
+  for (uint32_t rank = 0; rank < 2; ++rank)
+    if (auto* rdma = dynamic_cast<RdmaTransport*>(ranks[rank].get()))
+      rdma->learn_segment(1 - rank, 3, dynamic_cast<RdmaTransport&>(*ranks[1 - rank]).describe_segment(3));
   auto size_of = [&](uint64_t block) { return block * 7919 % (largest + 1); };
   auto fill_of = [](int rank, uint64_t block) { return static_cast<uint8_t>(1 + block % 250 + rank); };
   for (int rank = 0; rank < 2; ++rank) {
@@ -112,7 +119,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
     CHECK(proxy->error().empty());
     CHECK(proxy->statistics().completions == kProducers * blocks);
   }
-  for (auto& rank : ranks) rank->segments->detach(3);
+  for (auto& rank : ranks) rank->detach(3);
 }
 
 void loopback() {
@@ -131,6 +138,71 @@ void tcp() {
     exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000);
     for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
   }
+}
+
+void rdma(bool efa, int device = -1) {
+  std::vector<std::shared_ptr<RdmaTransport>> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    RdmaOptions options;
+    options.rank = rank;
+    for (int rail = 0; rail < 2; ++rail) options.ports.push_back({(efa ? "efa" : "fake") + std::to_string(rail), 1, 0});
+    ranks.push_back(efa ? make_efa_transport(options) : make_verbs_transport(options));
+  }
+  std::string descriptions[2] = {ranks[0]->describe(1), ranks[1]->describe(0)};
+  for (uint32_t rank = 0; rank < 2; ++rank) ranks[rank]->connect(1 - rank, descriptions[1 - rank]);
+  exchange(ranks[0], ranks[1], 200, 600, device);
+  exchange(ranks[0], ranks[1], 3, 1'200'000, device);
+  // ends with requests under way
+  std::vector<int64_t> memory(8192);
+  ranks[0]->attach(0, memory.data(), memory.size() * 8);
+  ranks[1]->attach(0, memory.data(), memory.size() * 8);
+  ranks[0]->learn_segment(1, 0, ranks[1]->describe_segment(0));
+  Producer producer(64);
+  for (uint64_t i = 0; i < 64; ++i) {
+    Request request;
+    request.peer = 1;
+    request.source = request.target = 64;
+    request.bytes = 8 * i;
+    request.value = static_cast<int64_t>(i);
+    producer.post(request);
+  }
+  Proxy proxy(producer.words.data(), producer.words.size(), ranks[0], ProxyOptions{});
+  std::this_thread::sleep_for(std::chrono::microseconds(300));
+  proxy.stop(milliseconds(0));
+  for (auto& rank : ranks) rank->stop(milliseconds(0));
+}
+
+// GPU memory: by dma-buf, else by its address, else a message that says what to load.
+void rdma_on_device() {
+  rdma(false, 0);
+  rdma(true, 0);
+  auto* control = reinterpret_cast<int64_t (*)(const char*, int64_t)>(
+      ::dlsym(::dlopen("libibverbs.so.1", RTLD_NOW), "fake_control"));
+  CHECK(control != nullptr);
+  RdmaOptions options;
+  options.ports = {{"fake0", 1, 0}};
+  auto transport = make_verbs_transport(options);
+  std::vector<int64_t> memory(4096);
+  control("dmabufs", 0);
+  transport->attach(0, memory.data(), 8192, 0);
+  CHECK(control("dmabufs", 0) == 1);
+  transport->attach(1, memory.data(), 8192);
+  CHECK(control("dmabufs", 0) == 0);
+  control("refuse_dmabuf", EOPNOTSUPP);
+  transport->attach(2, memory.data() + 1, 8192, 0);
+  control("refuse_memory", EFAULT);
+  try {
+    transport->attach(3, memory.data(), 8192, 0);
+    CHECK(!"it was not refused");
+  } catch (const Error& error) {
+    std::string words = error.what();
+    for (const char* part : {"By dma-buf: ibv_reg_dmabuf_mr: Operation not supported", "By peer memory: Bad address",
+                             "nvidia_peermem"})
+      CHECK(words.find(part) != std::string::npos);
+  }
+  control("refuse_memory", 0);
+  control("refuse_dmabuf", 0);
+  transport->attach(3, memory.data(), 8192, 0);
 }
 
 // Proxies and transports that end while requests are under way and segments come and go.
@@ -238,6 +310,10 @@ int main(int count, char** arguments) {
     if (what == "ring") selftest::ring();
     else if (what == "loopback") selftest::loopback();
     else if (what == "frames") selftest::frames();
+    else if (what == "counting") selftest::counting();
+    else if (what == "verbs") selftest::rdma(false);
+    else if (what == "efa") selftest::rdma(true);
+    else if (what == "rdma-on-device") selftest::rdma_on_device();
     else if (what == "tcp") selftest::tcp();
     else if (what == "lifecycle") selftest::lifecycle();
     else if (what == "cuda") selftest::on_device();
@@ -246,7 +322,7 @@ int main(int count, char** arguments) {
       selftest::fuzz_frames(seconds * 0.8);
       selftest::fuzz_handshake(seconds * 0.2);
     } else {
-      std::fprintf(stderr, "usage: selftest ring | frames | loopback | tcp | lifecycle | cuda | fuzz SECONDS\n");
+      std::fprintf(stderr, "usage: selftest ring | frames | counting | loopback | tcp | verbs | efa | rdma-on-device | lifecycle | cuda | fuzz SECONDS\n");
       return 2;
     }
   } catch (const std::exception& error) {

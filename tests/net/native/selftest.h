@@ -84,6 +84,7 @@ struct Pair {
   std::vector<std::shared_ptr<TcpTransport>> ranks;
 };
 
+void counting();
 void frames();
 void fuzz_frames(double seconds);
 void fuzz_handshake(double seconds);

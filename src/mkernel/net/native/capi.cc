@@ -5,6 +5,7 @@
 #include "loopback.h"
 #include "mkernel_net.h"
 #include "proxy.h"
+#include "rdma.h"
 #include "sha256.h"
 #include "tcp.h"
 
@@ -13,6 +14,7 @@ using namespace mkernel;
 struct mkernel_net_transport {
   std::shared_ptr<Transport> transport;
   TcpTransport* tcp = nullptr;
+  RdmaTransport* rdma = nullptr;
 };
 
 struct mkernel_net_proxy {
@@ -44,6 +46,16 @@ std::chrono::milliseconds milliseconds(int64_t count) {
 TcpTransport& tcp_of(const mkernel_net_transport* transport) {
   if (transport->tcp == nullptr) fail("this is not a tcp transport");
   return *transport->tcp;
+}
+
+RdmaTransport& rdma_of(const mkernel_net_transport* transport) {
+  if (transport->rdma == nullptr) fail("this is not an RDMA transport");
+  return *transport->rdma;
+}
+
+int64_t copy_out(const std::string& bytes, void* out, size_t size) {
+  std::memcpy(out, bytes.data(), std::min(bytes.size(), size));
+  return static_cast<int64_t>(bytes.size());
 }
 
 }  // namespace
@@ -111,16 +123,57 @@ int mkernel_net_tcp_connect(mkernel_net_transport* transport, const mkernel_net_
   });
 }
 
+mkernel_net_transport* mkernel_net_rdma_create(const char* kind, int rank, const mkernel_net_rdma_port* ports,
+                                               int count, int queues, int traffic_class, int64_t peer_timeout_ms,
+                                               const char* library, const char* efa_library) {
+  return guarded<mkernel_net_transport*>(nullptr, [&] {
+    RdmaOptions options;
+    options.rank = rank;
+    for (int i = 0; i < count; ++i) options.ports.push_back({ports[i].device, ports[i].port, ports[i].gid_index});
+    options.queues = queues;
+    options.traffic_class = traffic_class;
+    options.peer_timeout = milliseconds(peer_timeout_ms);
+    if (library != nullptr) options.library = library;
+    if (efa_library != nullptr) options.efa_library = efa_library;
+    bool efa = std::string(kind) == "efa";
+    auto rdma = efa ? make_efa_transport(options) : make_verbs_transport(options);
+    return new mkernel_net_transport{rdma, nullptr, rdma.get()};
+  });
+}
+
+int64_t mkernel_net_describe(mkernel_net_transport* transport, uint32_t peer, void* out, size_t size) {
+  return guarded<int64_t>(-1, [&] { return copy_out(rdma_of(transport).describe(peer), out, size); });
+}
+
+int mkernel_net_connect(mkernel_net_transport* transport, uint32_t peer, const void* description, size_t size) {
+  return guarded(-1, [&] {
+    rdma_of(transport).connect(peer, std::string(static_cast<const char*>(description), size));
+    return 0;
+  });
+}
+
+int64_t mkernel_net_describe_segment(mkernel_net_transport* transport, uint32_t segment, void* out, size_t size) {
+  return guarded<int64_t>(-1, [&] { return copy_out(rdma_of(transport).describe_segment(segment), out, size); });
+}
+
+int mkernel_net_learn_segment(mkernel_net_transport* transport, uint32_t peer, uint32_t segment,
+                              const void* description, size_t size) {
+  return guarded(-1, [&] {
+    rdma_of(transport).learn_segment(peer, segment, std::string(static_cast<const char*>(description), size));
+    return 0;
+  });
+}
+
 int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size, int device) {
   return guarded(-1, [&] {
-    transport->transport->segments->attach(segment, base, size, device);
+    transport->transport->attach(segment, base, size, device);
     return 0;
   });
 }
 
 int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment) {
   return guarded(-1, [&] {
-    transport->transport->segments->detach(segment);
+    transport->transport->detach(segment);
     return 0;
   });
 }

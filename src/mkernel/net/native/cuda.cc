@@ -1,6 +1,7 @@
 #include "cuda.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -26,6 +27,9 @@ constexpr int kNotReady = 600;
 constexpr unsigned kPortableAndMapped = 1 | 2;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kWriteValue64 = 5;
+constexpr int kHandleDmaBuf = 1;
+constexpr int kFlushCurrentContext = 0;
+constexpr int kFlushToAllDevices = 200;
 
 // One write of a batch: CUstreamBatchMemOpParams.
 struct Write {
@@ -55,6 +59,8 @@ struct Driver {
   int (*write)(Stream, unsigned, Write*, unsigned);
   int (*host_alloc)(void**, size_t, unsigned);
   int (*alloc)(Address*, size_t);
+  int (*handle_for_range)(void*, Address, size_t, int, unsigned long long);  // null in old drivers
+  int (*flush_writes)(int, int);                                             // too
   int (*error_name)(int, const char**);
   int (*error_text)(int, const char**);
 
@@ -70,9 +76,9 @@ struct Driver {
 Driver::Driver() {
   void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) fail("memory on a GPU needs the NVIDIA driver's library: ", ::dlerror());
-  auto find = [&](auto& function, const char* name) {
+  auto find = [&](auto& function, const char* name, bool optional = false) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(library, name));
-    if (function == nullptr) fail("the NVIDIA driver is too old: it has no ", name);
+    if (function == nullptr && !optional) fail("the NVIDIA driver is too old: it has no ", name);
   };
   find(init, "cuInit");
   find(device_get, "cuDeviceGet");
@@ -88,6 +94,8 @@ Driver::Driver() {
   find(write, "cuStreamBatchMemOp_v2");
   find(host_alloc, "cuMemHostAlloc");
   find(alloc, "cuMemAlloc_v2");
+  find(handle_for_range, "cuMemGetHandleForAddressRange", true);
+  find(flush_writes, "cuFlushGPUDirectRDMAWrites", true);
   find(error_name, "cuGetErrorName");
   find(error_text, "cuGetErrorString");
   check(init(0), "start");
@@ -334,6 +342,37 @@ PinnedBuffer::~PinnedBuffer() {
 
 std::unique_ptr<Mover> cuda_mover(int device) {
   return std::make_unique<cuda::CudaMover>(device, std::make_unique<cuda::CudaMover>(device, nullptr));
+}
+
+DmaBuf dma_buf_of(int device, const void* base, uint64_t size) {
+  DmaBuf result;
+  const cuda::Driver& driver = cuda::driver();
+  if (driver.handle_for_range == nullptr) {
+    result.why = "the NVIDIA driver has no cuMemGetHandleForAddressRange (it needs CUDA 11.7)";
+    return result;
+  }
+  // whole pages: memory is given out in larger units, so the neighbours are of the same allocation
+  auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  cuda::Address address = cuda::address_of(base);
+  cuda::Address begin = address / page * page, end = (address + size + page - 1) / page * page;
+  cuda::Inside inside(cuda::device_of(device).context);
+  int fd = -1;
+  try {
+    driver.check(driver.handle_for_range(&fd, begin, end - begin, cuda::kHandleDmaBuf, 0), "share memory by dma-buf");
+  } catch (const Error& error) {
+    result.why = error.what();
+    return result;
+  }
+  result.fd = Fd(fd);
+  result.offset = address - begin;
+  return result;
+}
+
+void show_device_writes(int device) {
+  const cuda::Driver& driver = cuda::driver();
+  if (driver.flush_writes == nullptr) fail("the NVIDIA driver has no cuFlushGPUDirectRDMAWrites (it needs CUDA 11.3)");
+  cuda::Inside inside(cuda::device_of(device).context);
+  driver.check(driver.flush_writes(cuda::kFlushCurrentContext, cuda::kFlushToAllDevices), "flush RDMA writes");
 }
 
 void settle_cuda_movers() noexcept {

@@ -12,8 +12,10 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "mover.h"
+#include "sockets.h"
 
 namespace mkernel {
 
@@ -22,6 +24,19 @@ std::unique_ptr<Mover> cuda_mover(int device);
 
 // Make all CUDA movers of the process let go of memory.
 void settle_cuda_movers() noexcept;
+
+// Memory of a device as a dma-buf, by which other devices get at it: a file descriptor, and where the memory
+// begins in it. No descriptor: `why`.
+struct DmaBuf {
+  Fd fd;
+  uint64_t offset = 0;
+  std::string why;
+};
+DmaBuf dma_buf_of(int device, const void* base, uint64_t size);
+
+// What network cards have written to the device's memory is seen by its kernels from now on. For writes that
+// the host was told of: they came over another way than that news.
+void show_device_writes(int device);
 
 // Host memory that copy engines can reach. It goes back to a pool, not to the driver: giving it back to
 // the driver waits for running kernels.

@@ -37,6 +37,12 @@ typedef struct {
   const char* host; /* a numeric IPv4 or IPv6 address */
 } mkernel_net_address;
 
+typedef struct {
+  const char* device;
+  int32_t port;
+  int32_t gid_index;
+} mkernel_net_rdma_port;
+
 MKERNEL_NET_API const char* mkernel_net_last_error(void);
 
 /* A constant of the ring's layout by its name in lang/requests.py; -1: unknown. */
@@ -59,7 +65,23 @@ MKERNEL_NET_API int mkernel_net_tcp_port(const mkernel_net_transport* transport)
 MKERNEL_NET_API int mkernel_net_tcp_connect(mkernel_net_transport* transport, const mkernel_net_address* peers,
                                             int count, int64_t timeout_ms);
 
-/* Memory that requests name by its number; device: of CUDA, -1: host memory. When detach returns nobody touches the memory any more. */
+/* RDMA: kind is "verbs" or "efa". `library` (libibverbs) and `efa_library` may be NULL: the usual ones. */
+MKERNEL_NET_API mkernel_net_transport* mkernel_net_rdma_create(const char* kind, int rank,
+                                                               const mkernel_net_rdma_port* ports, int count,
+                                                               int queues, int traffic_class, int64_t peer_timeout_ms,
+                                                               const char* library, const char* efa_library);
+/* What a peer has to be told of this rank, and of its segments, and what peers have told. `describe`
+ * returns how many bytes there are (also if they do not fit into `size`), -1 for an error. */
+MKERNEL_NET_API int64_t mkernel_net_describe(mkernel_net_transport* transport, uint32_t peer, void* out, size_t size);
+MKERNEL_NET_API int mkernel_net_connect(mkernel_net_transport* transport, uint32_t peer, const void* description,
+                                        size_t size);
+MKERNEL_NET_API int64_t mkernel_net_describe_segment(mkernel_net_transport* transport, uint32_t segment, void* out,
+                                                     size_t size);
+MKERNEL_NET_API int mkernel_net_learn_segment(mkernel_net_transport* transport, uint32_t peer, uint32_t segment,
+                                              const void* description, size_t size);
+
+/* Memory that requests name by its number; device: of CUDA, -1: host memory. When detach returns nobody
+ * touches the memory any more. */
 MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_t segment, void* base, uint64_t size,
                                        int device);
 MKERNEL_NET_API int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment);

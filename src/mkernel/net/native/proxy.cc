@@ -10,6 +10,7 @@ namespace mkernel {
 namespace {
 
 constexpr int kPostsPerLoop = 64;  // so that a full ring does not keep the transport from receiving
+constexpr size_t kMostHeld = 4096;
 
 void pin_to(int cpu) {
   if (cpu >= CPU_SETSIZE) fail("there is no core ", cpu);
@@ -126,16 +127,39 @@ void Proxy::serve() {
   }
 }
 
-bool Proxy::post_some() {
+bool Proxy::try_post(const Request& request) {
+  if (!transport_->post(request)) return false;
+  add(requests_, 1);
+  add(bytes_, static_cast<int64_t>(request.bytes));
+  most_in_flight_ = std::max<int64_t>(most_in_flight_, requests_ - completions_);
+  return true;
+}
+
+// Requests to one peer keep their order.
+bool Proxy::post_held() {
   bool any = false;
-  for (int i = 0; i < kPostsPerLoop; ++i) {
-    if (!held_) held_ = ring_.take();
-    if (!held_ || !transport_->post(*held_)) return any;
-    add(requests_, 1);
-    add(bytes_, static_cast<int64_t>(held_->bytes));
-    most_in_flight_ = std::max<int64_t>(most_in_flight_, requests_ - completions_);
-    held_.reset();
+  for (auto it = held_.begin(); it != held_.end();) {
+    auto& queue = it->second;
+    for (int i = 0; i < kPostsPerLoop && !queue.empty() && try_post(queue.front()); ++i) {
+      queue.pop_front();
+      --held_count_;
+      any = true;
+    }
+    it = queue.empty() ? held_.erase(it) : std::next(it);
+  }
+  return any;
+}
+
+bool Proxy::post_some() {
+  bool any = post_held();
+  for (int i = 0; i < kPostsPerLoop && held_count_ < kMostHeld; ++i) {
+    auto request = ring_.take();
+    if (!request) break;
     any = true;
+    auto busy = held_.find(request->peer);
+    if (busy == held_.end() && try_post(*request)) continue;
+    held_[request->peer].push_back(*request);
+    ++held_count_;
   }
   return any;
 }
@@ -148,7 +172,7 @@ bool Proxy::poll_transport() {
   return any || !completed_.empty();
 }
 
-bool Proxy::drained() const { return !held_ && requests_ == completions_ && !ring_.due(); }
+bool Proxy::drained() const { return held_.empty() && requests_ == completions_ && !ring_.due(); }
 
 // Nothing to do: look again at once for a while, then less and less often.
 void Proxy::rest(Clock::time_point idle_since) {

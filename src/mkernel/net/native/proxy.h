@@ -3,9 +3,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -46,6 +47,8 @@ class Proxy {
   void run() noexcept;
   void serve();
   bool post_some();
+  bool post_held();
+  bool try_post(const Request& request);
   bool poll_transport();
   bool drained() const;
   void rest(Clock::time_point idle_since);
@@ -56,7 +59,10 @@ class Proxy {
   const ProxyOptions options_;
 
   // the thread's own
-  std::optional<Request> held_;  // taken out of the ring, and the transport was busy
+  // Taken out of the ring, and the transport was busy with their peer: one that is slow does not hold up
+  // the others. Bounded, so that the ring still tells its producers to wait.
+  std::map<uint32_t, std::deque<Request>> held_;  // by peer; none are empty
+  size_t held_count_ = 0;
   std::vector<int64_t> completed_;
 
   std::atomic<int64_t> requests_{0}, bytes_{0}, completions_{0}, busy_loops_{0}, idle_loops_{0}, most_in_flight_{0};

@@ -19,7 +19,14 @@ class Transport {
   Transport& operator=(const Transport&) = delete;
   virtual ~Transport() = default;
 
-  // Start a transfer. False: busy, try again after a poll.
+  // Memory that requests name by its number; `device` is of CUDA, -1: host memory. When detach returns
+  // nobody touches it any more.
+  virtual void attach(uint32_t number, void* base, uint64_t size, int device = -1) {
+    segments->attach(number, base, size, device);
+  }
+  virtual void detach(uint32_t number) { segments->detach(number); }
+
+  // Start a transfer. False: busy with this peer, try again after a poll; another peer's may go.
   virtual bool post(const Request& request) = 0;
   // Make progress, sending and receiving. Appends the tickets of requests whose source may be written
   // again. False: there was nothing to do.

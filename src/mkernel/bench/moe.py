@@ -1,0 +1,328 @@
+"""moe_dispatch_matmul and moe_ffn beside what they replace: exchange, permute, grouped GEMM, exchange.
+
+A shape is (tokens of all ranks, out or inter, hidden). Every rank has 16 experts, every token 8 of them, drawn at
+random. One rank alone stands for one of 16: of 256 experts it has the first 16, other ids are dropped.
+
+What the figures are compared with, on all ranks' streams at the same time:
+
+- library: the grouped GEMM that PyTorch has (torch._grouped_mm; for types that it does not take, a GEMM per expert) on
+  rows that are already in place. For moe_ffn both GEMMs and the activation between them.
+- gemm: the compute role of moe_dispatch_matmul alone, on rows that are already in place.
+- host-driven: rows are gathered into place, held to the links' rates, then the library; for moe_ffn the weighted sums
+  back, held likewise. It knows all counts beforehand, which a real one has to wait for. A token goes once to each
+  rank (not node) that has an expert of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from mkernel.bench.timing import Link, Stopwatch
+from mkernel.ops import moe_dispatch_matmul as dispatch_op
+from mkernel.ops import moe_ffn as ffn_op
+from mkernel.runtime import experts as host
+from mkernel.runtime.config import Config
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+
+EXPERTS = 16  # of a rank
+SLOTS = 8
+LONE_WORLD = 16  # ranks of the world that a single rank is measured as a part of
+CHECKED_TOKENS = 64
+
+
+@triton.jit
+def _gemm_alone_kernel(
+    context, w, w_expert_stride, w_row_stride, w_column_stride, packed, y, schedule, placed, blocks, hidden, n,
+    W_DESCRIPTOR: triton.language.constexpr, W_TRANSPOSED: triton.language.constexpr,
+    PRECISION: triton.language.constexpr, TILE_M: triton.language.constexpr, TILE_N: triton.language.constexpr,
+    TILE_K: triton.language.constexpr, GROUP: triton.language.constexpr,
+):  # fmt: skip
+    """The compute role of moe_dispatch_matmul, with the tables that a launch has left."""
+    dispatch_op._compute(
+        context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
+        triton.language.program_id(0), blocks * triton.language.cdiv(n, TILE_N), triton.language.num_programs(0),
+        W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+    )  # fmt: skip
+
+
+class Inputs:
+    """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
+
+    def __init__(self, group: Group, tokens: int, hidden: int, dtype: torch.dtype):
+        self.group = group
+        self.everyone = LONE_WORLD * EXPERTS if group.size == 1 else group.size * EXPERTS
+        generator = torch.Generator(group.device).manual_seed(group.rank)
+        self.generator = generator
+        self.x = torch.randn(tokens, hidden, device=group.device, dtype=dtype, generator=generator)
+        scores = torch.rand(tokens, self.everyone, device=group.device, generator=generator)
+        ids = scores.topk(SLOTS, dim=1).indices
+        self.ids = torch.where(ids < group.size * EXPERTS, ids, -1)
+        self.weights = torch.rand(tokens, SLOTS, device=group.device, generator=generator)
+        torch.cuda.current_stream(group.device).synchronize()
+        self.xs = group.exchange("x", self.x)
+        self.all_ids = group.exchange("ids", self.ids)
+        self.all_weights = group.exchange("weights", self.weights)
+
+    def matrices(self, *shape: int) -> torch.Tensor:
+        scale = shape[1] ** -0.5
+        values = torch.randn(*shape, device=self.group.device, dtype=self.x.dtype, generator=self.generator)
+        return values.mul_(scale)
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of this rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
+        first = self.group.rank * EXPERTS
+        ids = torch.cat(list(self.all_ids))
+        found = [(ids == expert).nonzero() for expert in range(first, first + EXPERTS)]
+        counts = torch.tensor([len(part) for part in found], device=ids.device)
+        both = torch.cat(found)
+        return both[:, 0], both[:, 1], counts
+
+    def crossings(self) -> tuple[int, int, int]:
+        """(tokens that this rank fetches over NVLink, that it sends over the network, and that it would send over the
+        network if a token went to each rank instead of each node), each the most of any rank."""
+        group = self.group
+        gpus = group.gpus_per_node
+        needs = torch.stack(
+            [
+                torch.stack([((ids >= r * EXPERTS) & (ids < (r + 1) * EXPERTS)).any(1) for r in range(group.size)])
+                for ids in self.all_ids
+            ]
+        )  # source, rank, token
+        near = far = plain = 0
+        for rank in range(group.size):
+            node = rank // gpus
+            fetched = sum(
+                int(needs[s, rank].sum())
+                for s in range(group.size)
+                if s % gpus != rank % gpus or (s // gpus == node and s != rank)
+            )
+            nodes = needs[rank].view(group.nodes, gpus, -1).any(1).sum(1)
+            sent = int(nodes.sum() - nodes[node])
+            near, far = max(near, fetched), max(far, sent)
+            plain = max(plain, int(needs[rank].sum() - needs[rank][node * gpus : (node + 1) * gpus].sum()))
+        return near, far, plain
+
+
+def grouped_mm(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The grouped GEMM that PyTorch has."""
+    if rows.dtype == torch.bfloat16:
+        return torch._grouped_mm(rows, w, offs=ends)
+    return torch.cat([part @ matrix for part, matrix in zip(rows.split(list(counts)), w, strict=True)])
+
+
+def _wires(group: Group, inputs: Inputs, element: int, hidden: int) -> tuple[float, float, float]:
+    """Milliseconds on NVLink, on the network, and for the host-driven exchange."""
+    near, far, plain = inputs.crossings()
+    links = group.world.links
+    network = getattr(links, "network", None)
+    row = hidden * element
+    wire_ms = near * row / (links.nvlink * 1e6) if links.nvlink else 0.0
+    latency = getattr(links, "network_latency", 0.0) * 1e3
+    network_ms = far * row / (network * 1e6) + latency if network else 0.0
+    plain_ms = plain * row / (network * 1e6) + latency if network else 0.0
+    return wire_ms, network_ms, max(wire_ms, plain_ms)
+
+
+def _time(
+    world: CudaWorld, everyone: Sequence[dict[str, Any]], repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of every way, in bursts and sustained. A way is a launch or a function of each rank."""
+    streams = [entry["stream"] for entry in everyone]
+
+    def on_all(name: str) -> Callable[[], None]:
+        def call() -> None:
+            for entry in everyone:
+                with torch.cuda.stream(entry["stream"]):
+                    entry[name]()
+
+        return call
+
+    def fused() -> None:
+        world.launch_together({rank: (entry["launch"], entry["stream"]) for rank, entry in enumerate(everyone)})
+
+    names = [name for name in everyone[0] if name not in ("stream", "launch")]
+    calls: dict[str, Callable[[], object]] = {"fused": fused, **{name: on_all(name) for name in names}}
+    stopwatch = Stopwatch(streams)
+    return stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+
+
+def _figures(
+    op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, wires: tuple[float, float],
+    trips: int, measured: tuple[dict[str, float], dict[str, float]], error: float, bound: float, plan: str,
+) -> dict[str, Any]:  # fmt: skip
+    times, sustained = measured
+    wire_ms, network_ms = (trips * wire for wire in wires)
+    floor = max(wire_ms, network_ms)
+    result = {
+        "op": op, "m_total": shape[0], "n": shape[1], "k": shape[2], "dtype": str(dtype).removeprefix("torch."),
+        "experts_per_rank": EXPERTS, "slots": SLOTS, "ranks": group.size, "nodes": group.nodes,
+        "gpus": torch.cuda.device_count(), "link_gb_per_s": group.world.links.nvlink,
+        "network_gb_per_s": getattr(group.world.links, "network", None),
+        "emulated": group.size > torch.cuda.device_count() or group.world.links.nvlink is not None or group.nodes > 1,
+        "fused_ms": times["fused"], "library_ms": times["library"], "wire_ms": wire_ms, "network_ms": network_ms,
+        "host_driven_ms": times["host_driven"], "speedup": times["host_driven"] / times["fused"],
+        "floor_fraction": max(times["library"], floor) / times["fused"],
+        "sustained_fused_ms": sustained["fused"], "sustained_library_ms": sustained["library"],
+        "sustained_host_driven_ms": sustained["host_driven"],
+        "sustained_floor_fraction": max(sustained["library"], floor) / sustained["fused"],
+        "max_error": error if error == error else float("inf"), "error_bound": bound, "plan": plan,
+    }  # fmt: skip
+    if "gemm" in times:
+        result |= {"gemm_ms": times["gemm"], "gemm_against_library": times["library"] / times["gemm"]}
+    return result
+
+
+def measure_dispatch(
+    group: Group, tokens_total: int, n: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """One shape of moe_dispatch_matmul; runs on every rank, the same figures come back on each."""
+    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
+    w = inputs.matrices(EXPERTS, hidden, n)
+    where, _, counts = inputs.rows()
+    sizes = counts.tolist()
+    ends = counts.cumsum(0).int()
+    rows = torch.cat(list(inputs.xs))[where]
+    link = Link(group.device)
+    wire_ms, network_ms, plain_ms = _wires(group, inputs, w.element_size(), hidden)
+    parts = torch.cat(list(inputs.xs))
+
+    def library() -> None:
+        grouped_mm(rows, w, ends, sizes)
+
+    def host_driven() -> None:
+        link.open()
+        arrived = parts[where]
+        link.hold(int(plain_ms * 1e6))
+        grouped_mm(arrived, w, ends, sizes)
+
+    routing = host.agree(
+        "moe_dispatch_matmul", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64,
+        len(inputs.x), config, out=n,
+    )  # fmt: skip
+    launch, y, handle = dispatch_op.prepare(group, inputs.x, inputs.ids, w, routing, config)
+    library()
+    host_driven()
+    group.launch(launch)
+    group.synchronize()
+    assert handle.counts.tolist() == sizes, "the kernel counts other rows than the plain reference"
+    exact = torch.cat([part.double() @ m.double() for part, m in zip(rows.split(sizes), w, strict=True)])
+    error = (y[: len(where)].double() - exact).abs().max().item()
+    del exact
+
+    chosen = (
+        "context", "w", "w_expert_stride", "w_row_stride", "w_column_stride", "packed", "y", "schedule", "placed",
+        "hidden", "n", "W_DESCRIPTOR", "W_TRANSPOSED", "PRECISION", "TILE_M", "TILE_N", "TILE_K", "GROUP",
+    )  # fmt: skip
+    kept = {name: launch.arguments[name] for name in chosen}
+    blocks = int(handle.tables["summary"][1])
+
+    def gemm() -> None:
+        _gemm_alone_kernel[(launch.grid,)](**kept, blocks=blocks, **launch.options)
+
+    gemm()
+    group.synchronize()
+    stream = torch.cuda.current_stream(group.device)
+    mine = dict(launch=launch, stream=stream, library=library, gemm=gemm, host_driven=host_driven)
+    everyone = group.exchange("ready", mine)
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if group.rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        measured = _time(group.world, everyone, repeats)
+    measured = group.exchange("times", measured)[0]
+    bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
+    plan = str(dispatch_op.plan(group, inputs.x, w, routing, config))
+    return _figures(
+        "moe_dispatch_matmul", group, (tokens_total, n, hidden), dtype, (wire_ms, network_ms), 1, measured,
+        error, bound, plan,
+    )  # fmt: skip
+
+
+def measure_ffn(
+    group: Group, tokens_total: int, inter: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """One shape of moe_ffn; runs on every rank, the same figures come back on each."""
+    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
+    gate_up = inputs.matrices(EXPERTS, hidden, 2 * inter)
+    down = inputs.matrices(EXPERTS, inter, hidden)
+    where, slot, counts = inputs.rows()
+    sizes = counts.tolist()
+    ends = counts.cumsum(0).int()
+    parts = torch.cat(list(inputs.xs))
+    rows = parts[where]
+    weights = torch.cat(list(inputs.all_weights))[where, slot].unsqueeze(1).to(dtype)
+    tokens = len(inputs.x)
+    partial = torch.zeros(len(parts), hidden, device=group.device, dtype=dtype)
+    out = torch.empty_like(inputs.x)
+    torch.cuda.current_stream(group.device).synchronize()
+    partials = group.exchange("partial", partial)
+    link = Link(group.device)
+    wire_ms, network_ms, plain_ms = _wires(group, inputs, out.element_size(), hidden)
+
+    def experts(arrived: torch.Tensor) -> torch.Tensor:
+        gate, up = grouped_mm(arrived, gate_up, ends, sizes).chunk(2, dim=1)
+        return grouped_mm(torch.nn.functional.silu(gate) * up, down, ends, sizes)
+
+    def library() -> None:
+        experts(rows)
+
+    def host_driven() -> None:
+        link.open()
+        arrived = parts[where]
+        link.hold(int(plain_ms * 1e6))
+        done = experts(arrived) * weights
+        partial.zero_()
+        partial.index_add_(0, where, done)
+        link.open()
+        mine = [part[group.rank * tokens : (group.rank + 1) * tokens] for part in partials]
+        torch.stack(mine).sum(0)
+        link.hold(int(plain_ms * 1e6))
+
+    routing = host.agree("moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config)
+    launch = ffn_op.prepare(group, inputs.x, inputs.ids, inputs.weights, gate_up, down, out, routing, config)
+    library()
+    host_driven()
+    out.fill_(float("nan"))
+    group.synchronize()
+    everyones = group.exchange("matrices", (gate_up, down))
+    error = 0.0
+    group.launch(launch)
+    group.synchronize()
+    error = _ffn_error(inputs, everyones, out)
+    group.barrier()
+
+    stream = torch.cuda.current_stream(group.device)
+    everyone = group.exchange("ready", dict(launch=launch, stream=stream, library=library, host_driven=host_driven))
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if group.rank == 0:
+        assert isinstance(group.world, CudaWorld)
+        measured = _time(group.world, everyone, repeats)
+    measured = group.exchange("times", measured)[0]
+    bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
+    plan = str(ffn_op.plan(group, inputs.x, gate_up, down, routing, config))
+    return _figures(
+        "moe_ffn", group, (tokens_total, inter, hidden), dtype, (wire_ms, network_ms), 2, measured, error, bound, plan
+    )
+
+
+def _ffn_error(inputs: Inputs, everyones: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
+    """The largest error of the first tokens against float64, relative to the sum of what is added up."""
+    x, ids = inputs.x[:CHECKED_TOKENS].double(), inputs.ids[:CHECKED_TOKENS]
+    weights = inputs.weights[:CHECKED_TOKENS].double()
+    total, magnitude = torch.zeros_like(x), torch.zeros_like(x)
+    for owner, (gate_up, down) in enumerate(everyones):
+        for expert in range(EXPERTS):
+            share = (weights * (ids == owner * EXPERTS + expert)).sum(1, keepdim=True)
+            if not bool(share.any()):
+                continue
+            gate, up = (x @ gate_up[expert].double()).chunk(2, dim=1)
+            inner = torch.nn.functional.silu(gate) * up
+            matrix = down[expert].double()
+            total += share * (inner @ matrix)
+            magnitude += share * (inner.abs() @ matrix.abs())
+    error = (out[:CHECKED_TOKENS].double() - total).abs() / magnitude.clamp_min(1e-12)
+    return float(error.max().item()) if len(x) else 0.0

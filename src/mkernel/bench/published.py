@@ -1,0 +1,100 @@
+"""The figures that the CUDA library mKernel published, to be set beside ours; see published.json.
+
+What can be compared. They were measured on 2 nodes of 8 H200 with 16 ranks; here there may be fewer ranks,
+several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there, and
+what stands side by side are floor fractions: the time that the library's GEMM alone, or a link alone,
+would take, over the time that was taken. Milliseconds of ranks that share a GPU are not comparable, nor
+are a wire and 15 peers the same as a paced link and 3 peers. The floor of a published figure takes this
+run's GEMM, scaled to a whole GPU, for the library; it is left out where the GPU here is no H200.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+NODES, GPUS = 2, 8
+RANKS = NODES * GPUS
+NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
+
+SAME = "the same: what a rank multiplies (its share of the FLOPs, bf16), the rates of links relative to the GPU's"
+DIFFERENT = (
+    "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
+)
+
+
+def place(nodes: int, ranks: int, gpus: int) -> str:
+    """Where the figures of this run are from, in words."""
+    numbers = ((nodes, "node"), (ranks, "rank"), (gpus, "GPU"))
+    first, second, third = (f"{number} {what}{'' if number == 1 else 's'}" for number, what in numbers)
+    return f"{first} x {second} on {third}"
+
+
+@cache
+def figures() -> dict[str, Any]:
+    return json.loads(resources.files("mkernel.bench").joinpath("published.json").read_text())
+
+
+def rows(op: str) -> list[dict[str, Any]]:
+    """The published times of an operator, in ms, each with its `size`."""
+    found = figures()["ops"].get(op, {}).get("efa_ms", [])
+    return [{**row, "size": next(iter(row.values()))} for row in found]
+
+
+def _gather(size: int) -> tuple[float, float]:
+    block = size // RANKS * size * 2
+    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+
+
+def _all_reduce(size: int) -> tuple[float, float]:
+    # NVSwitch adds and spreads: what a GPU sends is its part of every other GPU's rows, and the sum of its own
+    return size * size * 2, 2 * (NODES - 1) * (size // RANKS * size * 2)
+
+
+def _attention(size: int) -> tuple[float, float]:
+    block = 2 * 4 * 16 * (size // RANKS) * 128 * 2
+    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+
+
+def _dispatch(tokens: int) -> tuple[float, float]:
+    """Top 8 of 256 experts: a token goes to each rank that has one of them once, over the network once."""
+    sent = tokens / RANKS * 7168 * 2
+    ranks = GPUS * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
+    return NODES * ranks * (GPUS - 1) / GPUS * sent, (1 - 0.5**8) * sent
+
+
+def _ffn(tokens: int) -> tuple[float, float]:
+    return 2 * _dispatch(tokens)[0], 2 * _dispatch(tokens)[1]
+
+
+# bytes that a rank sends inside its node and to the other one
+TRAFFIC: dict[str, Callable[[int], tuple[float, float]]] = {
+    "all_gather_matmul": _gather,
+    "matmul_reduce_scatter": _gather,  # as many bytes, in the other direction
+    "matmul_all_reduce": _all_reduce,
+    "ring_attention": _attention,
+    "moe_dispatch_matmul": _dispatch,
+    "moe_ffn": _ffn,
+}
+
+
+def beside(op: str, row: dict[str, Any], result: dict[str, Any], gpu: str) -> dict[str, Any]:
+    """What was published for a shape, with its floor fraction, for the result of the same shape here."""
+    found = {
+        "published_size": row["size"],
+        "published_ms": row["mkernel"],
+        "published_nccl_ms": row.get("nccl"),
+        "published_floor_fraction": None,
+        "published_note": "",
+    }
+    if "H200" not in gpu:
+        found["published_note"] = f"no floor: it needs the library's time on an H200, this is a {gpu}"
+    else:
+        sharing = max(-(-result["ranks"] // result["gpus"]), 1)
+        nvlink, network = TRAFFIC[op](row["size"])
+        floor = max(result["library_ms"] / sharing, nvlink / NVLINK * 1e3, network / NETWORK * 1e3)
+        found["published_floor_fraction"] = floor / row["mkernel"]
+    return found

@@ -1,0 +1,100 @@
+"""What to measure: shapes from the command line, from a file, or from a set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkernel.bench import published
+from mkernel.operators import Operator, Shape
+from mkernel.runtime.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One measurement; `row`: what was published for it, if anything was."""
+
+    op: str
+    shape: Shape
+    row: dict[str, Any] | None = None
+
+
+def parse(text: str, operator: Operator, ranks: int) -> Shape:
+    """A shape as it is written on the command line, such as 16384x2048x8192."""
+    pattern = "x".join(r"(\d+)" for _ in operator.dimensions)
+    match = re.fullmatch(pattern, text.strip().lower())
+    shape = tuple(int(number) for number in match.groups()) if match else ()
+    if not shape or not all(shape):
+        example = "x".join(map(str, operator.shapes[0]))
+        raise ArgumentError(
+            f"{text!r} is no shape of {operator.name}; write {' x '.join(operator.dimensions)} as "
+            f"{len(operator.dimensions)} whole numbers, 1 or more: {example}"
+        )
+    check(shape, operator, ranks)
+    return shape
+
+
+def check(shape: Shape, operator: Operator, ranks: int) -> None:
+    """Refuse a shape that can not be divided among the ranks."""
+    for name, number in zip(operator.dimensions, shape):
+        if name in operator.shared and number % ranks:
+            raise ArgumentError(
+                f"{'x'.join(map(str, shape))}: {name} of {operator.name} ({number}) must be divisible by the number "
+                f"of ranks ({ranks})"
+            )
+
+
+def read(path: Path, operators: Mapping[str, Operator], op: str | None, ranks: int) -> list[Wanted]:
+    """Shapes from a file: in each line an operator and a shape, or a shape alone if the operator is given. What
+    follows a # is a comment. With an operator given, the lines of others are left out."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is no text"
+        raise ArgumentError(f"--shapes is 'small', 'paper' or a file; {path} can not be read: {reason}") from problem
+    wanted = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name = words[0] if len(words) == 2 else op
+        if name is None or len(words) > 2:
+            raise ArgumentError(f"{path}:{number}: write an operator and a shape, as: {_example(operators)}")
+        if name not in operators:
+            raise ArgumentError(f"{path}:{number}: there is no operator {name!r}; there are: {', '.join(operators)}")
+        try:
+            shape = parse(words[-1], operators[name], ranks)
+        except ArgumentError as problem:
+            raise ArgumentError(f"{path}:{number}: {problem}") from problem
+        if op in (None, name):
+            wanted.append(Wanted(name, shape))
+    if not wanted:
+        raise ArgumentError(f"{path} has no shapes{f' of {op}' if op else ''}; write lines as: {_example(operators)}")
+    return wanted
+
+
+def _example(operators: Mapping[str, Operator]) -> str:
+    operator = next(iter(operators.values()))
+    return f"{operator.name} {'x'.join(map(str, operator.shapes[0]))}"
+
+
+def choose(chosen: Sequence[Operator], which: str, ranks: int) -> list[Wanted]:
+    """The shapes of a set: "default", "small" or "paper"."""
+    wanted = []
+    for operator in chosen:
+        if which == "paper":
+            found = [
+                Wanted(operator.name, operator.of_paper(row["size"], ranks), row)
+                for row in published.rows(operator.name)
+            ]
+        else:
+            found = [
+                Wanted(operator.name, shape) for shape in (operator.small if which == "small" else operator.shapes)
+            ]
+        for one in found:
+            check(one.shape, operator, ranks)
+        wanted += found
+    return wanted

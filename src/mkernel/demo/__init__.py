@@ -1,0 +1,306 @@
+"""`mkernel demo`: every operator on a small cluster, checked, with what moved where and where time went.
+
+In the simulator an operator runs under several seeded schedules; bytes and tile products are counted. On
+GPUs it runs once for the check and then a few times for the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mkernel import operators
+from mkernel.runtime.group import Group
+from mkernel.runtime.spawn import spawn
+
+SCHEDULES = 3  # seeds that the simulator runs each operator with
+CALLS = 10  # timed together on a GPU, back to back
+ROUNDS = 5  # how often they are; the median is shown
+HEAD_START = 40_000_000  # clock cycles, about 20 ms: the GPU waits while the host queues the calls
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rank's result beside float64: the largest error, and the largest share of what is allowed."""
+
+    shape: tuple[int, ...]
+    error: float
+    share: float
+
+    @property
+    def ok(self) -> bool:
+        return self.share <= 1.0  # false for NaN
+
+
+@dataclass
+class Shown:
+    """What is shown of one operator."""
+
+    name: str
+    summary: str
+    inputs: str
+    checks: list[Check]  # by rank; in the simulator the worst of all schedules
+    wrong: list[str] = field(default_factory=list)
+    # in the simulator: bytes from rank to rank in a node and between nodes; by schedule and rank: tile products,
+    # and how many of them were computed before the rank's last byte had come in
+    nvlink: list[list[int]] = field(default_factory=list)
+    network: list[list[int]] = field(default_factory=list)
+    products: list[list[int]] = field(default_factory=list)
+    before_last_arrival: list[list[int]] = field(default_factory=list)
+    # on GPUs, in ms
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def overlap(self) -> list[float]:
+        """The share of products that were overlapped with transfers, of each schedule."""
+        return [sum(before) / max(sum(all), 1) for before, all in zip(self.before_last_arrival, self.products)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "operator": self.name,
+            "summary": self.summary,
+            "inputs": self.inputs,
+            "ok": not self.wrong,
+            "wrong": self.wrong,
+            "ranks": [
+                {"shape": list(check.shape), "error": check.error, "share_of_bound": check.share}
+                for check in self.checks
+            ],
+            "nvlink_bytes": self.nvlink,
+            "network_bytes": self.network,
+            "products": self.products,
+            "products_before_last_arrival": self.before_last_arrival,
+            "milliseconds": self.times,
+        }
+
+
+def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None) -> int:
+    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. Returns the
+    exit code."""
+    simulated = device == "cpu"
+    size = nodes * gpus_per_node
+    cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
+    place = cluster if simulated else _gpus(size)
+    console.print(f"[bold]mkernel[/bold] on {place}\n")
+    chosen = list(operators.here().values())
+    shown = []
+    with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
+        for operator in chosen:
+            if simulated:
+                shown.append(_simulate(operator, nodes, gpus_per_node, seed, advance))
+            else:
+                shown.append(_measure(operator, gpus_per_node, seed, advance))
+    for one in shown:
+        console.print(f"[bold]{one.name}[/bold]: {one.summary}.")
+        console.print(f"  Each rank holds {one.inputs} (bf16).", style="dim")
+    console.print()
+    console.print(_table(shown, simulated))
+    if simulated:
+        console.print(
+            f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which decide the order of everything that may "
+            "happen in any order; errors are the worst of all, as a share of what rounding allows, against PyTorch in "
+            "float64. NVLink and network: bytes sent inside nodes and between them. Overlap: the least share of tile "
+            "products that were computed before the rank's last byte had arrived. The simulator counts steps, not "
+            "seconds: the share is no measure of speed."
+        )
+    else:
+        emulated = " Ranks share a GPU here: times are emulated." if size > torch.cuda.device_count() else ""
+        console.print(
+            "Errors are shares of what rounding allows, against PyTorch in float64. Fused is one call; library is this "
+            f"rank's arithmetic alone, by PyTorch, on all ranks.{emulated} `mkernel bench` compares with more."
+        )
+    wrong = [f"{one.name}: {problem}" for one in shown for problem in one.wrong]
+    for problem in wrong:
+        console.print(f"[bold red]wrong:[/bold red] {problem}")
+    if not wrong:
+        console.print("[bold green]All results are right.[/bold green]")
+    if html is not None:
+        from mkernel.demo.page import page
+
+        with open(html, "w") as file:
+            file.write(page(place, simulated, shown))
+        console.print(f"The page is in {html}", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+# -- in the simulator
+
+
+def _simulate(
+    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, advance: Callable[[], None]
+) -> Shown:
+    """Run several schedules."""
+    shown = Shown(operator.name, operator.summary, "", [])
+    checks: list[list[Check]] = []
+    first: list[torch.Tensor] = []
+    for schedule in range(seed, seed + SCHEDULES):
+        results = spawn(
+            _on_simulated_rank, operator, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu", seed=schedule
+        )
+        checks.append([check for check, _, _, _, _ in results])
+        shown.inputs, traffic, sends = results[0][2:]
+        for rank, (check, y, _, _, _) in enumerate(results):
+            if not check.ok:
+                shown.wrong.append(f"rank {rank}: error {check.error:.3g} is over the bound with seed {schedule}")
+            elif first and not torch.equal(y, first[rank]):
+                shown.wrong.append(f"rank {rank}: seed {schedule} gave other bits than seed {seed}")
+        first = first or [y for _, y, _, _, _ in results]
+        if sends is not None:
+            shown.wrong += _unexpected(traffic, sends, nodes, gpus_per_node, schedule)
+        shown.nvlink, shown.network = traffic.nvlink, traffic.network
+        shown.products.append(traffic.multiplications)
+        shown.before_last_arrival.append(traffic.before_last_arrival)
+        advance()
+    shown.checks = [max((row[rank] for row in checks), key=_badness) for rank in range(nodes * gpus_per_node)]
+    return shown
+
+
+def _on_simulated_rank(group: Group, operator: operators.Operator) -> tuple[Any, ...]:
+    from mkernel.sim.world import SimWorld
+
+    assert isinstance(group.world, SimWorld)
+    case = operator.case(group, large=False, seed=0)
+    y = case.result(case.call())
+    return _check(y, *case.exact()), y, case.inputs, group.world.traffic, case.sends
+
+
+def _unexpected(traffic: Any, sends: tuple[int, int], nodes: int, gpus_per_node: int, schedule: int) -> list[str]:
+    """Bytes that should not have been sent, or were not."""
+    found = []
+    for sender in range(nodes * gpus_per_node):
+        for receiver in range(nodes * gpus_per_node):
+            same_node = sender // gpus_per_node == receiver // gpus_per_node
+            counterparts = sender % gpus_per_node == receiver % gpus_per_node
+            for name, sent, expected in (
+                ("NVLink", traffic.nvlink, sends[0] if same_node and sender != receiver else 0),
+                ("the network", traffic.network, sends[1] if counterparts and not same_node else 0),
+            ):
+                if sent[sender][receiver] != expected:
+                    found.append(
+                        f"rank {sender} sent {sent[sender][receiver]} bytes over {name} to rank {receiver} instead of "
+                        f"{expected} with seed {schedule}"
+                    )
+    return found
+
+
+# -- on GPUs
+
+
+def _measure(operator: operators.Operator, ranks: int, seed: int, advance: Callable[[], None]) -> Shown:
+    """Check one call and time a few."""
+    results = spawn(_on_gpu_rank, operator, seed, nodes=1, gpus_per_node=ranks, device="cuda")
+    advance()
+    checks = [check for check, _, _ in results]
+    wrong = [
+        f"rank {rank}: error {check.error:.3g} is over the bound" for rank, check in enumerate(checks) if not check.ok
+    ]
+    return Shown(operator.name, operator.summary, results[0][2], checks, wrong, times=results[0][1])
+
+
+def _on_gpu_rank(group: Group, operator: operators.Operator, seed: int) -> tuple[Check, dict[str, float], str]:
+    case = operator.case(group, large=True, seed=seed)
+    # load every kernel before one of ours waits for another rank
+    case.library()
+    torch.cuda._sleep(1)
+    group.synchronize()
+    group.barrier()
+    given = case.call()
+    group.synchronize()
+    check = _check(case.result(given), *case.exact())
+    calls: dict[str, Callable[[], Any]] = {"fused": case.call, "library": case.library}
+    return check, {name: _milliseconds(group, call) for name, call in calls.items()}, case.inputs
+
+
+def _milliseconds(group: Group, call: Callable[[], Any]) -> float:
+    """The time of a call that all ranks make, on the slowest rank; the median of several rounds."""
+    rounds = []
+    for _ in range(ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        group.synchronize()
+        group.barrier()
+        torch.cuda._sleep(HEAD_START)
+        start.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        group.synchronize()
+        rounds.append(max(group.exchange("time", start.elapsed_time(end) / CALLS)))
+    return sorted(rounds)[ROUNDS // 2]
+
+
+# -- on both
+
+
+def _check(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> Check:
+    if y.shape != exact.shape:
+        return Check(tuple(y.shape), float("inf"), float("inf"))
+    error = (y.double() - exact).abs()
+    return Check(tuple(y.shape), _largest(error), _largest(error / bound))
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float("nan") if bool(values.isnan().any()) else values.max().item() if values.numel() else 0.0
+
+
+def _badness(check: Check) -> float:
+    return check.share if check.share == check.share else float("inf")
+
+
+def _table(shown: Sequence[Shown], simulated: bool) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table.add_column("operator", no_wrap=True)
+    table.add_column("result")
+    columns = ("error", "NVLink", "network", "overlap") if simulated else ("error", "fused", "library", "ratio")
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for one in shown:
+        worst = max(one.checks, key=_badness)
+        if simulated:
+            figures = [_bytes(sum(map(sum, one.nvlink))), _bytes(sum(map(sum, one.network))), f"{min(one.overlap):.0%}"]
+        else:
+            fused, library = one.times["fused"], one.times["library"]
+            figures = [f"{fused:.3f} ms", f"{library:.3f} ms", f"{library / fused:.2f}"]
+        table.add_row(
+            one.name,
+            "x".join(map(str, worst.shape)),
+            f"{worst.share:.0%}",
+            *figures,
+            "[bold red]WRONG[/bold red]" if one.wrong else "[green]ok[/green]",
+        )
+    return table
+
+
+def _bytes(count: int) -> str:
+    if count == 0:
+        return "-"
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _gpus(ranks: int) -> str:
+    used = min(ranks, torch.cuda.device_count())
+    return f"{used} x {torch.cuda.get_device_name(0)}, {_count(ranks, 'rank')}"
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
+    """A bar while it lasts, where there is a terminal to show it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("running", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,188 @@
+"""What the demo calls: for each operator inputs, the call, and the same by PyTorch in float64.
+
+A function here has the name of its operator. `large` is for a GPU; otherwise it is small enough for the
+simulator, about a second a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mkernel as mk
+from mkernel.runtime.group import Group
+
+DTYPE = torch.bfloat16
+EPS = torch.finfo(DTYPE).eps
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator on one rank.
+
+    inputs: what each rank holds, in words.
+    call: the operator. result: the tensor to be checked, of what the call gave.
+    exact: the same in float64, and how far the result may be from it, as a number or element by element. All
+        ranks call it, together.
+    library: the arithmetic of this rank alone, by PyTorch, for comparing times.
+    sends: bytes that a rank sends to each other rank of its node, and to its counterpart in each other node;
+        None where that depends on the data.
+    """
+
+    inputs: str
+    call: Callable[[], Any]
+    exact: Callable[[], tuple[torch.Tensor, torch.Tensor | float]]
+    library: Callable[[], object]
+    result: Callable[[Any], torch.Tensor] = lambda given: given
+    sends: tuple[int, int] | None = None
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return getattr(mk, name)
+
+
+def _random(group: Group, seed: int, *shape: int, what: int = 0) -> torch.Tensor:
+    generator = torch.Generator(group.device).manual_seed(1000 * seed + 10 * group.rank + what)
+    return torch.randn(*shape, generator=generator, device=group.device, dtype=DTYPE)
+
+
+def _everyones(group: Group, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    group.synchronize()  # what others read has been written
+    return [part.to(group.device) for part in group.exchange(what, tensor)]
+
+
+def all_gather_matmul(group: Group, large: bool, seed: int) -> Case:
+    m, n, k = (1024, 2048, 4096) if large else (64, 64, 128)
+    a, b = _random(group, seed, m, k), _random(group, seed, k, n, what=1)
+    gathered = torch.zeros(group.size * m, k, dtype=DTYPE, device=group.device)
+    block = m * k * DTYPE.itemsize
+
+    def exact() -> tuple[torch.Tensor, float]:
+        return torch.cat(_everyones(group, "a", a)).double() @ b.double(), 4 * k**0.5 * EPS
+
+    return Case(
+        inputs=f"a {m} x {k}, its rows of a taller matrix, and b {k} x {n}",
+        call=lambda: mk.all_gather_matmul(a, b),
+        exact=exact,
+        library=lambda: gathered @ b,
+        sends=(group.nodes * block, block),
+    )
+
+
+def _reducing(
+    group: Group, large: bool, seed: int, call: Callable[..., torch.Tensor], rows: slice, m: int, *, scattered: bool
+) -> Case:
+    n, k = (2048, 1024) if large else (64, 32)
+    block = m // group.size * n * DTYPE.itemsize
+    a, b = _random(group, seed, m, k), _random(group, seed, k, n, what=1)
+
+    def exact() -> tuple[torch.Tensor, float]:
+        pairs = zip(_everyones(group, "a", a), _everyones(group, "b", b))
+        total = sum((x[rows].double() @ y.double() for x, y in pairs), torch.zeros((), device=group.device))
+        # the error of one long product, and a rounding of each rank's part
+        parts = (group.size - 1) ** 0.5 * 5 * k**0.5 * EPS / 2
+        return total, 4 * (group.size * k) ** 0.5 * EPS + parts
+
+    return Case(
+        inputs=f"a {m} x {k} and b {k} x {n}, its slice of a deeper product",
+        call=lambda: call(a, b),
+        exact=exact,
+        library=lambda: a @ b,
+        sends=(group.nodes * block, block) if scattered else None,
+    )
+
+
+def matmul_reduce_scatter(group: Group, large: bool, seed: int) -> Case:
+    rows = 1024 if large else 32
+    mine = slice(group.rank * rows, (group.rank + 1) * rows)
+    return _reducing(group, large, seed, mk.matmul_reduce_scatter, mine, rows * group.size, scattered=True)
+
+
+def matmul_all_reduce(group: Group, large: bool, seed: int) -> Case:
+    return _reducing(group, large, seed, mk.matmul_all_reduce, slice(None), 4096 if large else 96, scattered=False)
+
+
+def ring_attention(group: Group, large: bool, seed: int) -> Case:
+    batch, heads, length, dim = (1, 16, 1024, 128) if large else (1, 2, 32, 64)
+    query, key, value = (_random(group, seed, batch, heads, length, dim, what=what) for what in range(3))
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.cat(_everyones(group, "key", key), dim=2).double()
+        values = torch.cat(_everyones(group, "value", value), dim=2).double()
+        scores = query.double() @ keys.transpose(-1, -2) * dim**-0.5
+        place = torch.arange(length, device=group.device) + group.rank * length
+        later = torch.arange(keys.shape[2], device=group.device) > place[:, None]
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        # weights and result are rounded once each; the rest is fp32
+        return weights @ values, EPS * (weights @ values.abs()) + 2.0**-18
+
+    return Case(
+        inputs=f"query, key and value, {batch} x {heads} x {length} x {dim}, its part of a longer sequence; causal",
+        call=lambda: _operator("ring_attention")(query, key, value, is_causal=True),
+        exact=exact,
+        library=lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value),
+    )
+
+
+def _routing(group: Group, tokens: int, experts: int, top_k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(group.device).manual_seed(77 + 1000 * seed + group.rank)
+    scores = torch.rand(tokens, experts * group.size, generator=generator, device=group.device)
+    return scores.topk(top_k, dim=1).indices
+
+
+def moe_dispatch_matmul(group: Group, large: bool, seed: int) -> Case:
+    tokens, hidden, out, experts, top_k = (1024, 2048, 1024, 4, 4) if large else (48, 32, 32, 2, 2)
+    x = _random(group, seed, tokens, hidden)
+    w = _random(group, seed, experts, hidden, out, what=1)
+    ids = _routing(group, tokens, experts, top_k, seed)
+
+    def exact() -> tuple[torch.Tensor, float]:
+        everyone = torch.cat(_everyones(group, "x", x)).double()
+        chosen = torch.cat(_everyones(group, "ids", ids))
+        parts = []
+        for expert in range(experts):
+            token = (chosen == group.rank * experts + expert).nonzero()[:, 0]  # by source rank, then token
+            parts.append(everyone[token] @ w[expert].double())
+        return torch.cat(parts), 4 * hidden**0.5 * EPS
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {hidden} x {out}",
+        call=lambda: _operator("moe_dispatch_matmul")(x, ids, w, max_tokens=tokens),
+        result=lambda given: given[0][: int(given[1].counts.sum())],
+        exact=exact,
+        library=lambda: x.repeat(top_k, 1).view(experts, -1, hidden) @ w,
+    )
+
+
+def moe_ffn(group: Group, large: bool, seed: int) -> Case:
+    tokens, hidden, inter, experts, top_k = (1024, 2048, 1024, 4, 4) if large else (16, 32, 32, 2, 2)
+    x = _random(group, seed, tokens, hidden)
+    gate_up = _random(group, seed, experts, hidden, 2 * inter, what=1) * hidden**-0.5
+    down = _random(group, seed, experts, inter, hidden, what=2) * inter**-0.5
+    ids = _routing(group, tokens, experts, top_k, seed)
+    weights = _random(group, seed, tokens, top_k, what=3).float().softmax(1)
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        total = magnitude = torch.zeros(tokens, hidden, dtype=torch.float64, device=group.device)
+        everyones = zip(_everyones(group, "gate_up", gate_up), _everyones(group, "down", down))
+        for expert, (w1, w2) in enumerate((one, two) for first, second in everyones for one, two in zip(first, second)):
+            share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+            gate, up = (x.double() @ w1.double()).chunk(2, dim=1)
+            inner = torch.nn.functional.silu(gate) * up
+            total = total + share * (inner @ w2.double())
+            magnitude = magnitude + share * (inner.abs() @ w2.double().abs())
+        return total, 4 * EPS * magnitude + 1e-30  # values are rounded when they are handed on, a few times
+
+    def library() -> torch.Tensor:
+        gate, up = (x.repeat(top_k, 1).view(experts, -1, hidden) @ gate_up).chunk(2, dim=2)
+        return (torch.nn.functional.silu(gate) * up) @ down
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {inter} inner columns",
+        call=lambda: _operator("moe_ffn")(x, ids, weights, gate_up, down, max_tokens=tokens),
+        exact=exact,
+        library=library,
+    )

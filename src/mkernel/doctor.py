@@ -1,0 +1,446 @@
+"""What is here, what will be used, and what to do about what is missing: `mkernel doctor`, `mk.diagnose()`.
+
+Every probe looks at one thing and never raises: what it can not find out, it says. A finding is
+
+- "ok": it is there;
+- "note": it is not, and nothing is wrong: the advice says what one would get from it;
+- "problem": something that is here can not be used as it is; the advice says what to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mkernel.version import __version__
+
+OLDEST_PYTHON = (3, 10)
+PACKAGES = (  # name, oldest version, what it is for; "" is needed in any case
+    ("torch", "2.11", ""),
+    ("triton", "3.6", ""),
+    ("numpy", "1.26", ""),
+    ("greenlet", "3.0", "the simulator: pip install 'mkernel[sim]'"),
+    ("plotly", "6.0", "reports in HTML: pip install 'mkernel[cli]'"),
+)
+NVIDIA = "0x10de"  # its number as a maker of PCI devices
+HOPPER = (9, 0)
+MULTICAST, DMA_BUF = 132, 124  # CUdevice_attribute
+LOCKED_BYTES = 64 << 30  # less than this may be too little to register heaps with a network card
+SECONDS = 20  # that another program may take
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    section: str
+    name: str
+    found: str
+    status: str = "ok"  # "ok", "note" or "problem"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `mk.diagnose()` found; print it to read it."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == "problem")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mkernel": __version__, "findings": [asdict(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        section = ""
+        for finding in self.findings:
+            if finding.section != section:
+                section = finding.section
+                lines.append(f"{section}")
+            mark = {"ok": " ", "note": "-", "problem": "!"}[finding.status]
+            lines.append(f" {mark} {finding.name}: {finding.found}")
+            if finding.advice:
+                lines.append(f"     {finding.advice}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Machine:
+    """What the probes look at; tests give another one."""
+
+    sysfs: Path = Path("/sys")
+    proc: Path = Path("/proc")
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    python: tuple[int, ...] = tuple(sys.version_info[:3])
+    system: str = platform.system()
+
+    def version(self, package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def module(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def library(self, name: str) -> Any:
+        """A shared library; raises OSError if there is none of that name."""
+        return ctypes.CDLL(name)
+
+    def output(self, *command: str) -> str | None:
+        """What a program prints; None if there is no such program, or if it fails."""
+        found = shutil.which(command[0])
+        if found is None:
+            return None
+        try:
+            done = subprocess.run([found, *command[1:]], capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    def locked_bytes(self) -> int:
+        """How much memory a process may lock; -1 is any amount."""
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        return -1 if limit == resource.RLIM_INFINITY else limit
+
+    def text(self, path: Path) -> str:
+        """What a file says; "" if it can not be read."""
+        try:
+            return path.read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+
+def diagnose(machine: Machine | None = None) -> Diagnosis:
+    """Look at this machine: GPUs and the links between them, the network, programs and versions. Collective
+    calls are not made, and nothing is changed."""
+    machine = machine or Machine()
+    findings: list[Finding] = []
+    for section, probe in PROBES:
+        try:
+            findings += [Finding(section, *found) for found in probe(machine)]
+        except Exception as problem:
+            what = f"could not be examined ({type(problem).__name__}: {problem})"
+            findings.append(Finding(section, probe.__name__.strip("_").replace("_", " "), what, "note"))
+    findings += [Finding("What will be used", *found) for found in _conclusions(findings)]
+    return Diagnosis(tuple(findings))
+
+
+Found = tuple[str, ...]  # name, what was found, status, advice
+
+
+# -- programs
+
+
+def _python(machine: Machine) -> list[Found]:
+    text = ".".join(map(str, machine.python))
+    found: list[Found] = [("mkernel", __version__)]
+    if machine.python < OLDEST_PYTHON:
+        needed = ".".join(map(str, OLDEST_PYTHON))
+        found.append(("Python", text, "problem", f"mkernel needs Python {needed} or newer"))
+    else:
+        found.append(("Python", text))
+    if machine.system != "Linux":
+        found.append(("system", machine.system, "problem", "mkernel runs on Linux only"))
+    return found
+
+
+def _packages(machine: Machine) -> list[Found]:
+    found: list[Found] = []
+    for name, oldest, purpose in PACKAGES:
+        version = machine.version(name)
+        if version is None:
+            advice = f"for {purpose}" if purpose else f"pip install '{name}>={oldest}'"
+            found.append((name, "not installed", "note" if purpose else "problem", advice))
+        elif _numbers(version) < _numbers(oldest):
+            found.append((name, version, "problem", f"{oldest} or newer is needed: pip install -U '{name}>={oldest}'"))
+        else:
+            found.append((name, version))
+    return found
+
+
+def _numbers(version: str) -> list[int]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(number) for number in match.group().split(".")] if match else []
+    return (numbers + [0, 0])[:3]
+
+
+def _compiler(machine: Machine) -> list[Found]:
+    from mkernel.net import build
+    from mkernel.runtime.errors import TransportError
+
+    try:
+        command = build.compiler()
+    except TransportError as problem:
+        return [("C++ compiler", "none", "problem", f"several nodes need one: {problem}")]
+    version = (machine.output(command[0], "--version") or "").partition("\n")[0]
+    found: list[Found] = [("C++ compiler", f"{' '.join(command)} ({version or 'version unknown'})")]
+    try:
+        directory = build.cache_directory()
+        if not os.access(directory, os.W_OK):
+            raise TransportError(f"{directory} can not be written; set XDG_CACHE_HOME to a directory that can")
+    except TransportError as problem:
+        found.append(("cache", "not usable", "problem", str(problem)))
+    else:
+        found.append(("cache", str(directory)))
+    return found
+
+
+# -- GPUs
+
+
+def _gpus(machine: Machine) -> list[Found]:
+    torch = machine.module("torch")
+    on_the_bus = sum(
+        machine.text(device / "vendor") == NVIDIA and machine.text(device / "class").startswith("0x03")
+        for device in (machine.sysfs / "bus/pci/devices").glob("*")
+    )
+    if not torch.cuda.is_available():
+        if not on_the_bus:
+            return [("GPU", "none", "note", "with no GPU everything runs in the simulator: right, not fast")]
+        if torch.version.cuda is None:
+            advice = "torch was built without CUDA: install a build of torch that has it"
+        elif machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+            advice = "CUDA_VISIBLE_DEVICES hides it: unset it"
+        elif not (machine.proc / "driver/nvidia/version").exists():
+            advice = "NVIDIA's driver is not loaded: install it, or `modprobe nvidia`; in a container, pass the GPUs in"
+        else:
+            advice = f"torch is built for CUDA {torch.version.cuda}: is the driver new enough for it? See nvidia-smi"
+        return [("GPU", f"{on_the_bus} on the PCI bus, torch sees none", "problem", advice)]
+    found: list[Found] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        text = (
+            f"{properties.name}, compute capability {capability[0]}.{capability[1]}, "
+            f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
+        )
+        if capability >= HOPPER:
+            found.append((f"GPU {index}", text))
+        else:
+            advice = "kernels for Hopper (9.0) are not used here; mkernel has not been tried on this kind of GPU"
+            found.append((f"GPU {index}", text, "note", advice))
+    return found
+
+
+def _driver_attribute(machine: Machine, attribute: int, index: int) -> bool | None:
+    """What the driver says about a GPU; None if it can not be asked."""
+    try:
+        driver = machine.library("libcuda.so.1")
+        device, value = ctypes.c_int(), ctypes.c_int()
+        ok = (
+            driver.cuInit(0) == 0
+            and driver.cuDeviceGet(ctypes.byref(device), index) == 0
+            and driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0
+        )
+    except (OSError, AttributeError):
+        return None
+    return bool(value.value) if ok else None
+
+
+def _between_gpus(machine: Machine) -> list[Found]:
+    torch = machine.module("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return []
+    apart = [
+        f"{one}-{other}"
+        for one in range(count)
+        for other in range(count)
+        if one != other and not torch.cuda.can_device_access_peer(one, other)
+    ]
+    found: list[Found] = []
+    if apart:
+        advice = "these GPUs can not address each other's memory: use others, or see whether PCIe ACS is on"
+        found.append(("peer access", f"missing between {', '.join(apart[:8])}", "problem", advice))
+    else:
+        found.append(("peer access", f"between all {count} GPUs"))
+    links = _nvlinks(machine.output("nvidia-smi", "topo", "-m") or "", count)
+    if links is None:
+        found.append(("NVLink", "unknown: nvidia-smi topo -m says nothing", "note", ""))
+    elif links:
+        found.append(("NVLink", f"{min(links.values())} to {max(links.values())} links between each two GPUs"))
+    else:
+        advice = "GPUs talk over PCIe, which is ten times slower: operators are right, and wait for transfers"
+        found.append(("NVLink", "none", "note", advice))
+    return found
+
+
+def _nvlinks(table: str, count: int) -> dict[tuple[int, int], int] | None:
+    """How many links each two GPUs have, {} if a pair has none; None if the table is not understood."""
+    links = {}
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in table.splitlines()]
+    for row in rows:
+        match = re.fullmatch(r"GPU(\d+)", row[0]) if row else None
+        if match is None or len(row) < count + 1 or row[1].startswith("GPU"):
+            continue
+        for other, cell in enumerate(row[1 : count + 1]):
+            if cell != "X":
+                links[int(match.group(1)), other] = int(cell[2:]) if re.fullmatch(r"NV\d+", cell) else 0
+    if len(links) != count * (count - 1):
+        return None
+    return links if all(links.values()) else {}
+
+
+def _multicast(machine: Machine) -> list[Found]:
+    torch = machine.module("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return []
+    answers = {index: _driver_attribute(machine, MULTICAST, index) for index in range(count)}
+    if all(answers.values()):
+        return [("multicast", "on all GPUs")]
+    if any(answer is None for answer in answers.values()):
+        return [("multicast", "unknown: the driver (libcuda.so.1) could not be asked", "note", "")]
+    without = [str(index) for index, answer in answers.items() if not answer]
+    return [("multicast", f"not on GPU {', '.join(without)}", "note", "it needs NVSwitch and the fabric manager")]
+
+
+def _symmetric_memory(machine: Machine) -> list[Found]:
+    torch = machine.module("torch")
+    if not torch.distributed.is_available():
+        return [("torch.distributed", "not in this build of torch", "problem", "several processes need it")]
+    try:
+        module = machine.module("torch.distributed._symmetric_memory")
+    except ImportError as problem:
+        advice = "GPUs in several processes need it: install a newer torch"
+        return [("symmetric memory", f"not in this torch ({problem})", "problem", advice)]
+    if not all(hasattr(module, name) for name in ("empty", "rendezvous")):
+        return [("symmetric memory", "another one than is known here", "problem", "use torch 2.11 or newer")]
+    return [("symmetric memory", "torch.distributed._symmetric_memory")]
+
+
+# -- the network
+
+
+def _rdma_ports(machine: Machine) -> list[tuple[str, bool, str]]:
+    """Name, is it active, and what it is, of every port."""
+    ports = []
+    for device in sorted((machine.sysfs / "class/infiniband").glob("*")):
+        driver = device / "device/driver"
+        kind = driver.resolve().name if driver.exists() else "unknown driver"
+        for port in sorted((device / "ports").glob("*")):
+            state = machine.text(port / "state").partition(": ")[2] or "in an unknown state"
+            layer = machine.text(port / "link_layer") or "unknown link layer"
+            rate = machine.text(port / "rate") or "unknown rate"
+            ports.append((f"{device.name}:{port.name}", state == "ACTIVE", f"{layer}, {rate}, {kind}, {state.lower()}"))
+    return ports
+
+
+def _rdma_devices(machine: Machine) -> list[Found]:
+    ports = _rdma_ports(machine)
+    if not ports:
+        return [("RDMA devices", "none", "note", "nodes talk over TCP, which is right, and slow")]
+    found: list[Found] = []
+    for name, active, text in ports:
+        if active:
+            found.append((name, text))
+        else:
+            advice = "plug it in, or bring its interface up (ip link set ... up); on InfiniBand see the subnet manager"
+            found.append((name, text, "note", advice))
+    if not any(active for _, active, _ in ports):
+        found.append(("RDMA devices", "none is active", "problem", "nodes talk over TCP until one is"))
+    limit = machine.locked_bytes()
+    if 0 <= limit < LOCKED_BYTES:
+        advice = "memory is registered with the network card, which locks it: set `ulimit -l unlimited`"
+        found.append(("memory that may be locked", f"{limit / 2**20:.0f} MiB", "problem", advice))
+    return found
+
+
+def _libraries(machine: Machine) -> list[Found]:
+    ports = _rdma_ports(machine)
+    efa = any(", efa," in text for _, _, text in ports)
+    found: list[Found] = []
+    for name, file, needed, package in (
+        ("libibverbs", "libibverbs.so.1", bool(ports), "libibverbs1 and ibverbs-providers, or rdma-core"),
+        ("libefa", "libefa.so.1", efa, "ibverbs-providers, rdma-core, or AWS's EFA installer"),
+    ):
+        try:
+            machine.library(file)
+        except OSError as problem:
+            if needed:
+                found.append((name, f"can not be opened ({problem})", "problem", f"install {package}"))
+            else:
+                found.append((name, "not here; nothing here needs it", "note", ""))
+        else:
+            found.append((name, file))
+    return found
+
+
+def _gpudirect(machine: Machine) -> list[Found]:
+    torch = machine.module("torch")
+    if not torch.cuda.is_available():
+        return []
+    needed = bool(_rdma_ports(machine))
+    dma_buf = _driver_attribute(machine, DMA_BUF, 0)
+    peermem = any((machine.sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
+    found: list[Found] = [
+        ("dma-buf", "the driver can")
+        if dma_buf
+        else ("dma-buf", "unknown: the driver could not be asked" if dma_buf is None else "the driver can not", "note"),
+        ("nvidia_peermem", "loaded") if peermem else ("nvidia_peermem", "not loaded", "note"),
+    ]
+    if needed and dma_buf is False and not peermem:
+        advice = (
+            "network cards can not reach GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
+            "(dma-buf), or `modprobe nvidia-peermem`"
+        )
+        found.append(("GPUDirect RDMA", "neither dma-buf nor peermem", "problem", advice))
+    return found
+
+
+PROBES: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (
+    ("Programs", _python),
+    ("Programs", _packages),
+    ("Programs", _compiler),
+    ("GPUs", _gpus),
+    ("GPUs", _between_gpus),
+    ("GPUs", _multicast),
+    ("GPUs", _symmetric_memory),
+    ("Network", _rdma_devices),
+    ("Network", _libraries),
+    ("Network", _gpudirect),
+)
+
+
+def _conclusions(findings: Sequence[Finding]) -> list[Found]:
+    """What a program that says nothing about it will get."""
+    by_name = {finding.name: finding for finding in findings}
+    gpus = [name for name in by_name if re.fullmatch(r"GPU \d+", name)]
+    simulator = "greenlet" in by_name and by_name["greenlet"].found != "not installed"
+    result: list[Found] = []
+    if gpus:
+        result.append(("mk.spawn, mkernel demo", f"ranks as threads on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"))
+        result.append(("mk.init under torchrun", "a process takes the GPU with the number of its local rank"))
+        inside = by_name.get("symmetric memory")
+        result.append(
+            ("inside a node", "torch symmetric memory" if inside and inside.status == "ok" else "nothing yet")
+        )
+    elif simulator:
+        result.append(("mk.spawn, mkernel demo", "the simulator"))
+        result.append(("mk.init under torchrun", "processes on CPUs, kernels on the interpreter"))
+        result.append(("inside a node", "shared memory"))
+    else:
+        advice = "install greenlet for the simulator: pip install 'mkernel[sim]'"
+        result.append(("mk.spawn, mkernel demo", "nothing: no GPU, no simulator", "problem", advice))
+    compiler = by_name.get("C++ compiler")
+    if compiler is not None and compiler.status == "ok":
+        result.append(("between nodes", "TCP, through the native proxy"))
+    else:
+        result.append(("between nodes", "nothing: the native proxy can not be compiled", "note", ""))
+    return result

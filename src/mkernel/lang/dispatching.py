@@ -1,0 +1,243 @@
+"""Dispatch: tokens go to the ranks of their experts, and are put where the grouped GEMM reads them.
+
+`send_tokens` copies a rank's tokens to where others find them: its node in the rank's own memory, other nodes
+by the network in the memory of the rank's counterpart there. `place_tokens` fetches the tokens that name an
+expert of this rank, each once, and stores each once for every row that it makes; lang/routing.py says where.
+Chunks of tokens are signalled where they lie, and the ranks of the node look there, over NVLink.
+"""
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, rank_of, segment_of
+from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.order import arriving
+from mkernel.lang.requests import post
+from mkernel.lang.roles import INTRA, SEND
+from mkernel.lang.routing import (
+    FIRST_EXPERT,
+    FITS,
+    HELD,
+    TOKENS,
+    VERDICT,
+    experts_before,
+    held_signal,
+    holder_of,
+    ids_of,
+    named_in,
+    node_has_entered,
+    other_nodes_have_entered,
+    routing_is_here,
+    settled_signal,
+    table_of,
+)
+from mkernel.lang.signals import notify, wait
+
+
+@triton.jit
+def _send_chunk(
+    context, x, x_stride, x_column_stride, epoch, token, tokens, hidden, chunk, chunks, departed, most_tokens,
+    row_stride, staged_at, departing_at, landing_at, half, signals,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy a chunk of tokens to where its readers find it: the node in this memory, other nodes by a
+    request. departed[i, token] says which of the tokens that go to the i-th next node it is, or -1."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    segment = tl.load(context + SEGMENT)
+    mine = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half
+    area = most_tokens.to(tl.int64) * row_stride
+    end = tl.minimum(token + CHUNK, tokens)
+    for row in range(token, end, COPY_ROWS):
+        for column in range(0, hidden, COPY_COLUMNS):
+            i = row + tl.arange(0, COPY_ROWS)
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            inside = (i < end)[:, None] & (j < hidden)
+            line = i.to(tl.int64)[:, None]
+            block = tl.load(x + line * x_stride + j.to(tl.int64) * x_column_stride, mask=inside)
+            if GPUS > 1:
+                tl.store(mine + staged_at + line * row_stride + j, block, mask=inside)
+            for away in range(1, SIZE // GPUS):
+                number = tl.load(departed + (away - 1) * most_tokens + i, mask=i < end, other=-1)
+                target = departing_at + (away - 1) * area + number.to(tl.int64)[:, None] * row_stride
+                tl.store(mine + target + j, block, mask=inside & (number >= 0)[:, None])
+    signal = held_signal(parity, rank, chunk, chunks, signals, SIZE, GPUS)
+    notify(segment_of(context, rank, tl.int64) + signal, epoch)
+    element: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    for away in range(1, SIZE // GPUS):
+        i = token + tl.arange(0, CHUNK)
+        number = tl.load(departed + (away - 1) * most_tokens + i, mask=i < end, other=-1)
+        count = tl.sum((number >= 0).to(tl.int64))
+        first = tl.min(tl.where(number >= 0, number, 0x7FFFFFFF)).to(tl.int64)
+        if count > 0:
+            there = parity.to(tl.int64) * half + first * row_stride
+            source = (departing_at + (away - 1) * area + there) * element
+            target = (landing_at + (SIZE // GPUS - 1 - away) * area + there) * element
+            size = ((count - 1) * row_stride + hidden) * element
+            peer = (rank + away * GPUS) % SIZE
+            post(context, peer, segment, source, segment, target, size, signal * 8, epoch, SEND)
+
+
+@triton.jit
+def send_tokens(
+    context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
+    tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals, first, step,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Stage this rank's tokens for its node, and post to each other node those that it needs. Every
+    sender numbers all tokens; their chunks go round the senders."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    good = routing_is_here(context, epoch, signals, SEND, SIZE, GPUS)
+    good &= node_has_entered(context, epoch - 1, SEND, GPUS)
+    good &= other_nodes_have_entered(context, epoch - 1, SEND, SIZE, GPUS)
+    if good:
+        table = table_of(context, rank, parity, tables_at, half_words, table_words, GPUS)
+        tokens = tl.load(table + TOKENS)
+        for away in range(1, SIZE // GPUS):
+            base = (rank // GPUS + away) % (SIZE // GPUS) * GPUS
+            low = experts_before(context, base, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
+            high = experts_before(context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
+            before = tl.full((), 0, tl.int32)
+            for start in range(0, tokens, CHUNK):
+                i = start + tl.arange(0, CHUNK)
+                crosses = named_in(ids_of(table, start, tokens, K, SLOTS, CHUNK), low, high)
+                number = before + tl.cumsum(crosses, 0) - crosses
+                # every sender stores the same numbers
+                tl.store(departed + (away - 1) * most_tokens + i, tl.where(crosses == 1, number, -1), mask=i < tokens)
+                before += tl.sum(crosses)
+        tl.debug_barrier()
+        for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
+            _send_chunk(
+                context, x, x_stride, x_column_stride, epoch, chunk * CHUNK, tokens, hidden, chunk, chunks,
+                departed, most_tokens, row_stride, staged_at, departing_at, landing_at, half, signals,
+                DTYPE, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _place_chunk(
+    context, x, x_stride, x_column_stride, packed, epoch, source, token, tokens, hidden, chunk, chunks,
+    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
+    summary, experts, most_tokens,
+    tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
+    another rank's memory."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    holder = holder_of(source, rank, GPUS)
+    table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
+    places = (source * most_tokens).to(tl.int64) * K
+    end = tl.minimum(token + CHUNK, tokens)
+
+    # where the rows of the chunk go
+    ids = ids_of(table, token, tokens, K, SLOTS, CHUNK)
+    t = token + tl.arange(0, CHUNK)[:, None]
+    slot = tl.arange(0, SLOTS)[None, :]
+    inside = (t < end) & (slot < K)
+    expert = ids - tl.load(summary + FIRST_EXPERT)
+    named = (expert >= 0) & (expert < experts)
+    fits = tl.load(summary + VERDICT) == FITS
+    named_and_fits = named & fits
+    position = tl.load(positions + places + t * K + slot, mask=named_and_fits, other=0)
+    position += tl.load(bases + expert * SIZE + source, mask=named_and_fits, other=0)
+    position = tl.where(named_and_fits, position, -1)
+    tl.store(destinations + places + t * K + slot, position, mask=inside)
+    tl.store(everyones_ids + places + t * K + slot, ids, mask=inside)
+    tl.store(row_source + position, source + 0 * position, mask=named_and_fits)
+    tl.store(row_token + position, t + 0 * position, mask=named_and_fits)
+    wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
+    tl.debug_barrier()
+
+    # where the tokens come from
+    here = tl.full((), True, tl.int1)
+    origin = x
+    stride = tl.cast(x_stride, tl.int64)
+    column_stride = tl.cast(x_column_stride, tl.int64)
+    if source != rank:
+        origin = segment_of(context, holder, DTYPE) + staged_at + parity.to(tl.int64) * half
+        if source // GPUS != rank // GPUS:
+            nodes: tl.constexpr = SIZE // GPUS
+            away = (rank // GPUS - source // GPUS + nodes) % nodes
+            area = (nodes - 1 - away) * most_tokens.to(tl.int64) * row_stride
+            origin = segment_of(context, holder, DTYPE) + landing_at + area + parity.to(tl.int64) * half
+        stride = tl.cast(row_stride, tl.int64)
+        column_stride = tl.cast(1, tl.int64)
+        if wanted > 0:
+            signal = held_signal(parity, source, chunk, chunks, signals, SIZE, GPUS)
+            here = wait(context, segment_of(context, holder, tl.int64) + signal, epoch, INTRA, HELD, source, chunk)
+
+    if here & fits & (wanted > 0):
+        for row in range(token, end, COPY_ROWS):
+            i = row + tl.arange(0, COPY_ROWS)
+            goes = tl.load(
+                destinations + places + i[:, None] * K + slot, mask=(i < end)[:, None] & (slot < K), other=-1
+            )
+            wants = tl.max(goes, axis=1) >= 0
+            line = i
+            if source // GPUS != rank // GPUS:
+                line = tl.load(slots + source * most_tokens + i, mask=wants, other=0)
+            for column in range(0, hidden, COPY_COLUMNS):
+                j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+                pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+                block = tl.load(pointers, mask=wants[:, None] & (j < hidden))
+                for c in tl.static_range(K):
+                    target = tl.sum(tl.where(slot == c, goes, 0), axis=1)
+                    to = packed + target.to(tl.int64)[:, None] * row_stride + j
+                    tl.store(to, block, mask=(target >= 0)[:, None] & (j < hidden))
+        number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
+        number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
+        tl.debug_barrier()
+        tl.atomic_add(placed + number * COUNTERS, 1, mask=named_and_fits, sem="release", scope="gpu")
+    return tl.where(source != rank, wanted, 0)
+
+
+@triton.jit
+def place_tokens(
+    context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
+    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
+    summary, experts, most_tokens,
+    tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals, nanoseconds_per_mib,
+    first, step,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Fetch all tokens that name an expert of this rank, in the order in which they become available. SETTLED:
+    signal of each chunk that the tables say where its rows are."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    mine = segment_of(context, rank, tl.int64)
+    for item in range(first, chunks * SIZE, step):
+        source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
+        table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
+        tokens = tl.load(table + TOKENS)
+        if chunk * CHUNK < tokens:
+            fetched = _place_chunk(
+                context, x, x_stride, x_column_stride, packed, epoch, source, chunk * CHUNK, tokens, hidden,
+                chunk, chunks, positions, destinations, everyones_ids, bases, first_blocks, placed, slots,
+                row_source, row_token, summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
+                staged_at, landing_at, half, signals,
+                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            )  # fmt: skip
+            if SETTLED:
+                notify(mine + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS), epoch)
+            if PACED:
+                size = fetched.to(tl.int64) * hidden * (DTYPE.primitive_bitwidth // 8)
+                await_link(reserve_link(context, size, nanoseconds_per_mib))
+
+
+@triton.jit
+def fill_with_nan(c, rows, columns, stride, column_stride, first, step):
+    """Mark what was not computed."""
+    for row in range(first, rows, step):
+        for column in range(0, columns, 1024):
+            j = column + tl.arange(0, 1024)
+            nothing = tl.full((1024,), float("nan"), tl.float32).to(c.dtype.element_ty)
+            tl.store(c + tl.cast(row, tl.int64) * stride + j.to(tl.int64) * column_stride, nothing, mask=j < columns)

@@ -1,0 +1,189 @@
+"""How the ranks of a group get a transport between nodes: which one, and what they tell each other.
+
+Between nodes each rank talks to the ranks with its own local rank, and to no others. Everything that
+ranks have to know of each other goes through the group's exchanges, thus over the store of the process
+group: the secret of the job and the addresses for tcp; the descriptions of queue pairs for RDMA, and of
+every segment that is attached, when it is attached: attaching is collective, as the symmetric heap is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.net import devices
+from mkernel.net.native import TcpTransport, Transport
+from mkernel.net.rdma import EfaTransport, RdmaTransport, VerbsTransport
+from mkernel.runtime.errors import ArgumentError, MKernelError, TransportError
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+
+@dataclass(frozen=True)
+class Auto:
+    """`Verbs` if every rank has an active device for it that works, else `Tcp`."""
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """Plain sockets, with so many streams to each peer."""
+
+    streams: int = 4
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """InfiniBand or RoCE.
+
+    Args:
+        devices: the rails of this rank, as "mlx5_0" or "mlx5_0:2" (its second port); None: those nearest to the GPU.
+        gid_index: of every device's table; None: the best one.
+        queues: queue pairs to each peer on each rail.
+        traffic_class: of the packets, for networks that sort by it.
+    """
+
+    devices: tuple[str, ...] | None = None
+    gid_index: int | None = None
+    queues: int = 2
+    traffic_class: int = 0
+
+
+@dataclass(frozen=True)
+class Efa:
+    """AWS's Elastic Fabric Adapter. `devices` as in `Verbs`."""
+
+    devices: tuple[str, ...] | None = None
+
+
+Wish = Auto | Tcp | Verbs | Efa
+_BY_NAME: dict[str, Wish] = {"auto": Auto(), "tcp": Tcp(), "verbs": Verbs(), "efa": Efa()}
+
+
+def wish_of(transport: Wish | str) -> Wish:
+    """What `mk.init(transport=...)` asks for."""
+    if isinstance(transport, str) and transport in _BY_NAME:
+        return _BY_NAME[transport]
+    if isinstance(transport, (Auto, Tcp, Verbs, Efa)):
+        return transport
+    names = ", ".join(map(repr, _BY_NAME))
+    raise ArgumentError(f"transport must be {names} or a Tcp, Verbs or Efa of mkernel.net, got {transport!r}")
+
+
+def counterparts(group: Group) -> list[int]:
+    """The ranks of the other nodes that this one talks to."""
+    topology = group.topology
+    ranks = range(group.size)
+    return [rank for rank in ranks if rank != group.rank and topology.local_rank_of(rank) == group.local_rank]
+
+
+def open_transport(group: Group, wish: Wish, address: Callable[[], str]) -> Transport:
+    """A transport that is connected to this rank's counterparts. Collective.
+
+    Args:
+        address: the address under which other machines reach this one; also collective.
+    """
+    group.agree("mk.init", transport=type(wish).__name__)
+    if isinstance(wish, Tcp):
+        return _open_tcp(group, wish, address())
+    try:
+        return _open_rdma(group, Verbs() if isinstance(wish, Auto) else wish)
+    except TransportError:
+        if isinstance(wish, Auto):  # all ranks come here together, see _together
+            return _open_tcp(group, Tcp(), address())
+        raise
+
+
+def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tensor]) -> None:
+    """Make these segments known to this rank's transport, and to the counterparts'. Collective: all
+    ranks attach the same numbers."""
+    problem = None
+    try:
+        for number, memory in segments.items():
+            transport.attach(number, memory)
+    except MKernelError as error:
+        problem = error
+    if isinstance(transport, RdmaTransport):
+        _together(group, problem)
+        described = group.exchange("network", {number: transport.describe_segment(number) for number in segments})
+        for peer in counterparts(group):
+            for number, description in described[peer].items():
+                transport.learn_segment(peer, number, description)
+    elif problem is not None:
+        raise problem
+
+
+def drop(transport: Transport, segment: int) -> None:
+    """All ranks are done with the segment, and all of their requests were completed."""
+    if isinstance(transport, VerbsTransport):
+        transport.detach(segment)  # completed means written, so nothing more can come
+    # Others keep it until the group is closed: a completed request's signal may still be under way.
+
+
+def _open_tcp(group: Group, wish: Tcp, here: str) -> Transport:
+    secret = group.exchange("network", secrets.token_bytes(32) if group.rank == 0 else None)[0]
+    transport = TcpTransport(
+        group.rank, group.size, secret, listen=here, streams=wish.streams, peer_timeout=group.timeout
+    )
+    doors = group.exchange("network", (here, transport.port))
+    transport.connect({rank: doors[rank] for rank in counterparts(group)}, group.timeout)
+    return transport
+
+
+def _open_rdma(group: Group, wish: Verbs | Efa) -> Transport:
+    transport: RdmaTransport | None = None
+    descriptions: dict[int, bytes] = {}
+    problem: MKernelError | None = None
+    try:
+        try:
+            transport = _make_rdma(group, wish)
+            descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
+        except MKernelError as error:
+            problem = error
+        _together(group, problem)
+        assert transport is not None
+        told = group.exchange("network", descriptions)
+        try:
+            for peer in counterparts(group):
+                transport.connect(peer, told[peer][group.rank])
+        except MKernelError as error:
+            problem = error
+        _together(group, problem)
+    except BaseException:
+        if transport is not None:
+            transport.close(timeout=0)
+        raise
+    return transport
+
+
+def _make_rdma(group: Group, wish: Verbs | Efa) -> RdmaTransport:
+    efa = isinstance(wish, Efa)
+    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=wish.devices)
+    if isinstance(wish, Efa):
+        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=group.timeout)
+    rails = [
+        (port.device, port.number, devices.choose_gid(port) if wish.gid_index is None else wish.gid_index)
+        for port in ports
+    ]
+    return VerbsTransport(
+        group.rank, rails, queues=wish.queues, traffic_class=wish.traffic_class, peer_timeout=group.timeout
+    )
+
+
+def _together(group: Group, problem: MKernelError | None) -> None:
+    """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
+    for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
+        if reason is not None:
+            raise TransportError(f"rank {rank}: {reason}") from problem
+
+
+def _gpu_place(device: torch.device) -> devices.Place | None:
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return devices.gpu_place(f"{domain:04x}:{bus:02x}:{slot:02x}.0")

@@ -1,0 +1,201 @@
+"""RDMA devices of this machine, and which of them a rank should use.
+
+All of it is read from sysfs, so it needs no library, and a test can give it a tree of its own.
+
+Which ports: of the active ones those nearest to the GPU, of these the fastest, and all of them if there
+are several alike: each is a rail. Near is what shares the longest way down the PCIe tree with the GPU (the
+same switch before the same host bridge), then what is on the GPU's NUMA node.
+
+Which GID, for RoCE: the address that packets carry. Version 2 goes over routers and is what networks are
+set up for, so it comes before version 1; an IPv4 address before a global IPv6 address, before addresses
+that are only good on one link. InfiniBand has one GID that matters, the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkernel.runtime.errors import TransportError
+
+SYSFS = Path("/sys")
+MOST_RAILS = 4
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One entry of a port's table."""
+
+    index: int
+    address: ipaddress.IPv6Address
+    kind: str  # "RoCE v2" or "IB/RoCE v1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a PCIe device is."""
+
+    way: tuple[str, ...] = ()  # from the host bridge down to the device
+    numa_node: int = -1
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an RDMA device."""
+
+    device: str
+    number: int
+    active: bool
+    link_layer: str  # "InfiniBand" or "Ethernet"; others have other words
+    node_type: str
+    driver: str
+    rate: float  # Gb/s
+    gids: tuple[Gid, ...]
+    place: Place
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.number}"
+
+    @property
+    def speaks_verbs(self) -> bool:
+        """Has it reliable connections, over InfiniBand or RoCE?"""
+        return self.node_type.startswith("1:") and self.link_layer in ("InfiniBand", "Ethernet") and not self.is_efa
+
+    @property
+    def is_efa(self) -> bool:
+        return self.driver == "efa"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):  # an empty entry of the GID table can not be read
+        return path.read_text().strip()
+    return ""
+
+
+def _number(text: str, otherwise: float) -> float:
+    with contextlib.suppress(ValueError, IndexError):
+        return float(text.split()[0])
+    return otherwise
+
+
+def _place(device: Path, sysfs: Path) -> Place:
+    real = device.resolve()
+    root = (sysfs / "devices").resolve()
+    if not real.is_relative_to(root) or not real.exists():
+        return Place()
+    way = real.relative_to(root).parts
+    on_pci = way[:1] and way[0].startswith("pci")
+    return Place(way if on_pci else (), int(_number(_text(real / "numa_node"), -1)))
+
+
+def gpu_place(address: str, sysfs: Path = SYSFS) -> Place:
+    """Where the GPU with this PCI address (such as 0000:41:00.0) is."""
+    return _place(sysfs / "bus/pci/devices" / address.lower(), sysfs)
+
+
+def _gids(port: Path) -> tuple[Gid, ...]:
+    found = []
+    for entry in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+        text = _text(entry)
+        if text and set(text) - set("0:"):
+            kind = _text(port / "gid_attrs/types" / entry.name)
+            found.append(Gid(int(entry.name), ipaddress.IPv6Address(text), kind))
+    return tuple(found)
+
+
+def find_ports(sysfs: Path = SYSFS) -> list[Port]:
+    """All ports of all RDMA devices, in the order of their names."""
+    found = []
+    for device in sorted((sysfs / "class/infiniband").glob("*")):
+        for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name)):
+            found.append(
+                Port(
+                    device=device.name,
+                    number=int(port.name),
+                    active=_text(port / "state").startswith("4"),
+                    link_layer=_text(port / "link_layer"),
+                    node_type=_text(device / "node_type"),
+                    driver=(device / "device/driver").resolve().name if (device / "device/driver").exists() else "",
+                    rate=_number(_text(port / "rate"), 0.0),
+                    gids=_gids(port),
+                    place=_place(device / "device", sysfs),
+                )
+            )
+    return found
+
+
+def choose_gid(port: Port) -> int:
+    """The index of the GID that this port should use; TransportError if it has none."""
+    if not port.gids:
+        raise TransportError(
+            f"RDMA port {port.name} has no GID"
+            + ("; its network interface needs an address" if port.link_layer == "Ethernet" else "")
+        )
+    if port.link_layer != "Ethernet":
+        return port.gids[0].index
+
+    def goodness(gid: Gid) -> tuple[bool, int, int]:
+        four = gid.address.ipv4_mapped
+        if four is not None:
+            scope = 1 if four.is_link_local else 3
+        else:
+            scope = 0 if gid.address.is_link_local else 2
+        return gid.kind == "RoCE v2", scope, -gid.index
+
+    return max(port.gids, key=goodness).index
+
+
+def nearness(port: Port, gpu: Place | None) -> tuple[int, bool]:
+    """Larger is nearer."""
+    if gpu is None:
+        return 0, False
+    common = 0
+    for ours, theirs in zip(port.place.way, gpu.way):
+        if ours != theirs:
+            break
+        common += 1
+    return common, gpu.numa_node >= 0 and port.place.numa_node == gpu.numa_node
+
+
+def choose_ports(
+    ports: Sequence[Port], *, efa: bool = False, gpu: Place | None = None, names: Sequence[str] | None = None
+) -> list[Port]:
+    """The ports that a rank should use, one for each rail.
+
+    Args:
+        ports: those of the machine, see `find_ports`.
+        efa: devices of AWS, instead of InfiniBand and RoCE.
+        gpu: where the rank's GPU is; None: anywhere.
+        names: exactly these, in this order, as "mlx5_0" (its first port) or "mlx5_0:2".
+    """
+    kind = "EFA" if efa else "InfiniBand or RoCE"
+    known = ", ".join(f"{port.name} ({port.link_layer}{'' if port.active else ', not active'})" for port in ports)
+    if names is not None:
+        by_name = {port.name: port for port in ports}
+        chosen = []
+        for name in names:
+            port = by_name.get(name if ":" in name else f"{name}:1")
+            if port is None:
+                raise TransportError(f"there is no RDMA device {name!r} here; there are: {known or 'none'}")
+            if not port.active:
+                raise TransportError(f"RDMA device {name} is not active; there are: {known}")
+            chosen.append(port)
+        if not chosen:
+            raise TransportError("devices is empty: name one, or leave it None")
+        return chosen
+    usable = [port for port in ports if port.active and (port.is_efa if efa else port.speaks_verbs)]
+    # an Ethernet port without an address is one that nobody has set up
+    usable = [port for port in usable if port.gids or port.link_layer == "InfiniBand"]
+    if not usable:
+        raise TransportError(f"there is no active {kind} device on this machine; RDMA devices: {known or 'none'}")
+    best = max(usable, key=lambda port: (nearness(port, gpu), port.rate, port.link_layer == "InfiniBand"))
+    alike = [
+        port
+        for port in usable
+        if nearness(port, gpu) == nearness(best, gpu) and port.rate == best.rate and port.link_layer == best.link_layer
+    ]
+    return alike[:MOST_RAILS]

@@ -1,0 +1,438 @@
+"""moe_dispatch_matmul: tokens go to the ranks of their experts and are multiplied there, in one kernel per rank.
+
+What it computes. Every rank holds tokens x [tokens, hidden] with k expert ids each, and the matrices of its
+experts, w [experts, hidden, out]; experts are numbered over the ranks in rank order. The result on a rank
+are the rows of its experts times their matrices, one expert behind the other; the rows of an expert are
+ordered by source rank, then token. Nobody knows before the launch how many there are.
+
+Who does what. One persistent launch per rank; a CTA takes its role from its program id:
+
+- CTA 0 announces the launch and publishes the rank's routing table (lang/routing.py).
+- `send` (with more than one rank): copies the rank's tokens, chunk by chunk, to where its node can fetch
+  them, and those that another node needs, one behind the other, to where the network can read them; one
+  request per chunk and node. A token crosses to another node once, if an expert of it is there, and lands
+  at the rank's counterpart; that rank need not do anything for it.
+- All others count rows (lang/routing.py); the last of them lays them out and orders the blocks.
+- `intra`: fetches the tokens that name an expert of this rank, chunk by chunk in the order in which they
+  become available: own ones, those of the node, those of other nodes from the counterparts in the node. A
+  token is read once, over NVLink or not, and stored once for each of its rows.
+- `compute`: takes tiles in the order in which the blocks of rows become complete.
+- send and intra CTAs join the compute when they are done, with the last tiles.
+
+What is signalled. `entered[rank]`: that rank of my node has begun epoch e; `entered[node]`: all ranks of
+that node have. `routed[parity, source]`: the source's routing table is in this rank's memory.
+`held[parity, source, chunk]`: so is that chunk of its tokens; the ranks of the node look at these signals
+over NVLink. All hold epochs and only grow. Within the rank: `counted` and `scheduled` hold epochs; each
+block of rows has a counter of rows that have been placed, which is set to zero before `counted` is
+signalled, and is waited for until it is the block's height.
+
+Why buffers are safe. Tables, tokens and arrival signals have two halves, by the epoch's parity. What a rank
+writes into its own half in epoch e is read by its node, what it sends to a counterpart is read by the
+counterpart's node. So it writes after all ranks of these nodes have entered e-1, and have left e-2. A
+rank leaves an epoch only when all routing tables have arrived, and every chunk that was sent has an
+expert's rank that waits for it; so nothing of e-2 is in flight then, and what was sent has been read.
+
+Why it cannot deadlock. Entries and tables wait for nothing but entries of the epoch before; send and
+counting for tables; intra for counting and for send, of any rank; compute for intra. All CTAs that count
+wait for each other, so all CTAs of a launch must be resident: the launch checks that. Waits have a timeout
+all the same.
+
+When the input is impossible. All ranks see all tables, so all find the same ranks that have no room for
+their rows, or ids that no rank has an expert for. Then no row is placed and y is filled with NaN, on all
+ranks; transfers are waited for as always. The host raises, and the group can be used again.
+
+What it costs. FLOPs 2*rows*hidden*out. Each token is copied once on its rank, if others need it, crosses
+NVLink once for each rank that has an expert of it, the network once for each such node. Every row is stored
+once more, grouped by expert, because TMA needs rows that lie together: rows*hidden elements, beside the
+2*nodes*tokens*hidden of the workspace.
+
+Ways that lost, on paper. Pushing tokens to their ranks needs memory for the tokens of all ranks on every rank,
+or the sender must know the receiver's layout; and a receiver's second row of a token needs a copy of its own.
+Exchanging counts instead of ids saves little and needs a second exchange for the order of rows. Loading
+rows through an index in the GEMM saves the copy and loses TMA.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
+from mkernel.lang.grouped import multiply_rows, store_rows
+from mkernel.lang.order import grouped
+from mkernel.lang.roles import COMPUTE, INTRA, own_tiles_of
+from mkernel.lang.routing import (
+    BLOCKS,
+    COUNTED,
+    ENTRY,
+    FITS,
+    PLACED,
+    SCHEDULED,
+    VERDICT,
+    announce,
+    announce_node,
+    count_rows,
+    counted_last,
+    lay_out_rows,
+    own_signal,
+    publish,
+    routing_is_here,
+    schedule_blocks,
+)
+from mkernel.lang.signals import notify, wait
+from mkernel.runtime import experts as host
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.experts import Handle, Routing
+from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.operands import DTYPES, descriptor, layout, matmul_precision
+from mkernel.runtime.world import Launch
+
+
+@triton.jit
+def _compute(
+    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
+    first, end, step,
+    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tiles first, first+step, ... below end, each when the rows of its block have been placed."""
+    column_blocks = tl.cdiv(n, TILE_N)
+    for tile in tl.range(first, end, step):
+        place, column_block = grouped(tile, blocks, column_blocks, GROUP)
+        expert = tl.load(schedule + place * ENTRY)
+        row = tl.load(schedule + place * ENTRY + 1)
+        rows = tl.load(schedule + place * ENTRY + 2)
+        block = tl.load(schedule + place * ENTRY + 3)
+        here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
+        acquire_for_descriptors()
+        accumulator = multiply_rows(
+            packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
+            TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
+        )  # fmt: skip
+        accumulator += tl.where(here, 0.0, float("nan"))
+        store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+
+
+# numbers that follow the batch: another binary for each would be compiled while a model is being served
+VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def moe_dispatch_matmul_kernel(
+    context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
+    w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_rows, y, y_rows, y_stride,
+    positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
+    unsorted, schedule, summary, row_source, row_token,
+    tokens, most_tokens, experts, room, hidden, n, chunks, signals, join_tiles, nanoseconds_per_mib,
+    tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr,
+    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The whole operator; see the module's docstring for the roles and the signals."""
+    cta = tl.program_id(0)
+    epoch = current_epoch(context)
+    rank = rank_of(context)
+    mine = segment_of(context, rank, tl.int64)
+    counted = own_signal(mine, 0, SIZE, GPUS)
+    scheduled = own_signal(mine, 1, SIZE, GPUS)
+    helpers: tl.constexpr = SENDERS + INTRAS
+    counters = tl.num_programs(0) - SENDERS
+    if cta == 0:
+        announce(context, epoch, GPUS)
+        publish(
+            context, epoch, ids, ids_stride, ids_column_stride, ids, 0, 0, tokens, most_tokens, experts, room,
+            tables_at, half_words, table_words, signals, K, True, False, SIZE, GPUS,
+        )  # fmt: skip
+    if SIZE > GPUS:
+        if cta == SENDERS:
+            announce_node(context, epoch, INTRA, SIZE, GPUS)
+    if cta < SENDERS:
+        send_tokens(
+            context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
+            tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals,
+            cta, SENDERS, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+    else:
+        if routing_is_here(context, epoch, signals, COMPUTE, SIZE, GPUS):
+            count_rows(
+                context, epoch, experts, positions, counts, above, slots, most_tokens,
+                tables_at, half_words, table_words, cta - SENDERS, counters, K, SLOTS, SIZE, GPUS, RANKS,
+            )  # fmt: skip
+            if counted_last(context, counters):
+                lay_out_rows(
+                    context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
+                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M, 1,
+                )  # fmt: skip
+                notify(counted, epoch)
+                schedule_blocks(
+                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
+                )
+                notify(scheduled, epoch)
+        if cta < helpers:
+            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
+                place_tokens(
+                    context, x, x_stride, x_column_stride, packed_rows, epoch, hidden, chunks,
+                    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
+                    summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, 1, CHUNK, PACED, False, COPY_ROWS, COPY_COLUMNS,
+                )  # fmt: skip
+
+    blocks = tl.full((), 0, tl.int32)
+    fits = wait(context, scheduled, epoch, COMPUTE, SCHEDULED, -1, 0)
+    if fits:
+        blocks = tl.load(summary + BLOCKS)
+        fits = tl.load(summary + VERDICT) == FITS
+    if not fits:
+        fill_with_nan(y_rows, room, n, y_stride, 1, cta, tl.num_programs(0))
+    tiles = blocks * tl.cdiv(n, TILE_N)
+    left = tl.minimum(join_tiles * helpers, tiles * helpers // tl.num_programs(0))
+    first, end, step = own_tiles_of(cta, helpers, tiles, left)
+    _compute(
+        context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
+        first, end, step, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+    )  # fmt: skip
+    finish(context, epoch)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    routing: Routing
+    row_stride: int
+    described: bool  # w is read through descriptors
+    transposed: bool
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c, r = self.config, self.routing
+        head = (
+            f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra, which compute up to {c.join_tiles} tiles each when they are done), chunks of "
+            f"{c.chunk_rows} tokens, room for {r.room} rows of {r.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, config: Config | None) -> Plan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    given = config or Config()
+    hidden, n = w.shape[1], w.shape[2]
+    element = x.element_size()
+    reasons = []
+    described, transposed = host.how_read(w)
+    if not described:
+        reasons.append("w has no contiguous, 16-byte aligned rows: it is read through pointers")
+    tiles_of = planning.default_tiles(group.device, x.dtype, n, described)
+
+    def pick(name: str, default: int) -> int:
+        value = getattr(given, name)
+        return default if value is None else value
+
+    tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
+    most = group.world.ctas(group.world_rank)
+    # what is expected: every rank gets its share of the rows, and nearly all tokens are needed everywhere
+    rows = min(routing.most_tokens * routing.k, routing.room)
+    tiles = (math.ceil(rows / tile_m) + routing.experts) * math.ceil(n / tile_n)
+    tile_seconds = 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype]
+    compute_seconds = tiles * tile_seconds / most
+    staged = routing.most_tokens * hidden * element * routing.nodes if group.size > 1 else 0
+    placed = rows * hidden * element
+    send_ctas = pick("send_ctas", host.copiers(staged, 0.9 * compute_seconds, most) if group.size > 1 else 0)
+    intra_ctas = pick("intra_ctas", host.copiers(placed, 0.9 * compute_seconds, most))
+    helpers = send_ctas + intra_ctas
+    ctas = pick("ctas", most)
+    done = math.ceil(placed / planning.push_rate(2) / max(intra_ctas, 1) / max(tile_seconds, 1e-9)) + 1
+    join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, max(ctas, helpers + 1), helpers, done))
+    reasons.append(
+        f"{send_ctas} CTAs stage {staged} bytes and {intra_ctas} place {placed} while about {tiles} tiles are "
+        f"computed, if the rows are even: estimated {compute_seconds * 1e3:.3g} ms"
+    )
+    resolved = Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
+        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
+        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=join_tiles, chunk_rows=routing.chunk_rows,
+        copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
+    )  # fmt: skip
+    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    return Plan(
+        config=resolved,
+        routing=routing,
+        row_stride=host.row_stride_of(hidden, x.dtype),
+        described=described,
+        transposed=transposed,
+        precision=matmul_precision(x.dtype),
+        reasons=tuple(reasons),
+    )
+
+
+def _areas(routing: Routing, row_bytes: int) -> host.Areas:
+    """The parts of a half of the workspace."""
+    rows = routing.most_tokens * row_bytes
+    return host.Areas.of(
+        tables=routing.size * routing.table_words(False) * 4,
+        staged=rows if routing.gpus > 1 else 0,
+        departing=(routing.nodes - 1) * rows,
+        landing=(routing.nodes - 1) * rows,
+    )
+
+
+def _launch(
+    group: Group, plan: Plan, workspace: Workspace, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor,
+    y: torch.Tensor, tables: dict[str, torch.Tensor],
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan."""
+    c, routing = plan.config, plan.routing
+    _, hidden, n = w.shape
+    element = x.element_size()
+    areas = _areas(routing, plan.row_stride * element)
+    packed = group.world.empty(group.world_rank, (max(routing.room, 1), plan.row_stride), x.dtype)
+    link = group.world.links.nvlink
+    paced = link is not None and group.gpus_per_node > 1
+    arguments = dict(
+        context=workspace.context,
+        x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
+        ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
+        w=host.matrices_descriptor(w, plan.transposed, c.tile_k, c.tile_n) if plan.described else w,
+        w_expert_stride=w.stride(0), w_row_stride=w.stride(1), w_column_stride=w.stride(2),
+        packed=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [c.tile_m, c.tile_k]),
+        packed_rows=packed,
+        y=host.rows_descriptor(y, c.tile_m, c.tile_n), y_rows=y, y_stride=y.stride(0),
+        **tables,
+        tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
+        hidden=hidden, n=n, chunks=routing.chunks, signals=routing.signals_of(workspace), join_tiles=c.join_tiles,
+        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
+        tables_at=areas.at(workspace, "tables", 4), half_words=workspace.half_bytes // 4,
+        table_words=routing.table_words(False), row_stride=plan.row_stride,
+        staged_at=areas.at(workspace, "staged", element), departing_at=areas.at(workspace, "departing", element),
+        landing_at=areas.at(workspace, "landing", element), half=workspace.half_bytes // element,
+        DTYPE=DTYPES[x.dtype], **routing.constants(), SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PACED=paced,
+        W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+        COPY_ROWS=4, COPY_COLUMNS=max(c.copy_bytes // element // 4, 1),
+    )  # fmt: skip
+    return Launch(
+        op="moe_dispatch_matmul",
+        group=group,
+        kernel=moe_dispatch_matmul_kernel,
+        grid=c.ctas,
+        arguments=arguments,
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        variant=plan,
+    )
+
+
+def _check(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
+    max_tokens: int | None, config: Config | None,
+) -> None:  # fmt: skip
+    """Refuse what can not be computed, naming the argument and the rule."""
+    planning.check_given(config)
+    host.check_tokens("moe_dispatch_matmul", group, x, topk_ids)
+    host.check_matrices("moe_dispatch_matmul", group, "w", w, x.dtype, x.shape[1], "the size of a token")
+    host.check_bounds(x.shape[0], capacity, max_tokens)
+
+
+def moe_dispatch_matmul(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, Handle]:
+    """Bring every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
+
+    Args:
+        x: [tokens, hidden], this rank's tokens; how many may differ between ranks, also be none. Any strides.
+        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered over all ranks
+            in rank order. Negative: dropped. A token that names an expert twice makes two rows.
+        w: [experts, hidden, out], the matrices of this rank's experts; how many may differ between ranks, also be
+            none. A transposed view of [experts, out, hidden] is read as it is.
+        group: the group; the current one by default.
+        capacity: how many rows this rank has room for; may differ between ranks. None is room for whatever the
+            routing is: the tokens of all ranks times min(k, experts).
+        max_tokens: the most tokens that any rank has, the same on every rank. Workspaces are sized by it. None:
+            the ranks tell each other on the host at every call, which costs time and keeps the call from
+            returning before the others have made it.
+        config: tiles, chunks and CTAs; None takes good defaults.
+
+    Returns:
+        (y, handle): y [capacity, out] has the rows of this rank's experts, grouped by expert, within an expert by
+        source rank, then token; `handle.counts` says how many rows each expert has, `handle.source` and
+        `handle.token` where a row came from. Rows of y beyond the sum of counts are not written. bf16, fp16 or
+        fp32, accumulated in fp32.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CapacityError: some rank has more rows than room. All ranks raise it, nothing was computed (y is NaN), and the
+            group can be used again. RoutingError: an id is beyond the last expert; likewise. On a GPU, where calls
+            return before they are done, the next call on the group or `group.synchronize()` raises them.
+        CommTimeout: a peer did not come within the group's timeout.
+    """
+    group = current(group)
+    _check(group, x, topk_ids, w, capacity, max_tokens, config)
+    routing = host.agree(
+        "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config, out=w.shape[2]
+    )
+    launch, y, handle = prepare(group, x, topk_ids, w, routing, config)
+    group.launch(launch)
+    return y, handle
+
+
+def prepare(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, routing: Routing, config: Config | None
+) -> tuple[Launch, torch.Tensor, Handle]:
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    key = ("moe_dispatch_matmul", layout(x), host.how_read(w), w.shape, routing, config, matmul_precision(x.dtype))
+    decided = group.planned(key, lambda: plan(group, x, w, routing, config))
+    workspace = group.workspace(
+        "moe_dispatch_matmul",
+        signal_words=routing.signal_words(1 + routing.chunks),
+        half_bytes=_areas(routing, decided.row_stride * x.element_size()).nbytes,
+    )
+    tile_m = decided.config.tile_m
+    y = host.rows_of_tile(group, routing.room, w.shape[2], x.dtype, tile_m)
+    tables = host.routing_tables(group, routing, tile_m)
+    handle = Handle(
+        group=group,
+        counts=tables["expert_counts"][: routing.experts],
+        source=tables["row_source"][: routing.room],
+        token=tables["row_token"][: routing.room],
+        routing=routing,
+        tables=tables,
+    )
+    return _launch(group, decided, workspace, x, topk_ids, w, y, tables), y, handle
+
+
+def explain(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    config: Config | None = None,
+) -> Plan:
+    """The plan that `moe_dispatch_matmul` with these arguments would carry out, if no rank had more tokens."""
+    group = current(group)
+    _check(group, x, topk_ids, w, capacity, max_tokens, config)
+    most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
+    routing = host.sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, config)
+    return plan(group, x, w, routing, config)

@@ -1,0 +1,630 @@
+"""moe_ffn: a whole mixture-of-experts layer, one kernel per rank: dispatch, SwiGLU FFN of the experts, combine.
+
+What it computes. For each token of this rank the sum, over the experts e that it names, of its weight times
+(silu(x @ gate_e) * (x @ up_e)) @ down_e. Tokens go to the ranks of their experts, results come back.
+
+Who does what. One persistent launch per rank; a CTA takes its role from its program id, as in
+moe_dispatch_matmul, and goes on where that operator ends:
+
+- CTA 0 announces the launch and publishes the rank's routing table: ids and weights.
+- `send`, `intra`: bring the tokens to their experts' ranks (lang/dispatching.py).
+- all but send count rows and order blocks of rows (lang/routing.py).
+- `compute`: tiles of both GEMMs in one sequence (lang/order.py, `interleaved`). A tile of the first multiplies
+  a block of rows by columns of gate and up, and stores silu(gate) * up; a tile of the second multiplies that block
+  by columns of down. The rows of the second take the place of the tokens in memory, which nobody needs any more.
+- The way back (lang/combining.py) is cut into pieces: sums of chunks of tokens of this node, then chunk by chunk
+  of other nodes' tokens with the sums that are sent there, then the chunks of the rank's own tokens. They go, in
+  this order, to whoever is free: to send and intra CTAs once all tokens are in place, to compute CTAs after their
+  last tile.
+
+What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
+that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
+`settled[parity, source, chunk]`: the tables of this rank say where the rows of that chunk are. A piece of the way
+back waits for this, and for the second GEMM's tiles of all blocks that hold its rows.
+
+Why buffers are safe. Two halves by the epoch's parity, written after their readers have entered e-1, as in the
+other two operators. In the rank's own memory: tiles of the second GEMM overwrite a block of tokens when all tiles
+of the first have read it; a tile at the end of an expert reads rows of the next block, too, but stores nothing of
+what it makes of them.
+
+Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
+intra, tiles of the second for tiles of the first, which come before them in the one sequence that all CTAs follow;
+pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for tiles, and
+compute never for the way back. There is no barrier between the stages. All CTAs must be resident: the launch
+checks that. Waits have a timeout all the same.
+
+When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN
+and leave; the host raises, and the group can be used again.
+
+What it costs. FLOPs 6*rows*hidden*inter. Over links: what moe_dispatch_matmul and moe_combine cost. Memory of the
+rank: rows*(hidden + inter) elements; workspace for each half (ranks + 4*nodes - 3)*tokens*hidden elements.
+
+Ways that lost, on paper. All of the first GEMM, then all of the second: the way back, as long as the way there,
+would start when most of the arithmetic is over. gate and up as one GEMM with 2*inter columns: silu needs both in
+one tile, and the columns of w_gate_up would have to be interleaved, which is a copy of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.combining import collect_chunk, relay_chunk, return_chunk, tokens_of
+from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
+from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
+from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
+from mkernel.lang.order import interleaved
+from mkernel.lang.roles import COMPUTE, INTRA, own_tiles_of
+from mkernel.lang.routing import (
+    BLOCKS,
+    COMPUTED,
+    COUNTED,
+    ENTRY,
+    FIRST_EXPERT,
+    FITS,
+    HELD,
+    PLACED,
+    SCHEDULED,
+    SETTLED,
+    TICKETS,
+    VERDICT,
+    announce,
+    announce_node,
+    count_rows,
+    counted_last,
+    held_signal,
+    lay_out_rows,
+    node_has_entered,
+    other_nodes_have_entered,
+    own_signal,
+    publish,
+    routing_is_here,
+    schedule_blocks,
+    settled_signal,
+)
+from mkernel.lang.signals import notify, wait, wait_all
+from mkernel.runtime import experts as host
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.experts import Routing
+from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.world import Launch
+
+# Counters of a block of rows.
+COUNTERS = tl.constexpr(3)
+GATED = tl.constexpr(1)  # tiles of the first GEMM
+DONE = tl.constexpr(2)  # tiles of the second
+
+
+@triton.jit
+def _compute(
+    context, packed, packed_store, inner, inner_rows, inner_stride,
+    w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
+    w_down, down_expert_stride, down_row_stride, down_column_stride,
+    hidden, inter, schedule, placed, blocks, first, end, step,
+    GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
+    DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tiles first, first+step, ... below end of the sequence of both GEMMs."""
+    half: tl.constexpr = TILE_N // 2  # columns of gate, and as many of up
+    gates = tl.cdiv(inter, half)
+    for tile in tl.range(first, end, step):
+        second, place, column_block = interleaved(tile, blocks, gates, tl.cdiv(hidden, TILE_N), GROUP)
+        expert = tl.load(schedule + place * ENTRY)
+        row = tl.load(schedule + place * ENTRY + 1)
+        rows = tl.load(schedule + place * ENTRY + 2)
+        block = tl.load(schedule + place * ENTRY + 3)
+        counters = placed + block * COUNTERS
+        if second:
+            here = wait(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+            acquire_for_descriptors()
+            accumulator = multiply_rows(
+                inner, row, w_down, expert, column_block * TILE_N, hidden, inter,
+                down_expert_stride, down_row_stride, down_column_stride,
+                TILE_M, TILE_N, TILE_K, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION,
+            )  # fmt: skip
+            accumulator += tl.where(here, 0.0, float("nan"))
+            store_rows(packed_store, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+        else:
+            here = wait(context, counters, rows, COMPUTE, PLACED, -1, block)
+            acquire_for_descriptors()
+            gated = multiply_gated(
+                packed, row, w_gate_up, expert, column_block * half, inter, hidden,
+                gate_expert_stride, gate_row_stride, gate_column_stride,
+                TILE_M, half, TILE_K, GATE_DESCRIPTOR, GATE_TRANSPOSED, PRECISION,
+            )  # fmt: skip
+            gated += tl.where(here, 0.0, float("nan"))
+            store_rows_through_pointers(
+                inner_rows, row, rows, column_block * half, inter, inner_stride, gated, TILE_M, half
+            )
+        complete_descriptor_stores()
+        tl.debug_barrier()
+        tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _chunk_is_computed(
+    context, epoch, source, chunk, chunks, destinations, everyones_ids, bases, first_blocks, placed, summary, experts,
+    hidden, most_tokens, signals,
+    K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Wait until this rank's experts are done with a chunk of `source`'s tokens."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    settled = segment_of(context, rank, tl.int64) + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS)
+    good = wait(context, settled, epoch, COMPUTE, SETTLED, source, chunk)
+    if good:
+        t = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+        slot = tl.arange(0, SLOTS)[None, :]
+        inside = (t < tokens_of(summary, source)) & (slot < K)
+        places = (source * most_tokens).to(tl.int64) * K + t * K + slot
+        row = tl.load(destinations + places, mask=inside, other=-1)
+        mine = row >= 0
+        expert = tl.load(everyones_ids + places, mask=mine, other=0) - tl.load(summary + FIRST_EXPERT)
+        block = tl.load(first_blocks + expert, mask=mine, other=0)
+        block += (row - tl.load(bases + expert * SIZE, mask=mine, other=0)) // TILE_M
+        done = placed + block * COUNTERS + DONE
+        good = wait_all(context, done, mine, tl.cdiv(hidden, TILE_N), COMPUTE, COMPUTED, -1, -1)
+    return good
+
+
+@triton.jit
+def _way_back(
+    context, epoch, packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids, bases,
+    first_blocks, placed, slots, departed, summary, experts, tokens, most_tokens,
+    tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half, signals,
+    nanoseconds_per_mib,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Pieces of the way back, as long as there are any."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    mine = segment_of(context, rank, tl.int64)
+    before = 1 + 2 * chunks
+    others: tl.constexpr = SIZE - GPUS
+    nodes: tl.constexpr = SIZE // GPUS
+    far: tl.constexpr = others + nodes - 1  # pieces of a chunk that have to do with other nodes
+    left = node_has_entered(context, epoch - 1, COMPUTE, GPUS)
+    left &= other_nodes_have_entered(context, epoch - 1, COMPUTE, SIZE, GPUS)
+    pieces = chunks * (GPUS + far + 1)
+    piece = tl.atomic_add(summary + TICKETS, 1, sem="relaxed", scope="gpu")
+    while piece < pieces:
+        near = piece < chunks * GPUS
+        beyond = piece - chunks * GPUS
+        own = beyond - chunks * far
+        if near | ((own < 0) & (beyond % max(far, 1) < others)):
+            chunk = tl.where(near, piece // GPUS, beyond // max(far, 1))
+            node = rank // GPUS * GPUS
+            source = tl.where(near, node + piece % GPUS, (node + GPUS + beyond % max(far, 1)) % SIZE)
+            if left & (chunk * CHUNK < tokens_of(summary, source)):
+                if _chunk_is_computed(
+                    context, epoch, source, chunk, chunks, destinations, everyones_ids, bases, first_blocks, placed,
+                    summary, experts, hidden, most_tokens, signals, K, SLOTS, SIZE, GPUS, TILE_M, TILE_N, CHUNK,
+                ):  # fmt: skip
+                    return_chunk(
+                        context, epoch, packed_rows, row_stride, 1, hidden, source, chunk, chunks, destinations,
+                        summary,
+                        most_tokens * K, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half,
+                        before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                    )  # fmt: skip
+        elif own < 0:
+            if SIZE > GPUS:
+                chunk = beyond // max(far, 1)
+                away = beyond % max(far, 1) - others + 1
+                source = (rank + away * GPUS) % SIZE
+                settled = settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS)
+                if left & (chunk * CHUNK < tokens_of(summary, source)):
+                    if wait(context, mine + settled, epoch, COMPUTE, SETTLED, source, chunk):
+                        relay_chunk(
+                            context, epoch, hidden, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
+                            row_stride, partial_at, returning_at, returned_at, half, before, signals,
+                            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
+                            COPY_ROWS, COPY_COLUMNS,
+                        )  # fmt: skip
+        elif own * CHUNK < tokens:
+            settled = settled_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
+            ready = wait(context, mine + settled, epoch, COMPUTE, SETTLED, rank, own)
+            if SIZE > GPUS:
+                # the senders have numbered the tokens that went to other nodes
+                held = held_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
+                ready &= wait(context, mine + held, epoch, COMPUTE, HELD, rank, own)
+            if ready:
+                collect_chunk(
+                    context, epoch, out, out_stride, out_column_stride, hidden, own, chunks, everyones_ids, departed,
+                    summary, most_tokens, row_stride, partial_at, returned_at, half, before, signals,
+                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
+                )  # fmt: skip
+            else:
+                rows = out + (own * CHUNK).to(tl.int64) * out_stride
+                count = tl.minimum(tokens - own * CHUNK, CHUNK)
+                fill_with_nan(rows, count, hidden, out_stride, out_column_stride, 0, 1)
+        piece = tl.atomic_add(summary + TICKETS, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _is_scheduled(context, summary, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Wait for the order of blocks; false if the input is impossible, or the group gave up."""
+    scheduled = own_signal(segment_of(context, rank_of(context), tl.int64), 1, SIZE, GPUS)
+    fits = wait(context, scheduled, current_epoch(context), COMPUTE, SCHEDULED, -1, 0)
+    if fits:
+        fits = tl.load(summary + VERDICT) == FITS
+    return fits
+
+
+# numbers that follow the batch: another binary for each would be compiled while a model is being served
+VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def moe_ffn_kernel(
+    context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
+    weights, weights_stride, weights_column_stride,
+    w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
+    w_down, down_expert_stride, down_row_stride, down_column_stride,
+    packed, packed_store, packed_rows, inner, inner_rows, inner_stride, out, out_stride, out_column_stride,
+    positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
+    unsorted, schedule, summary, row_source, row_token,
+    tokens, most_tokens, experts, room, hidden, inter, chunks, signals, nanoseconds_per_mib,
+    tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at,
+    partial_at, returning_at, returned_at, half,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr,
+    GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
+    DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The whole operator; see the module's docstring for the roles and the signals."""
+    cta = tl.program_id(0)
+    epoch = current_epoch(context)
+    rank = rank_of(context)
+    mine = segment_of(context, rank, tl.int64)
+    counted = own_signal(mine, 0, SIZE, GPUS)
+    scheduled = own_signal(mine, 1, SIZE, GPUS)
+    helpers: tl.constexpr = SENDERS + INTRAS
+    counters = tl.num_programs(0) - SENDERS
+    if cta == 0:
+        announce(context, epoch, GPUS)
+        publish(
+            context, epoch, ids, ids_stride, ids_column_stride, weights, weights_stride, weights_column_stride,
+            tokens, most_tokens, experts, room, tables_at, half_words, table_words, signals, K, True, True, SIZE, GPUS,
+        )  # fmt: skip
+    if SIZE > GPUS:
+        if cta == SENDERS:
+            announce_node(context, epoch, INTRA, SIZE, GPUS)
+    if cta < SENDERS:
+        send_tokens(
+            context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
+            tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals,
+            cta, SENDERS, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+    else:
+        if routing_is_here(context, epoch, signals, COMPUTE, SIZE, GPUS):
+            count_rows(
+                context, epoch, experts, positions, counts, above, slots, most_tokens,
+                tables_at, half_words, table_words, cta - SENDERS, counters, K, SLOTS, SIZE, GPUS, RANKS,
+            )  # fmt: skip
+            if counted_last(context, counters):
+                lay_out_rows(
+                    context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
+                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M, COUNTERS,
+                )  # fmt: skip
+                notify(counted, epoch)
+                schedule_blocks(
+                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
+                )
+                notify(scheduled, epoch)
+        if cta < helpers:
+            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
+                place_tokens(
+                    context, x, x_stride, x_column_stride, packed_rows, epoch, hidden, chunks,
+                    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
+                    summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, True, COPY_ROWS, COPY_COLUMNS,
+                )  # fmt: skip
+
+    blocks = tl.full((), 0, tl.int32)
+    if _is_scheduled(context, summary, SIZE, GPUS):
+        blocks = tl.load(summary + BLOCKS)
+    tiles = blocks * (tl.cdiv(inter, TILE_N // 2) + tl.cdiv(hidden, TILE_N))
+    first, end, step = own_tiles_of(cta, helpers, tiles, 0)
+    _compute(
+        context, packed, packed_store, inner, inner_rows, inner_stride,
+        w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
+        w_down, down_expert_stride, down_row_stride, down_column_stride,
+        hidden, inter, schedule, placed, blocks, first, end, step,
+        GATE_DESCRIPTOR, GATE_TRANSPOSED, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+    )  # fmt: skip
+    # asked again, so that the answer, and the epoch, need no registers meanwhile
+    if _is_scheduled(context, summary, SIZE, GPUS):
+        _way_back(
+            context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks,
+            destinations, everyones_ids, bases, first_blocks, placed, slots, departed, summary, experts, tokens,
+            most_tokens, tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half,
+            signals, nanoseconds_per_mib,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
+        )  # fmt: skip
+    else:
+        fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
+    finish(context, current_epoch(context))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    routing: Routing
+    row_stride: int
+    gate_read: tuple[bool, bool]  # through descriptors, of transposed matrices
+    down_read: tuple[bool, bool]
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c, r = self.config, self.routing
+        head = (
+            f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra, which then bring results back), chunks of {c.chunk_rows} tokens, room for "
+            f"{r.room} rows of {r.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def _how_gate_is_read(w_gate_up: torch.Tensor) -> tuple[bool, bool]:
+    """As host.how_read; but a block of a descriptor begins at a multiple of 16 bytes, and so must up."""
+    described, transposed = host.how_read(w_gate_up)
+    aligned = w_gate_up.shape[2] // 2 * w_gate_up.element_size() % BYTES == 0
+    return (described, transposed) if transposed or aligned else (False, False)
+
+
+def plan(
+    group: Group,
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    routing: Routing,
+    config: Config | None,
+) -> Plan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    given = config or Config()
+    hidden, inter = w_down.shape[2], w_down.shape[1]
+    element = x.element_size()
+    reasons = []
+    gate_read, down_read = _how_gate_is_read(w_gate_up), host.how_read(w_down)
+    for name, read in (("w_gate_up", gate_read), ("w_down", down_read)):
+        if not read[0]:
+            reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
+    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, gate_read[0] and down_read[0])
+
+    def pick(name: str, default: int) -> int:
+        value = getattr(given, name)
+        return default if value is None else value
+
+    tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
+    if tile_n < 32:
+        raise ArgumentError(f"config.tile_n must be at least 32: half of it is gate, half is up; got {tile_n}")
+    most = group.world.ctas(group.world_rank)
+    # what is expected: every rank gets its share of the rows, and nearly all tokens are needed everywhere
+    rows = min(routing.most_tokens * routing.k, routing.room)
+    seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
+    staged = routing.most_tokens * hidden * element * routing.nodes if group.size > 1 else 0
+    placed = rows * hidden * element
+    # the way there shall take the first third: the way back needs the rest
+    send_ctas = pick("send_ctas", host.copiers(staged, seconds / 3, most) if group.size > 1 else 0)
+    intra_ctas = pick("intra_ctas", host.copiers(placed, seconds / 3, most))
+    ctas = pick("ctas", most)
+    reasons.append(
+        f"{send_ctas} CTAs stage {staged} bytes and {intra_ctas} place {placed}, if the rows are even; the arithmetic "
+        f"is estimated to take {seconds * 1e3:.3g} ms"
+    )
+    resolved = Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
+        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
+        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=routing.chunk_rows,
+        copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
+    )  # fmt: skip
+    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    return Plan(
+        config=resolved,
+        routing=routing,
+        row_stride=host.row_stride_of(hidden, x.dtype),
+        gate_read=gate_read,
+        down_read=down_read,
+        precision=matmul_precision(x.dtype),
+        reasons=tuple(reasons),
+    )
+
+
+def _areas(routing: Routing, row_bytes: int) -> host.Areas:
+    """The parts of a half of the workspace."""
+    rows = routing.most_tokens * row_bytes
+    return host.Areas.of(
+        tables=routing.size * routing.table_words(True) * 4,
+        staged=rows if routing.gpus > 1 else 0,
+        departing=(routing.nodes - 1) * rows,
+        landing=(routing.nodes - 1) * rows,
+        partial=routing.size * rows,
+        returning=(routing.nodes - 1) * rows,
+        returned=(routing.nodes - 1) * rows,
+    )
+
+
+def _launch(
+    group: Group, plan: Plan, workspace: Workspace, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan."""
+    c, routing = plan.config, plan.routing
+    _, inter, hidden = w_down.shape
+    element = x.element_size()
+    areas = _areas(routing, plan.row_stride * element)
+    packed = host.rows_of_tile(group, max(routing.room, 1), hidden, x.dtype, c.tile_m)
+    inner_shape = (max(routing.room, 1), host.row_stride_of(inter, x.dtype))
+    inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
+    link = group.world.links.nvlink
+    paced = link is not None and group.gpus_per_node > 1
+    places = {f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin}
+    arguments = dict(
+        context=workspace.context,
+        x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
+        ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
+        weights=topk_weights, weights_stride=topk_weights.stride(0), weights_column_stride=topk_weights.stride(1),
+        w_gate_up=_operand(w_gate_up, plan.gate_read, c.tile_k, c.tile_n // 2),
+        gate_expert_stride=w_gate_up.stride(0), gate_row_stride=w_gate_up.stride(1),
+        gate_column_stride=w_gate_up.stride(2),
+        w_down=_operand(w_down, plan.down_read, c.tile_k, c.tile_n),
+        down_expert_stride=w_down.stride(0), down_row_stride=w_down.stride(1), down_column_stride=w_down.stride(2),
+        packed=descriptor(packed, list(packed.shape), [packed.stride(0), 1], [c.tile_m, c.tile_k]),
+        packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_n), packed_rows=packed,
+        inner=descriptor(inner, list(inner.shape), [inner.stride(0), 1], [c.tile_m, c.tile_k]),
+        inner_rows=inner, inner_stride=inner.stride(0),
+        out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
+        **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
+        tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
+        hidden=hidden, inter=inter, chunks=routing.chunks, signals=routing.signals_of(workspace),
+        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
+        half_words=workspace.half_bytes // 4, table_words=routing.table_words(True), row_stride=plan.row_stride,
+        **places, half=workspace.half_bytes // element,
+        DTYPE=DTYPES[x.dtype], **routing.constants(), SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PACED=paced,
+        GATE_DESCRIPTOR=plan.gate_read[0], GATE_TRANSPOSED=plan.gate_read[1],
+        DOWN_DESCRIPTOR=plan.down_read[0], DOWN_TRANSPOSED=plan.down_read[1], PRECISION=plan.precision,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+        COPY_ROWS=4, COPY_COLUMNS=max(c.copy_bytes // element // 4, 1),
+        SUM_COLUMNS=max(c.copy_bytes // element // 32, 1),
+    )  # fmt: skip
+    return Launch(
+        op="moe_ffn",
+        group=group,
+        kernel=moe_ffn_kernel,
+        grid=c.ctas,
+        arguments=arguments,
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        variant=plan,
+    )
+
+
+def _operand(w: torch.Tensor, read: tuple[bool, bool], tile_k: int, tile_n: int) -> object:
+    return host.matrices_descriptor(w, read[1], tile_k, tile_n) if read[0] else w
+
+
+def _check(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
+) -> None:  # fmt: skip
+    """Refuse what can not be computed, naming the argument and the rule."""
+    planning.check_given(config)
+    host.check_tokens("moe_ffn", group, x, topk_ids)
+    host.check_tensor("moe_ffn", group, "topk_weights", topk_weights, 2)
+    host.check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
+    host.check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
+    if w_gate_up.shape[2] % 2:
+        raise ArgumentError(f"w_gate_up is {tuple(w_gate_up.shape)}: half of its columns are gate, half are up")
+    inter = w_gate_up.shape[2] // 2
+    host.check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
+    if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
+        raise ArgumentError(
+            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: as many experts "
+            f"as w_gate_up has, and columns as many as a token has elements"
+        )
+    host.check_bounds(x.shape[0], capacity, max_tokens)
+    if out is not None:
+        host.check_out("moe_ffn", group, out, (x.shape[0], x.shape[1]), x.dtype)
+        if overlap(out, x):
+            raise ArgumentError("out overlaps x in memory: it would be overwritten while it is read")
+
+
+def moe_ffn(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """A mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back; in one kernel.
+
+    Args:
+        x: [tokens, hidden], this rank's tokens; how many may differ between ranks, also be none. Any strides.
+        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered over all ranks
+            in rank order. Negative: dropped.
+        topk_weights: [tokens, k], floating point.
+        w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts; how many may differ between
+            ranks, also be none. A transposed view of [experts, 2*inter, hidden] is read as it is.
+        w_down: [experts, inter, hidden], likewise.
+        group, capacity, max_tokens, config: as in moe_dispatch_matmul; capacity is in rows, one for each token and
+            expert on this rank.
+        out: [tokens, hidden], where to put the result; must not overlap x.
+
+    Returns:
+        [tokens, hidden] in x's type. Products are accumulated in fp32; the activations, the experts' results and the
+        sums that leave a rank or a node are rounded to x's type. The same input gives the same bits. A token whose
+        ids were all dropped gets zeros.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
+        CommTimeout: a peer did not come within the group's timeout.
+    """
+    group = current(group)
+    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    routing = host.agree("moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config)
+    if out is None:
+        out = group.world.empty(group.world_rank, tuple(x.shape), x.dtype)
+    group.launch(prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, routing, config))
+    return out
+
+
+def prepare(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, out: torch.Tensor, routing: Routing, config: Config | None,
+) -> Launch:  # fmt: skip
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    key = (
+        "moe_ffn", layout(x), layout(out), layout(topk_weights), _how_gate_is_read(w_gate_up), host.how_read(w_down),
+        w_down.shape, routing, config, matmul_precision(x.dtype),
+    )  # fmt: skip
+    decided = group.planned(key, lambda: plan(group, x, w_gate_up, w_down, routing, config))
+    workspace = group.workspace(
+        "moe_ffn",
+        signal_words=routing.signal_words(1 + 4 * routing.chunks),
+        half_bytes=_areas(routing, decided.row_stride * x.element_size()).nbytes,
+    )
+    return _launch(group, decided, workspace, x, topk_ids, topk_weights, w_gate_up, w_down, out)
+
+
+def explain(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> Plan:
+    """The plan that `moe_ffn` with these arguments would carry out, if no rank had more tokens."""
+    group = current(group)
+    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
+    routing = host.sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, config)
+    return plan(group, x, w_gate_up, w_down, routing, config)

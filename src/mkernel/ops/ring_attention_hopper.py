@@ -1,0 +1,470 @@
+"""The kernel of ring_attention for Hopper GPUs, in Gluon: the same roles, rounds and signals, another inside.
+
+Everything between ranks is ring_attention.py's: who sends what, who waits for whom, the schedule. The
+functions for it are the same ones, since they work on scalars. What differs is how a CTA computes: it
+has three kinds of warps.
+
+- One warp *loads*: it waits for the chunks that a tile needs and brings queries, keys and values into
+  shared memory by TMA, two blocks ahead. Signals are looked at while the others compute, so they cost nothing.
+- Two warpgroups *attend*, each with 64 rows of the tile. The scores of the next block are started before
+  the values of this one are multiplied, so that the exponentials of one warpgroup run beside the tensor
+  cores' work of the other and of its own values.
+
+Order of a tile's blocks: the first one of the rank's own keys (there is one, since every row sees itself),
+then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
+branch while a product is under way would make the compiler wait for it.
+
+Synchronisation inside the CTA, by mbarriers: `full` when TMA has written a stage, `empty` when both
+warpgroups have read it; the same for the queries. Between the warps and other CTAs: the loading warp
+acquires what has arrived and fences (TMA reads another way than the acquire went); a warpgroup says that
+its half of a tile is done, so a round counts two for each tile. That its reads are over follows from the
+`full` barriers that it has seen.
+
+Copying CTAs copy with the four warps of the first warpgroup, before the CTA splits.
+
+Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot read. Then the Triton
+kernel runs; ranks may differ in that, as they share everything that others see.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mkernel.lang.attention import key_blocks, keys_below, seen_by, seen_by_rank
+from mkernel.lang.context import SIZE as SIZE_WORD
+from mkernel.lang.context import TABLE, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.rounds import announce, is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
+from mkernel.ops.ring_attention import chunks_of, intra, send, source_at, tile_at
+
+WARPGROUPS = gl.constexpr(2)  # that attend
+ROWS = gl.constexpr(64)  # of queries, of each of them
+TILE_M = gl.constexpr(128)
+STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
+# Registers of a thread of the second warpgroup and of the loading warp; the first warpgroup gets what is left, 232.
+ATTEND_REGISTERS = gl.constexpr(232)
+LOAD_REGISTERS = gl.constexpr(40)
+
+
+def descriptor_of(plain: TensorDescriptor) -> GluonDescriptor:
+    """A Triton tensor descriptor as a Gluon one: the same, and how its block lies in shared memory."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(plain.block_shape))
+    return GluonDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+
+
+@gluon.jit
+def copy_rows(
+    context, start, row_stride, column_stride, rows, height, dim, data_start, row, turn, source,
+    spans, key, keys, length, window, part_rows, offset,
+    DTYPE: gl.constexpr, SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr,
+    SEEN_ONLY: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+    FLAT: gl.constexpr, COPY: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """As ring_attention._copy_rows, for rows whose elements are contiguous: 16 bytes a thread, by four warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    rank = rank_of(context)
+    base = rank // GPUS * GPUS
+    for step in range(0, height, COPY // DIM):
+        i = step + gl.expand_dims(gl.arange(0, COPY // DIM, gl.SliceLayout(1, layout)), 1)
+        j = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
+        inside = (i < height) & (j < dim)
+        block = gl.load(start + (i.to(gl.int64) * row_stride + j), mask=inside & (i < rows), other=0.0)
+        for which in gl.static_range(COUNT):
+            peer = base + (rank - base + offset + which) % GPUS
+            wanted = inside
+            if SEEN_ONLY:
+                wanted = inside & is_seen(spans, peer, source, key, keys, length, SIZE, ZIGZAG, CAUSAL, PACKED)
+            first = slot_row(turn, slot_of(source, peer, SIZE), window, part_rows, SLOTS) + row
+            target = segment_of(context, peer, DTYPE) + data_start + tl.multiple_of(first.to(gl.int64) * dim, 16)
+            gl.store(target + (i * dim + j), block, mask=wanted)
+
+
+@gluon.jit
+def _load_own(
+    k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, head, first, end, loaded,
+    TILE_N: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Load blocks first..end-1 of the rank's own keys and values; returns how many were loaded so far."""
+    for block in range(first, end):
+        stage = loaded % STAGES
+        phase = (loaded // STAGES) & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+        k_place = k_smem.index(stage)._reinterpret(k.dtype, [1, 1, TILE_N, DIM], k.layout)
+        tma.async_copy_global_to_shared(k, [batch, head, block * TILE_N, 0], k_full.index(stage), k_place)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+        v_place = v_smem.index(stage)._reinterpret(v.dtype, [1, 1, TILE_N, DIM], v.layout)
+        tma.async_copy_global_to_shared(v, [batch, head, block * TILE_N, 0], v_full.index(stage), v_place)
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
+def _load_slots(
+    context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    first, end, loaded, chunk_rows, stamps, window, chunks, part_rows,
+    SIZE: gl.constexpr, SLOTS: gl.constexpr, TILE_N: gl.constexpr,
+):  # fmt: skip
+    """The same for blocks of another rank's keys and values, as their chunks arrive."""
+    row = slot_row(turn, slot_of(source, rank_of(context), SIZE), window, part_rows, SLOTS)
+    for block in range(first, end):
+        if (block == first) | (block * TILE_N % chunk_rows == 0):
+            chunk = block * TILE_N // chunk_rows
+            panel_is_here(context, epoch, turn, source, chunk, chunk + 1, stamps, window, chunks, SIZE, SLOTS)
+            acquire_for_descriptors()
+        stage = loaded % STAGES
+        phase = (loaded // STAGES) & 1
+        place = row + 2 * block * TILE_N
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), slots.block_type.nbytes)
+        tma.async_copy_global_to_shared(slots, [place, 0], k_full.index(stage), k_smem.index(stage))
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), slots.block_type.nbytes)
+        tma.async_copy_global_to_shared(slots, [place + TILE_N, 0], v_full.index(stage), v_smem.index(stage))
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
+def _blocks(
+    bounds, rank, source, row, length,
+    SIZE: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+    TILE_N: gl.constexpr,
+):  # fmt: skip
+    """(first, full, full_end, end) of a source for the tile of queries from `row` on; see key_blocks. The
+    first block of the rank's own keys is left out: it comes before all others."""
+    low, lowest_end = seen_by(bounds, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED)
+    last = gl.minimum(row + TILE_M, length) - 1
+    high, highest_end = seen_by(bounds, rank, last, length, SIZE, ZIGZAG, CAUSAL, PACKED)
+    first, full, full_end, end = key_blocks(
+        low, lowest_end, high, highest_end, source, 0, length, length, SIZE, ZIGZAG, TILE_N
+    )
+    first += (source == rank).to(gl.int32)
+    full = gl.maximum(full, first)
+    return first, full, gl.maximum(full_end, full), end
+
+
+@gluon.jit
+def _load(
+    context, epoch, q, k, v, slots, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    spans, schedule, heads, kv_heads, length, blocks, window, part_rows, chunk_rows, chunks, stamps,
+    place, end_of_places,
+    SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr, CREDITS: gl.constexpr,
+    ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+    TILE_N: gl.constexpr, DIM: gl.constexpr,
+     
+):  # fmt: skip
+    """The loading warp: what the tiles of this CTA need, in the order in which it is needed."""
+    rank = rank_of(context)
+    bounds = spans + 2 * SIZE
+    # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every
+    # rank needs in registers
+    ranks = tl.load(context + SIZE_WORD).to(gl.int32)
+    loaded = place * 0
+    for at in range(place, end_of_places):
+        turn, within, batch, head, kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
+        row = block * TILE_M
+        if CREDITS:
+            may_begin(context, epoch, turn, stamps, window, COMPUTE)
+        if SIZE > 1 and PACKED:
+            # one tile of the round waits for all that was sent, before it can be done: the slots are not free before
+            if (within // blocks == 0) & (block == blocks - 1):
+                need, need_end = seen_by_rank(spans, rank, length, SIZE, ZIGZAG, CAUSAL, PACKED)
+                for i in range(1, ranks):
+                    source = source_at(rank, i, SIZE, GPUS)
+                    chunk, behind = chunks_of(need, need_end, source, 0, length, chunk_rows, length, SIZE, ZIGZAG)
+                    panel_is_here(context, epoch, turn, source, chunk, behind, stamps, window, chunks, SIZE, SLOTS)
+        mbarrier.wait(q_empty, ((at - place) & 1) ^ 1)
+        mbarrier.expect(q_full, WARPGROUPS * q.block_type.nbytes)
+        for which in gl.static_range(WARPGROUPS):
+            target = q_smem.index(which)._reinterpret(q.dtype, [1, 1, ROWS, DIM], q.layout)
+            tma.async_copy_global_to_shared(q, [batch, head, row + which * ROWS, 0], q_full, target)
+        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
+        loaded = _load_own(
+            k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, first - 1, first, loaded,
+            TILE_N, DIM,
+        )  # fmt: skip
+        loaded = _load_own(
+            k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, full, full_end, loaded,
+            TILE_N, DIM,
+        )  # fmt: skip
+        if SIZE > 1:
+            for i in range(1, ranks):
+                source = source_at(rank, i, SIZE, GPUS)
+                _first, other, other_end, _end = _blocks(
+                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
+                )
+                loaded = _load_slots(
+                    context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    other, other_end, loaded, chunk_rows, stamps, window, chunks, part_rows,
+                    SIZE, SLOTS, TILE_N,
+                )  # fmt: skip
+        for side in range(2):
+            loaded = _load_own(
+                k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head,
+                gl.where(side == 0, first, full_end), gl.where(side == 0, full, end), loaded, TILE_N, DIM,
+            )  # fmt: skip
+        if SIZE > 1:
+            for i in range(2, 2 * ranks):
+                source = source_at(rank, i // 2, SIZE, GPUS)
+                first, full, full_end, end = _blocks(
+                    bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
+                )
+                loaded = _load_slots(
+                    context, epoch, turn, source, slots, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end), loaded,
+                    chunk_rows, stamps, window, chunks, part_rows, SIZE, SLOTS, TILE_N,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _take_in(scores, total, largest, scale, operand: gl.constexpr, DTYPE: gl.constexpr, MASKED: gl.constexpr):
+    """As lang/attention.take_in; the weights as an operand of the product with the values."""
+    newest = gl.maximum(largest, gl.max(scores, 1) * scale)
+    pivot = newest
+    if MASKED:
+        pivot = gl.where(newest == float("-inf"), 0.0, newest)
+    weights = gl.exp2(scores * scale - gl.expand_dims(pivot, 1))
+    fade = gl.exp2(largest - pivot)
+    total = total * fade + gl.sum(weights, 1)
+    return gl.convert_layout(weights.to(DTYPE), operand), total, newest, fade
+
+
+@gluon.jit
+def _masked(
+    scores, bounds, rank, source, rows, at, length, layout: gl.constexpr,
+    SIZE: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, TILE_N: gl.constexpr,
+):  # fmt: skip
+    """Scores with the source's keys from `at` on; -inf where a row does not see the key."""
+    starts, ends = seen_by(bounds, rank, gl.minimum(rows, length - 1), length, SIZE, ZIGZAG, CAUSAL, PACKED)
+    index = gl.expand_dims(at + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)), 0)
+    upper = keys_below(ends, source, length, SIZE, ZIGZAG)
+    scores = gl.where(index < gl.expand_dims(upper, 1), scores, float("-inf"))
+    if PACKED:
+        lower = keys_below(starts, source, length, SIZE, ZIGZAG)
+        scores = gl.where(index >= gl.expand_dims(lower, 1), scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _attend(
+    context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end_of_places,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr, GPUS: gl.constexpr, CREDITS: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr, LSE: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
+    OWN_OUT: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: rows GROUP*ROWS and on of this CTA's tiles."""
+    score: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16])
+    value: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=value, k_width=2)
+    dtype: gl.constexpr = q_smem.dtype
+    rank = rank_of(context)
+    bounds = spans + 2 * SIZE
+    zeros = gl.zeros([ROWS, TILE_N], gl.float32, score)
+    query = q_smem.index(GROUP)
+    ranks = tl.load(context + SIZE_WORD).to(gl.int32)
+    step = place * 0  # blocks that were taken so far
+    for at in range(place, end_of_places):
+        turn, _within, batch, head, _kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
+        row = block * TILE_M
+        rows = row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, score))
+        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
+        count = full_end - full
+        for i in range(1, ranks):
+            _first, other, other_end, _end = _blocks(
+                bounds, rank, source_at(rank, i, SIZE, GPUS), row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
+            )
+            count += other_end - other
+
+        mbarrier.wait(q_full, (at - place) & 1)
+        stage = step % STAGES
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+        token = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = _masked(
+            scores, bounds, rank, rank, rows, (first - 1) * TILE_N, length, score,
+            SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N,
+        )  # fmt: skip
+        largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score))
+        total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, score))
+        weights, total, largest, fade = _take_in(scores, total, largest, scale, operand, dtype, True)
+        accumulator = gl.zeros([ROWS, DIM], gl.float32, value)
+        step += 1
+        for _ in range(count):
+            stage = step % STAGES
+            before = (step - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            token = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+            product = warpgroup_mma(weights, v_smem.index(before), accumulator, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[token])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            next_weights, total, largest, fade = _take_in(scores, total, largest, scale, operand, dtype, False)
+            accumulator, weights = warpgroup_mma_wait(0, deps=[product, weights])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            accumulator = accumulator * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, value)), 1)
+            weights = next_weights
+            step += 1
+        for i in range(2 * ranks):
+            source = source_at(rank, i // 2, SIZE, GPUS)
+            first, full, full_end, end = _blocks(
+                bounds, rank, source, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N
+            )
+            for masked in range(gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end)):
+                stage = step % STAGES
+                before = (step - 1) % STAGES
+                mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+                token = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+                product = warpgroup_mma(weights, v_smem.index(before), accumulator, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[token])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                scores = _masked(
+                    scores, bounds, rank, source, rows, masked * TILE_N, length, score,
+                    SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N,
+                )  # fmt: skip
+                next_weights, total, largest, fade = _take_in(scores, total, largest, scale, operand, dtype, True)
+                accumulator, weights = warpgroup_mma_wait(0, deps=[product, weights])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                accumulator = accumulator * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, value)), 1)
+                weights = next_weights
+                step += 1
+        if OWN_OUT:
+            mbarrier.arrive(q_empty, count=1)  # the next queries may come while this tile ends
+        before = (step - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+        product = warpgroup_mma(weights, v_smem.index(before), accumulator, is_async=True)
+        accumulator, weights = warpgroup_mma_wait(0, deps=[product, weights])
+        mbarrier.arrive(v_empty.index(before), count=1)
+
+        if SIZE > 1:
+            # chunks that never came were read all the same: if the group gave up, the tile is not right
+            aborted = tl.load(context + TABLE + SIZE + rank).to(tl.pointer_type(tl.int64))
+            total += gl.where(tl.load(aborted, volatile=True) == 0, 0.0, float("nan"))
+        nothing = total == 0.0
+        divisor = gl.convert_layout(gl.where(nothing, 1.0, total), gl.SliceLayout(1, value))
+        result = accumulator / gl.expand_dims(divisor, 1)
+        out_smem.index(GROUP).store(result.to(dtype))
+        fence_async_shared()
+        source_of_out = out_smem.index(GROUP)._reinterpret(dtype, [1, 1, ROWS, DIM], out.layout)
+        tma.async_copy_shared_to_global(out, [batch, head, row + GROUP * ROWS, 0], source_of_out)
+        if LSE:
+            logarithm = (largest + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453
+            line = (batch * heads + head).to(gl.int64) * length
+            gl.store(lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < length)
+        tma.store_wait(0)
+        if not OWN_OUT:
+            mbarrier.arrive(q_empty, count=1)
+        if CREDITS:
+            one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, COMPUTE)
+        else:
+            tl.debug_barrier()  # nobody writes the next tile's result before this one was read
+
+
+@gluon.jit
+def ring_attention_hopper_kernel(
+    context, q, own_k, own_v, slots, out, lse, spans, schedule, k, v,
+    k_batch, k_head, k_row, v_batch, v_head, v_row,
+    scale, heads, kv_heads, length, padded, dim, blocks, data_start,
+    rounds, window, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+    DTYPE: gl.constexpr, SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr,
+    SENDERS: gl.constexpr, INTRAS: gl.constexpr, CREDITS: gl.constexpr, PACED: gl.constexpr,
+    ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, LSE: gl.constexpr,
+    TILE_N: gl.constexpr, DIM: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """The whole operator; see the module's docstring and ring_attention.py's."""
+    SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
+    cta = gl.program_id(0)
+    epoch = current_epoch(context)
+    if SIZE > 1:
+        if cta == 0:
+            announce(context, epoch, SIZE, GPUS)
+    if cta < SENDERS:
+        send(
+            context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
+            spans, kv_heads, length, padded, dim, data_start,
+            rounds, window, 1, part_rows, chunk_rows, chunks, stamps, cta, SENDERS,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, True, True, COPY, TILE_N, DIM, copy_rows,
+        )  # fmt: skip
+    elif cta < SENDERS + INTRAS:
+        intra(
+            context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
+            spans, kv_heads, length, padded, dim, data_start,
+            rounds, window, 1, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+            cta - SENDERS, INTRAS,
+            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
+            True, True, COPY, TILE_N, DIM, copy_rows,
+        )  # fmt: skip
+
+    q_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, DIM], SMEM_LAYOUT)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, DIM], SMEM_LAYOUT)
+    out_smem = q_smem
+    if OWN_OUT:
+        out_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=WARPGROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+    place = gl.load(schedule + cta).to(gl.int32)
+    end = gl.load(schedule + cta + 1).to(gl.int32)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 0,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 1,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
+                ),
+            ),
+            (
+                _load,
+                (
+                    context, epoch, q, own_k, own_v, slots, q_smem, k_smem, v_smem,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    spans, schedule, heads, kv_heads, length, blocks, window, part_rows, chunk_rows, chunks, stamps,
+                    place, end,
+                    SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
+                ),
+            ),
+        ],
+        [4, 1],
+        [ATTEND_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip
+    finish(context, epoch)

@@ -1,0 +1,106 @@
+"""Pages that need nothing but a browser: text, tables and plots in one HTML file, with plotly's code inside.
+
+What a page shows is in it once more as JSON, in the element with the id "data".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from mkernel.runtime.errors import MKernelError
+from mkernel.version import __version__
+
+# Told apart also by those who do not see all colours
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#777777")
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+table { border-collapse: collapse; font-size: 0.9rem; } .wide { overflow-x: auto; }
+th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.7rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.plot { width: 100%; height: 24rem; } .small { color: #666; font-size: 0.9rem; }
+.wrong { color: #b00020; font-weight: bold; } .emulated { background: #fff3cd; padding: 0.1rem 0.4rem; }
+"""
+
+
+# no button that would send the figures anywhere
+BUTTONS = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
+
+
+def plot(identifier: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
+    """A plot, as plotly's JavaScript draws it from traces (dictionaries of lists)."""
+    full = {
+        "title": {"text": title},
+        "xaxis": {"title": {"text": x}, **layout.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})},
+        "colorway": COLORS,
+        "template": "none",
+        "margin": {"t": 60, "r": 20},
+        **layout,
+    }
+    data = _json([dict(trace) for trace in traces])
+    return (
+        f'<div id="{escape(identifier)}" class="plot"></div>\n<script>Plotly.newPlot({json.dumps(identifier)}, {data}, '
+        f"{_json(full)}, {_json(BUTTONS)});</script>"
+    )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{escape(str(name))}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>\n" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
+
+
+def text(words: str, kind: str = "") -> str:
+    return f'<p class="{escape(kind)}">{escape(words)}</p>'
+
+
+def heading(words: str) -> str:
+    return f"<h2>{escape(words)}</h2>"
+
+
+def page(title: str, parts: Sequence[str], data: Any) -> str:
+    """The whole file."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as missing:
+        raise MKernelError("pages with plots need the package plotly: pip install 'mkernel[cli]'") from missing
+    body = "\n".join(parts)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+<script>{get_plotlyjs()}</script>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{body}
+<p class="small">mkernel {__version__}</p>
+<script type="application/json" id="data">{_json(data)}</script>
+</body>
+</html>
+"""
+
+
+def _json(value: Any) -> str:
+    """JSON that can stand inside a script: no NaN, and nothing that ends the script."""
+    return json.dumps(_finite(value), allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,318 @@
+"""What the mixture-of-experts operators share on the host: sizes, tables, the handle, checks of arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mkernel.lang import routing as words
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.heap import ALIGNMENT
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors
+
+MOST_SLOTS = 16
+LINE = 64  # bytes that rows in a workspace are aligned to
+OWN_SIGNALS = 8
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def power_above(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The sizes of a call. most_tokens, k and chunk_rows are the same on every rank."""
+
+    size: int
+    gpus: int
+    tokens: int  # of this rank
+    most_tokens: int  # of any rank
+    k: int
+    experts: int  # of this rank
+    room: int  # rows that this rank has room for
+    chunk_rows: int
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.gpus
+
+    @property
+    def slots(self) -> int:
+        return power_above(self.k)
+
+    @property
+    def ranks(self) -> int:
+        return power_above(self.size + 1)
+
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.most_tokens / self.chunk_rows)
+
+    def table_words(self, weights: bool) -> int:
+        return _up(words.HEADER.value + self.most_tokens * self.k * (2 if weights else 1), 16)
+
+    def constants(self) -> dict[str, int]:
+        """What kernels know of it when they are compiled."""
+        return dict(K=self.k, SLOTS=self.slots, SIZE=self.size, GPUS=self.gpus, RANKS=self.ranks, CHUNK=self.chunk_rows)
+
+    def signal_words(self, per_rank: int) -> int:
+        """Signals of a workspace with so many arrivals of each rank."""
+        return self.size + self.nodes + OWN_SIGNALS + 2 * self.size * per_rank
+
+    def signals_of(self, workspace: Workspace) -> int:
+        """Words of one half of the arrival signals. That is the workspace's, not the call's, so that the
+        halves stay where they are when sizes change."""
+        return (workspace.signal_words - self.size - self.nodes - OWN_SIGNALS) // 2
+
+
+def row_stride_of(columns: int, dtype: torch.dtype) -> int:
+    """Elements from one row to the next in a workspace."""
+    return _up(columns * dtype.itemsize, LINE) // dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Areas:
+    """Where the parts of a half begin, in bytes from the start of the half."""
+
+    begin: dict[str, int]
+    nbytes: int
+
+    @staticmethod
+    def of(**sizes: int) -> Areas:
+        begin, at = {}, 0
+        for name, size in sizes.items():
+            begin[name] = at
+            at += _up(size, ALIGNMENT)
+        return Areas(begin, max(at, ALIGNMENT))
+
+    def at(self, workspace: Workspace, name: str, item: int) -> int:
+        """Where a part of the first half begins, in items of so many bytes from the start of the segment."""
+        return (workspace.data_start + self.begin[name]) // item
+
+
+def tables(group: Group, **sizes: int) -> dict[str, torch.Tensor]:
+    """Tables of 32-bit numbers in the memory of this rank, uninitialised."""
+    rounded = {name: _up(max(size, 1), 16) for name, size in sizes.items()}
+    memory = group.world.empty(group.world_rank, (sum(rounded.values()),), torch.float32).view(torch.int32)
+    return {
+        name: part[: max(sizes[name], 1)]
+        for name, part in zip(rounded, torch.split(memory, list(rounded.values())), strict=True)
+    }
+
+
+def routing_tables(group: Group, routing: Routing, tile_m: int, counters: int = 1) -> dict[str, torch.Tensor]:
+    """The tables that lang/routing.py fills."""
+    everyone = routing.size * routing.most_tokens
+    segments = routing.experts * routing.size
+    blocks = most_blocks(routing, tile_m)
+    return tables(
+        group,
+        positions=everyone * routing.k,
+        destinations=everyone * routing.k,
+        everyones_ids=everyone * routing.k,
+        counts=segments,
+        above=routing.size * routing.ranks,
+        bases=segments + 1,
+        first_blocks=routing.experts + 1,
+        expert_counts=routing.experts,
+        placed=blocks * counters,
+        slots=everyone,
+        departed=(routing.nodes - 1) * routing.most_tokens,
+        unsorted=blocks * words.ENTRY.value,
+        schedule=blocks * words.ENTRY.value,
+        summary=words.SUMMARY.value + 2 * routing.ranks,
+        row_source=routing.room,
+        row_token=routing.room,
+    )
+
+
+def most_blocks(routing: Routing, tile_m: int) -> int:
+    """Blocks of rows that there can be: every expert may have one that is not full."""
+    return routing.room // tile_m + routing.experts
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """Where the rows of a dispatch came from, and so where results go back to.
+
+    Row i of y, for i below the sum of `counts`, is token `token[i]` of rank `source[i]`. Rows are grouped by
+    expert; `counts[e]` rows belong to the e-th expert of this rank. All three are on the rank's device, and
+    on a GPU they are there when the call is done, not when it returns. Rows of y beyond them are not written.
+    """
+
+    group: Group
+    counts: torch.Tensor  # [experts]
+    source: torch.Tensor  # [capacity]
+    token: torch.Tensor  # [capacity]
+    routing: Routing
+    tables: dict[str, torch.Tensor]
+
+    @property
+    def capacity(self) -> int:
+        return self.routing.room
+
+
+def rows_of_tile(group: Group, rows: int, columns: int, dtype: torch.dtype, tile_m: int) -> torch.Tensor:
+    """A result of the grouped GEMM, [rows, columns]: rows are aligned, and tile_m more lie in front of the
+    first one (see lang/grouped.py)."""
+    whole = group.world.empty(group.world_rank, (tile_m + rows, row_stride_of(columns, dtype)), dtype)
+    return whole[tile_m:, :columns]
+
+
+def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
+    """The descriptor that lang/grouped.py stores through, of what `rows_of_tile` gave."""
+    stride = rows.stride(0)
+    whole = rows._base
+    assert whole is not None
+    block = [1, tile_m, tile_n]
+    return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], block)
+
+
+def how_read(w: torch.Tensor) -> tuple[bool, bool]:
+    """(through a descriptor, of the transposed matrices) of [experts, k, n]."""
+
+    def good(rows: torch.Tensor) -> bool:
+        size = rows.element_size()
+        strides = [rows.stride(i) * size for i in (0, 1) if rows.shape[i] > 1]
+        return (
+            rows.numel() > 0
+            and rows.stride(2) == 1
+            and rows.data_ptr() % BYTES == 0
+            and all(stride > 0 and stride % BYTES == 0 for stride in strides)
+        )
+
+    if good(w):
+        return True, False
+    return good(w.transpose(1, 2)), good(w.transpose(1, 2))
+
+
+def matrices_descriptor(w: torch.Tensor, transposed: bool, tile_k: int, tile_n: int) -> Any:
+    """The descriptor that lang/grouped.py reads matrices through."""
+    rows = w.transpose(1, 2) if transposed else w
+    block = [1, tile_n, tile_k] if transposed else [1, tile_k, tile_n]
+    return descriptor(rows, list(rows.shape), list(rows.stride()), block)
+
+
+# -- arguments
+
+
+def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != dimensions:
+        raise ArgumentError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
+    if tensor.device != group.device:
+        raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ArgumentError(
+            f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "
+            f"or pass {name}.detach()"
+        )
+
+
+def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Refuse tokens and ids that can not be routed."""
+    if not has_descriptors(group.device):
+        raise ArgumentError(f"{op} needs tensor descriptors (TMA), which {group.device} does not have: Hopper or newer")
+    check_tensor(op, group, "x", x, 2)
+    check_tensor(op, group, "topk_ids", topk_ids, 2)
+    if x.dtype not in DTYPES:
+        raise ArgumentError(f"x has dtype {x.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"topk_ids has dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64")
+    if topk_ids.shape[0] != x.shape[0]:
+        raise ArgumentError(f"topk_ids has {topk_ids.shape[0]} rows, but x has {x.shape[0]} tokens")
+    if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
+        raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts for each token; it must be 1 to {MOST_SLOTS}")
+    if x.shape[1] < 1:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}: tokens must have 1 element or more")
+
+
+def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype, rows: int, of: str) -> None:
+    """Refuse matrices that do not fit to rows of so many elements."""
+    check_tensor(op, group, name, w, 3)
+    if w.dtype != dtype:
+        raise ArgumentError(f"{name} has dtype {w.dtype}, but x has {dtype}: they must be the same")
+    if w.shape[1] != rows:
+        raise ArgumentError(f"{name} is {tuple(w.shape)}: its second dimension ({w.shape[1]}) must be {of} ({rows})")
+    if w.shape[2] < 1:
+        raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have 1 column or more")
+
+
+def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
+    if not topk_weights.dtype.is_floating_point:
+        raise ArgumentError(f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type")
+    if tuple(topk_weights.shape) != (tokens, k):
+        raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
+
+
+def check_out(op: str, group: Group, out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_tensor(op, group, "out", out, 2)
+    if tuple(out.shape) != shape:
+        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape}")
+    if out.dtype != dtype:
+        raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
+    if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+
+
+def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
+    for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ArgumentError(f"{name} must be a whole number, 0 or more; got {value!r}")
+    if max_tokens is not None and tokens > max_tokens:
+        raise ArgumentError(f"x has {tokens} tokens, more than the {max_tokens} that max_tokens declares")
+
+
+def chunk_rows_of(group: Group, most_tokens: int, config: Config | None) -> int:
+    """Tokens of a chunk: a power of two, from what is the same on every rank."""
+    given = config.chunk_rows if config is not None else None
+    if given is None:
+        return planning.rows_per_chunk(most_tokens, 32 if group.device.type == "cuda" else 8)
+    if given & (given - 1):
+        raise ArgumentError(f"config.chunk_rows must be a power of two for this operator; got {given}")
+    return given
+
+
+def agree(
+    op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None,
+    max_tokens: int | None, config: Config | None, **more: Any,
+) -> Routing:  # fmt: skip
+    """The sizes of a call, those that must be the same on every rank made so. Without max_tokens the ranks
+    tell each other how many tokens they have: at every call, because the others' may have changed when this
+    rank's have not."""
+    tokens, k = topk_ids.shape
+    given = config.chunk_rows if config is not None else None
+    group.agree(op, hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, chunk_rows=given, **more)
+    total = group.size * max_tokens if max_tokens is not None else 0
+    most = max_tokens
+    if most is None:
+        everyones = group.exchange(op, tokens)
+        most, total = max(everyones), sum(everyones)
+    return sized(group, topk_ids, experts, capacity, max(most, 1), total, config)
+
+
+def sized(
+    group: Group, topk_ids: torch.Tensor, experts: int, capacity: int | None, most: int, total: int,
+    config: Config | None,
+) -> Routing:  # fmt: skip
+    """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
+    tokens, k = topk_ids.shape
+    room = total * min(k, experts) if capacity is None else capacity
+    return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
+
+
+def copiers(nbytes: int, seconds: float, ctas: int) -> int:
+    """How many CTAs copy so many bytes in so many seconds."""
+    return max(min(math.ceil(nbytes / planning.push_rate(2) / max(seconds, 1e-9)), ctas // 4), 1)

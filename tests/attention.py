@@ -1,0 +1,127 @@
+"""Attention in float64, and a plain ring, for the tests of ring_attention."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+import mkernel as mk
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: shapes of one rank, masks, and values that any rank can make. `turn` numbers calls."""
+
+    length: int
+    heads: int = 1
+    kv_heads: int = 1
+    batch: int = 1
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    layout: str = "contiguous"
+    documents: tuple[int, ...] | None = None
+    scale: float | None = None
+
+    def part(self, which, rank, turn=0):
+        """query, key or value of a rank."""
+        heads = self.heads if which == "query" else self.kv_heads
+        seed = 3 * (1000 * turn + rank) + ("query", "key", "value").index(which)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.batch, heads, self.length, self.dim, generator=generator).to(self.dtype)
+
+    def whole(self, which, size, turn=0):
+        """All ranks' parts, in the order of ranks."""
+        return torch.cat([self.part(which, rank, turn) for rank in range(size)], 2)
+
+    def positions(self, rank, size):
+        """Where a rank's rows lie in the sequence."""
+        index = torch.arange(self.length)
+        if self.layout == "contiguous":
+            return rank * self.length + index
+        half = self.length // 2
+        return torch.cat([rank * half + index[:half], (2 * size - 1 - rank) * half + index[:half]])
+
+    def seen(self, rank, source, size):
+        """[rows of the rank, rows of the source]: which sees which."""
+        row, key = self.positions(rank, size)[:, None], self.positions(source, size)[None, :]
+        seen = row >= key if self.causal else row >= row * 0 + key * 0
+        if self.documents is not None:
+            bounds = torch.tensor(self.documents)
+            seen &= torch.searchsorted(bounds, row, right=True) == torch.searchsorted(bounds, key, right=True)
+        return seen
+
+    def arguments(self):
+        return dict(
+            is_causal=self.causal, layout=self.layout, cu_seqlens=self.documents, scale=self.scale,
+            enable_gqa=self.heads != self.kv_heads,
+        )  # fmt: skip
+
+
+def scores_of(case, query, key, seen):
+    """Scores of query [batch, heads, rows, dim] with key [batch, kv_heads, keys, dim], -inf where not seen."""
+    group = case.heads // case.kv_heads
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    return scores.masked_fill(~seen.to(scores.device), -math.inf)
+
+
+def exact(case, rank, size, turn=0, device="cpu"):
+    """(result, lse, weighted mean of |value|) of a rank, in float64."""
+    query, key, value = (
+        x.double().to(device)
+        for x in (case.part("query", rank, turn), case.whole("key", size, turn), case.whole("value", size, turn))
+    )
+    seen = torch.cat([case.seen(rank, source, size) for source in range(size)], 1)
+    scores = scores_of(case, query, key, seen)
+    value = value.repeat_interleave(case.heads // case.kv_heads, 1)
+    weights = torch.softmax(scores, -1)
+    return weights @ value, scores.logsumexp(-1), weights @ value.abs()
+
+
+def plain_ring(case, rank, size, turn=0):
+    """(result, lse): a ring as it is usually written. At step s the keys of the rank s behind are here;
+    their attention is merged into what there is by the log-sum-exps of both."""
+    query = case.part("query", rank, turn).double()
+    out, lse = None, None
+    for step in range(size):
+        source = (rank - step) % size
+        scores = scores_of(case, query, case.part("key", source, turn).double(), case.seen(rank, source, size))
+        value = case.part("value", source, turn).double().repeat_interleave(case.heads // case.kv_heads, 1)
+        block_lse = scores.logsumexp(-1, keepdim=True)
+        block_out = torch.softmax(scores, -1).nan_to_num() @ value
+        if out is None:
+            out, lse = block_out, block_lse
+        else:
+            share = torch.sigmoid(block_lse - lse).nan_to_num()
+            out, lse = out - share * (out - block_out), torch.logaddexp(lse, block_lse)
+    return out, lse.squeeze(-1)
+
+
+def assert_attention(result, lse, expected, case):
+    """Within the documented bound of float64. NaN never passes.
+
+    The weights and the result are rounded to the dtype: together at most eps times the weighted mean of
+    |value|. Everything else is fp32: scores of some 10, their exponentials and sums, a few dozen roundings.
+    """
+    out, exact_lse, mean = expected
+    assert result.shape == out.shape
+    assert result.dtype == case.dtype
+    bound = torch.finfo(case.dtype).eps * mean + 2.0**-18
+    error = (result.double() - out).abs()
+    assert bool((error <= bound).all()), f"largest error {error.max().item()}, {(error / bound).max().item()} bounds"
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        assert lse.shape == exact_lse.shape
+        assert bool(((lse.double() - exact_lse).abs() <= 1e-5 * (1 + exact_lse.abs())).all())
+
+
+def call(group, case, turn=0, *, op=None, tensors=None, **arguments):
+    """One call on this rank, with the case's values; the result, the log-sum-exp and the inputs are checked."""
+    names = ("query", "key", "value")
+    given = tensors or [case.part(name, group.rank, turn) for name in names]
+    before = [tensor.clone() for tensor in given]
+    result, lse = (op or mk.ring_attention)(*given, group=group, return_lse=True, **case.arguments(), **arguments)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(given, before))
+    assert_attention(result, lse, exact(case, group.rank, group.size, turn), case)
+    return result, lse

@@ -1,0 +1,314 @@
+"""Benchmarks, without measuring: what is asked for, what is printed and written, what is said beside it."""
+
+import contextlib
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from figures import result
+
+import mkernel as mk
+from mkernel import bench, operators
+from mkernel.bench import nccl, published, shapes
+from mkernel.bench.shapes import Wanted
+
+GATHER, SCATTER = operators.ALL[:2]
+BY_NAME = {GATHER.name: GATHER, SCATTER.name: SCATTER}
+
+
+# -- shapes
+
+
+def test_shapes_are_read():
+    assert shapes.parse(" 16384X2048x8192 ", GATHER, 4) == (16384, 2048, 8192)
+    assert shapes.parse("64x8x12", GATHER, 4) == (64, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "operator", "words"),
+    [
+        ("64x64", GATHER, "m_total x n x k as 3 whole numbers"),
+        ("64x0x64", GATHER, "1 or more: 16384x2048x8192"),
+        ("64x-1x64", GATHER, "is no shape"),
+        ("", GATHER, "is no shape"),
+        ("66x8x8", GATHER, r"m_total of all_gather_matmul \(66\) must be divisible by the number of ranks \(4\)"),
+        ("64x8x66", SCATTER, r"k of matmul_reduce_scatter \(66\)"),
+    ],
+)
+def test_shapes_that_are_none(text, operator, words):
+    with pytest.raises(mk.ArgumentError, match=words):
+        shapes.parse(text, operator, 4)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "shapes.txt"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_of_shapes(tmp_path):
+    path = write(tmp_path, "# mine\nall_gather_matmul 64x32x16  # small\n\nmatmul_reduce_scatter 64x64x64\n")
+    both = shapes.read(path, BY_NAME, None, 4)
+    assert both == [Wanted("all_gather_matmul", (64, 32, 16)), Wanted("matmul_reduce_scatter", (64, 64, 64))]
+    assert shapes.read(path, BY_NAME, "matmul_reduce_scatter", 4) == both[1:]
+    assert shapes.read(write(tmp_path, "64x32x16"), BY_NAME, "all_gather_matmul", 4) == both[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "words"),
+    [
+        ("64x64x64", None, ":1: write an operator and a shape, as: all_gather_matmul 16384x2048x8192"),
+        ("\nall_gather_matmul 64 x 64", None, ":2: write an operator"),
+        ("all_gather 64x64x64", None, ":1: there is no operator 'all_gather'"),
+        ("all_gather_matmul 64x64", None, ":1: '64x64' is no shape"),
+        ("# nothing", None, "has no shapes; write lines as"),
+        ("matmul_reduce_scatter 64x64x64", "all_gather_matmul", "has no shapes of all_gather_matmul"),
+        ("\udcff", None, "can not be read: it is no text"),
+    ],
+)
+def test_files_that_say_something_else(tmp_path, text, op, words):
+    path = tmp_path / "shapes.txt"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(mk.ArgumentError, match=words):
+        shapes.read(path, BY_NAME, op, 4)
+
+
+def test_no_file():
+    with pytest.raises(mk.ArgumentError, match="'small', 'paper' or a file"):
+        shapes.read(Path("no/such/file"), BY_NAME, None, 4)
+
+
+@pytest.mark.parametrize("which", ["default", "small", "paper"])
+@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+def test_sets(operator, which):
+    wanted = shapes.choose([operator], which, 4)
+    assert wanted
+    for one in wanted:
+        assert len(one.shape) == len(operator.dimensions)
+        assert (one.row is not None) == (which == "paper")
+
+
+# -- published figures
+
+
+def test_published_figures_have_their_source():
+    known = published.figures()
+    assert "UC Berkeley" in known["source"]
+    assert "MIT" in known["licence"]
+    assert set(known["ops"]) == {operator.name for operator in operators.ALL}
+    for name in known["ops"]:
+        rows = published.rows(name)
+        assert rows
+        assert all(row["size"] > 1000 and row["mkernel"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("operator", "flops"),
+    [
+        (GATHER, lambda m, n, k: 2 * m * n * k),
+        (SCATTER, lambda m, n, k: 2 * m * n * k / 4),
+        (operators.ALL[2], lambda m, n, k: 2 * m * n * k / 4),
+    ],
+    ids=["gather", "scatter", "reduce"],
+)
+def test_a_rank_computes_as_much_as_there(operator, flops):
+    """m = k = M and n = M/16, or m = n = M and k = M/16 per rank: 2*M^3/16 FLOPs in all three."""
+    for row in published.rows(operator.name):
+        assert flops(*operator.of_paper(row["size"], 4)) == 2 * row["size"] ** 3 / 16
+
+
+def test_a_published_figure_with_its_floor():
+    """At the largest shape the floor is the library's: a quarter of what 4 ranks on one GPU took for theirs."""
+    row = published.rows("all_gather_matmul")[-1]
+    found = published.beside("all_gather_matmul", row, result(library_ms=25.0), "NVIDIA H200")
+    assert found["published_ms"] == 9.772
+    assert found["published_nccl_ms"] == 11.811
+    assert found["published_floor_fraction"] == pytest.approx(25.0 / 4 / 9.772)
+    # with a fast library it is what 7 peers get over NVLink, from both nodes: 14 blocks of 2048 x 32768
+    found = published.beside("all_gather_matmul", row, result(library_ms=0.1), "NVIDIA H200")
+    assert found["published_floor_fraction"] == pytest.approx(14 * 2048 * 32768 * 2 / 450e9 * 1e3 / 9.772)
+
+
+def test_no_floor_without_its_gpu():
+    row = published.rows("all_gather_matmul")[0]
+    found = published.beside("all_gather_matmul", row, result(), "NVIDIA A100")
+    assert found["published_floor_fraction"] is None
+    assert "A100" in found["published_note"]
+
+
+def test_no_floor_is_above_what_was_taken():
+    """Links alone never take longer than a published call did."""
+    for name, traffic in published.TRAFFIC.items():
+        for row in published.rows(name):
+            nvlink, network = traffic(row["size"])
+            assert 0 < max(nvlink / published.NVLINK, network / published.NETWORK) * 1e3 < row["mkernel"], (name, row)
+
+
+# -- the run
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A GPU that gives figures from nowhere; what was asked for is in the list."""
+    asked = []
+
+    def run(op, wanted, **options):
+        asked.append((op, wanted, options))
+        return [result(op, wanted[0]) | ({"nccl_ms": 3.7} if "nccl" in options["against"] else {})]
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    return asked
+
+
+OPTIONS = dict(ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0)
+
+
+def test_the_table(fake, capsys):
+    wanted = [Wanted("all_gather_matmul", (16384, 2048, 8192)), Wanted("matmul_reduce_scatter", (4096, 8192, 8192))]
+    assert bench.main(wanted, **OPTIONS) == 0
+    assert [(op, shape) for op, shape, _ in fake] == [(one.op, [one.shape]) for one in wanted]
+    assert fake[0][2] == dict(ranks=4, nodes=1, dtype=torch.bfloat16, link=450.0, network=50.0, against=())
+    text = capsys.readouterr().out
+    assert text.count(" emulated") == 2
+    for words in ("all_gather_matmul", "matmul_reduce_scatter", "m_total", "floor fraction", "0.900", "4.200"):
+        assert words in text
+    header, line = text.split("\nall_gather_matmul\n")[1].splitlines()[:2]
+    assert header.index("floor fraction") + len("floor fraction") == line.index("0.900") + len("0.900")
+
+
+def test_published_figures_stand_beside(fake, capsys):
+    wanted = shapes.choose([GATHER], "paper", 4)[-1:]
+    assert bench.main(wanted, **OPTIONS) == 0
+    text = capsys.readouterr().out
+    assert "9.772" in text
+    assert "not the same: 1 node x 4 ranks on 1 GPU instead of 2 nodes x 8 H200" in text
+    assert "UC Berkeley" in text
+
+
+def test_a_wrong_result_and_a_failure(fake, monkeypatch, capsys, tmp_path):
+    def run(op, wanted, **options):
+        if wanted[0][0] == 64:
+            raise mk.CommTimeout("rank 0 waited\nfor long")
+        return [result(max_error=float("inf"))]
+
+    monkeypatch.setattr(bench, "run", run)
+    path = tmp_path / "figures.json"
+    wanted = [Wanted("all_gather_matmul", (m, 64, 64)) for m in (64, 128)]
+    assert bench.main(wanted, **OPTIONS, json_path=path) == 1
+    text = capsys.readouterr().out
+    assert "failed: rank 0 waited" in text
+    assert "WRONG RESULT" in text
+    assert [one.get("failed") for one in json.loads(path.read_text())["results"]] == ["rank 0 waited", None]
+
+
+def test_files(fake, tmp_path):
+    paths = {f"{kind}_path": tmp_path / f"figures.{kind}" for kind in ("json", "csv", "html")}
+    wanted = shapes.choose([GATHER], "paper", 4)[:2] + [Wanted("matmul_reduce_scatter", (4096, 8192, 8192))]
+    assert bench.main(wanted, **OPTIONS, **paths) == 0
+    written = json.loads(paths["json_path"].read_text())
+    assert written["machine"]["gpu"] == "NVIDIA H200"
+    assert [tuple(one["shape"]) for one in written["results"]] == [one.shape for one in wanted]
+    with open(paths["csv_path"], newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["op"] for row in rows] == [one.op for one in wanted]
+    assert {row["emulated"] for row in rows} == {"True"}
+    assert [row["published_ms"] for row in rows] == ["0.356", "0.741", ""]
+    page = paths["html_path"].read_text()
+    assert "Emulated figures" in page
+    assert page.count("emulated") > 3
+
+
+def test_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([], **OPTIONS) == 1
+    assert "needs a GPU" in capsys.readouterr().out
+
+
+# -- NCCL
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "nodes", "gpus", "words"),
+    [
+        ("ring_attention", 2, 1, 2, "not for ring_attention"),
+        ("all_gather_matmul", 2, 2, 4, "a process for each rank"),
+        ("all_gather_matmul", 4, 1, 1, "here are 1 for 4"),
+        ("all_gather_matmul", 1, 1, 1, "2 or more ranks"),
+        ("all_gather_matmul", 2, 1, 2, None),
+    ],
+)
+def test_where_nccl_can_be_measured(monkeypatch, op, ranks, nodes, gpus, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    refused = nccl.refusal(op, ranks, nodes)
+    assert (refused is None) if words is None else (words in refused)
+
+
+def test_bench_refuses_nccl_before_it_measures(fake, capsys):
+    wanted = [Wanted("all_gather_matmul", (64, 64, 64))]
+    assert bench.main(wanted, **OPTIONS, against=("host", "nccl")) == 2
+    assert "--against nccl: NCCL needs a GPU for each" in capsys.readouterr().out
+    assert not fake
+
+
+@pytest.mark.parametrize("op", nccl.OPERATORS)
+def test_what_nccl_is_asked_to_do(monkeypatch, op):
+    """On fake GPUs: the right collective, on tensors of the right shapes, that give the right result."""
+    import torch.cuda.nccl as library
+
+    size, m, n, k = 2, 8, 4, 6
+    streams = [SimpleNamespace(device=index, synchronize=lambda: None) for index in range(size)]
+
+    def all_gather(inputs, outputs, streams):
+        for output in outputs:
+            output.copy_(torch.cat(inputs))
+
+    def reduce_scatter(inputs, outputs, streams):
+        for part, output in zip(sum(inputs).chunk(size), outputs):
+            output.copy_(part)
+
+    def all_reduce(inputs, outputs, streams):
+        for output in outputs:
+            output.copy_(sum(inputs))
+
+    for function in (all_gather, reduce_scatter, all_reduce):
+        monkeypatch.setattr(library, function.__name__, function)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+
+    class FakeStopwatch:
+        def __init__(self, streams):
+            pass
+
+        def bursts(self, calls, repeats):
+            calls["nccl"]()
+            return {"nccl": 1.5}
+
+    monkeypatch.setattr(nccl, "Stopwatch", FakeStopwatch)
+    given = []
+
+    def gather(rank):
+        def exchange(what, value):
+            if isinstance(value, float):
+                return [1.5]
+            given.append(value)
+            return given
+
+        return SimpleNamespace(size=size, device=torch.device("cpu"), rank=rank, exchange=exchange)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[len(given)])
+    for rank in reversed(range(size)):  # rank 0 comes last, and drives both
+        assert nccl.measure(gather(rank), op, (m, n, k), torch.float32, 4) == 1.5
+    _, a, w, _, out = zip(*given)
+    if op == "all_gather_matmul":
+        expected = [torch.cat(a) @ each.t() for each in w]
+    else:
+        total = sum(x @ y.t() for x, y in zip(a, w))
+        expected = total.chunk(size) if op == "matmul_reduce_scatter" else [total] * size
+    for actual, wanted in zip(out, expected):
+        torch.testing.assert_close(actual, wanted)

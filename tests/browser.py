@@ -1,0 +1,61 @@
+"""A real browser for tests of pages: Debian's chromium, without a window, driven by its ChromeDriver.
+
+Where there is no chromium, or no selenium, tests that want one are skipped, and say so.
+"""
+
+import contextlib
+import shutil
+import tempfile
+
+import pytest
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--window-size=1366,768",  # a laptop
+)
+
+
+@contextlib.contextmanager
+def opened():
+    """The browser, with a profile of its own."""
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("there is no chromium and chromedriver (Debian: apt install chromium chromium-driver)")
+    with tempfile.TemporaryDirectory(prefix="mkernel-browser-") as profile:
+        options = selenium.ChromeOptions()
+        options.binary_location = chromium
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        browser = selenium.Chrome(options=options, service=selenium.ChromeService(executable_path=driver))
+        try:
+            browser.set_page_load_timeout(60)
+            browser.set_script_timeout(60)
+            yield browser
+        finally:
+            browser.quit()
+
+
+def messages(browser):
+    """What the page wrote to the console, errors of its scripts among it."""
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def requested(browser):
+    """Every address that the page asked for, other than itself and what it has inside."""
+    import json
+
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    addresses = [
+        event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
+    ]
+    return [address for address in addresses if not address.startswith(("file:", "data:", "blob:", "chrome:"))]

@@ -1,0 +1,43 @@
+"""A mixture-of-experts layer on several processes on CPUs, started by torchrun: two nodes that talk over TCP."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+from test_torchrun import run
+
+TESTS = str(Path(__file__).parents[1])
+
+PROGRAM = """
+    import sys
+
+    sys.path.insert(0, {tests!r})
+    import torch
+    from experts import Layer, combine, ffn
+
+    import mkernel as mk
+
+    group = mk.init(timeout=60.0, gpus_per_node=2)
+    assert (group.size, group.nodes) == (4, 2)
+    layer = Layer((6, 3, 9, 0), (2, 1, 0, 2), k=3)
+    combine(group, layer)
+    for turn in range(2):
+        ffn(group, layer, turn, max_tokens=10)
+    try:
+        ffn(group, layer, capacity=1, max_tokens=10)
+        sys.exit("nobody noticed")
+    except mk.CapacityError as refusal:
+        assert "which has room for 1" in str(refusal), refusal
+    ffn(group, layer, 3, max_tokens=10)
+    group.close()
+    print("right on rank", group.rank)
+"""
+
+
+def test_two_nodes_over_tcp(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM.format(tests=TESTS)))
+    output = run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)], seconds=200
+    )
+    assert output.count("right on rank") == 4

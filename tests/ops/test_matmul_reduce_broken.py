@@ -1,0 +1,342 @@
+"""matmul_reduce_scatter and matmul_all_reduce with every rule of synchronisation broken on purpose: each broken
+kernel must be caught within a few seeds, and the kernels as they are must pass with the same seeds. Then
+peers that never come."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers import Canary, assert_same, run
+from mutation import mutated
+from sums import SMALL, WAYS, Sum, call, check, choose, mine, name_of
+
+import mkernel as mk
+from mkernel.runtime import group as runtime_group
+
+SEEDS = 20
+WRONG = AssertionError  # a wrong result
+SCATTER, REDUCE, SHOT = WAYS
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Calls on a simulated cluster. slow, resident: options of the simulator; ctas: of a launch; ring:
+    requests that it holds."""
+
+    way: str
+    cluster: tuple[int, int]
+    calls: int = 3
+    rows: int = 70
+    n: int = 5
+    slow: int | None = None
+    resident: int | None = None
+    ctas: int = 2
+    ring: int = 256
+    dtype: torch.dtype = torch.bfloat16
+
+    def run(self, op, seed):
+        slow = {} if self.slow is None else {self.slow: 0.02}
+        with pytest.MonkeyPatch.context() as patch:
+            choose(self.way, patch)
+            if op is not None:  # the copy has switches of its own
+                choose(self.way, patch, op)
+            patch.setattr(runtime_group, "RING_CAPACITY", self.ring)
+            results = run(
+                self.work, op, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow, resident=self.resident,
+                ctas=self.ctas,
+            )  # fmt: skip
+        if self.way != SCATTER:
+            for turns in zip(*results):
+                for other in turns[1:]:
+                    assert_same(other, turns[0])
+
+    def work(self, group, op):
+        case = Sum(self.rows, self.n, 8, self.dtype)
+        function = None if op is None else getattr(op, name_of(self.way))
+        return [call(group, self.way, case, turn, op=function, config=SMALL) for turn in range(self.calls)]
+
+
+# three tiles of every rank's rows on two CTAs: one is left over
+NODE = Scenario(SCATTER, (1, 2))
+NETWORK = Scenario(SCATTER, (2, 1))
+TWO_LEVELS = Scenario(SCATTER, (2, 2), calls=2, rows=40)
+# several blocks of every CTA: finished tiles are gathered in the loop, and behind it
+AR_NODE = Scenario(REDUCE, (1, 2), n=20, calls=2)
+AR_NETWORK = Scenario(REDUCE, (2, 1), ctas=1)
+AR_TWO_LEVELS = Scenario(REDUCE, (2, 2), rows=50, n=40, ctas=1, calls=2)
+ONE_SHOT = Scenario(SHOT, (1, 3), rows=24)
+
+
+@functools.cache
+def passes_unbroken(scenario, seed):
+    scenario.run(None, seed)
+    return True
+
+
+def failure_of(broken, scenario, expected):
+    """How the broken operator fails first; the unbroken one passes with all seeds up to that."""
+    for seed in range(SEEDS):
+        assert passes_unbroken(scenario, seed)
+        try:
+            scenario.run(broken, seed)
+        except expected as failure:
+            return failure
+    raise LookupError(f"nobody noticed in {SEEDS} schedules")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """replacements: (file, old, new), OP being the operator's; expected: how it shows; record: what the wait
+    record must say."""
+
+    scenario: Scenario
+    replacements: list[tuple[str, str, str]]
+    expected: type | tuple[type, ...] = WRONG
+    record: dict[str, object] = field(default_factory=dict)
+
+
+OP = "op"
+ANY = (WRONG, mk.CommTimeout, mk.SimulatorError)
+RELEASES = "notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)"
+RELAXED_NOTIFY = [("signals", 'value, sem="release"', 'value, sem="relaxed"')]
+NO_BARRIER = [("signals", "    barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
+RELAXED_WAIT = [("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"')]
+ONE_HALF = [(OP, "epoch % 2", "epoch % 2 * 0")]
+STAYS = [("context", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]
+
+BROKEN = {
+    # rule 1: signals grow, and are waited for with the epoch
+    "a part is not signalled": Broken(
+        NODE, [(OP, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial", "role": "compute"}
+    ),
+    "a node's sum is signalled with an old epoch": Broken(
+        NETWORK, [(OP, "epoch, COMPUTE, True,", "epoch - 1, COMPUTE, True,")], mk.CommTimeout,
+        {"signal": "partial", "seen": 0, "expected": 1},
+    ),
+    "parts of the last use of the half are added": Broken(
+        NODE, [(OP, "epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")]
+    ),
+    "sums of the last use of the half are added": Broken(
+        NETWORK, [(OP, "epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")]
+    ),
+    "the epoch does not advance": Broken(NODE, STAYS),
+    "all-reduce: a part is not signalled": Broken(
+        AR_NODE, [(OP, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial"}
+    ),
+    "all-reduce: a finished tile is not signalled": Broken(
+        AR_NODE,
+        [(OP, "notify_in_loop(segment_of(context, peer, tl.int64) + epoch % 2 * signals + signal, epoch)", "pass")],
+        mk.CommTimeout,
+        {"signal": "finished tile"},
+    ),
+    "all-reduce: a finished tile is read too early": Broken(
+        AR_NODE, [(OP, "epoch, COMPUTE, FINISHED_TILE", "epoch - 2, COMPUTE, FINISHED_TILE")]
+    ),
+    "all-reduce: a finished tile is announced too early": Broken(
+        AR_NODE,
+        [(OP, "_announce_finished(context, epoch, signals, block - LAG,",
+          "_announce_finished(context, epoch, signals, block - LAG + 1,")],
+        ANY,  # and that of the first block never
+    ),
+    "all-reduce: sums of nodes are added too early": Broken(
+        AR_NETWORK,
+        [(OP, "epoch, COMPUTE, PARTIAL, node * GPUS", "epoch - 2, COMPUTE, PARTIAL, node * GPUS")],
+    ),
+    "all-reduce: the epoch does not advance": Broken(AR_NODE, STAYS),
+    "one shot: a part is not signalled": Broken(
+        ONE_SHOT,
+        [(OP, "notify_in_loop(segment_of(context, peer, tl.int64) + epoch % 2 * signals + rank * tiles + tile, epoch)",
+          "pass")],
+        mk.CommTimeout,
+        {"signal": "partial"},
+    ),
+    "one shot: parts are added too early": Broken(
+        ONE_SHOT, [(OP, "epoch, COMPUTE, PARTIAL, source, tile", "epoch - 2, COMPUTE, PARTIAL, source, tile")]
+    ),
+    # rule 2: data first, then signal
+    "a signal before its part": Broken(
+        NODE,
+        [(OP, "    store_partial(parts + slot * (TILE_M * TILE_N), total, TILE_M, TILE_N)\n",
+          "    notify_in_loop(segment_of(context, adder, tl.int64) + parity * signals + slot, epoch)\n"
+          "    store_partial(parts + slot * (TILE_M * TILE_N), total, TILE_M, TILE_N)\n")],
+    ),
+    "a request before its sum is stored": Broken(
+        NETWORK,
+        [(OP, "    store_partial(segment_of(context, rank, DTYPE) + start + slot * SLOT, total, TILE_M, TILE_N)\n", ""),
+         (OP, "        epoch, COMPUTE, True,\n    )  # fmt: skip\n",
+          "        epoch, COMPUTE, True,\n    )  # fmt: skip\n"
+          "    store_partial(segment_of(context, rank, DTYPE) + start + slot * SLOT, total, TILE_M, TILE_N)\n")],
+    ),
+    "no release": Broken(NODE, RELAXED_NOTIFY),
+    "no release before the network": Broken(NETWORK, RELAXED_NOTIFY, ANY),
+    "no barrier before the release": Broken(NODE, NO_BARRIER),
+    "no barrier before the network": Broken(NETWORK, NO_BARRIER, ANY),
+    "no acquire": Broken(NODE, RELAXED_WAIT),
+    "no acquire of what came over the network": Broken(NETWORK, RELAXED_WAIT),
+    "all-reduce: no release": Broken(AR_NODE, RELAXED_NOTIFY),
+    "all-reduce: no barrier before the release": Broken(AR_NODE, NO_BARRIER),
+    "all-reduce: no acquire": Broken(AR_NODE, RELAXED_WAIT),
+    "all-reduce: no release before the network": Broken(AR_NETWORK, RELAXED_NOTIFY, ANY),
+    "one shot: no release": Broken(ONE_SHOT, RELAXED_NOTIFY),
+    "one shot: no acquire": Broken(ONE_SHOT, RELAXED_WAIT),
+    # rule 3: buffers are reused when their readers are done
+    "one half for all epochs": Broken(Scenario(SCATTER, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
+    "one half for all epochs, over the network": Broken(Scenario(SCATTER, (2, 1), calls=6, slow=1, rows=20), ONE_HALF),
+    "all-reduce: one half for all epochs": Broken(Scenario(REDUCE, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
+    "one shot: one half for all epochs": Broken(Scenario(SHOT, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
+    "a slot of the ring is reused before it was taken": Broken(
+        Scenario(SCATTER, (2, 1), ring=2, rows=256, calls=1),
+        [("requests", "    if free:\n", "    if free | True:\n"),
+         ("requests", "ticket - capacity + 1, ROLE", "ticket * 0, ROLE")],
+        ANY,
+    ),
+    # rule 4: no CTA waits for a later one, and what others need comes first
+    "own rows first": Broken(
+        NODE,
+        [(OP, "_taken(place, tiles, rounds, early, SIZE, GPUS)",
+          "_taken(rounds * SIZE + early + late - 1 - place, tiles, rounds, early, SIZE, GPUS)")],
+        mk.CommTimeout,
+        {"signal": "partial"},
+    ),
+    "tiles that are left over are dealt from the other end": Broken(
+        Scenario(SCATTER, (1, 2), resident=1),
+        [(OP, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
+        mk.CommTimeout,
+        {"signal": "partial"},
+    ),
+    "all-reduce: own tiles first": Broken(
+        AR_NODE, [(OP, "within = (own + 1 + place - start) % size", "within = (own + place - start) % size")],
+        mk.CommTimeout,
+    ),
+    "all-reduce: tiles are gathered before the own one is finished": Broken(
+        Scenario(REDUCE, (1, 2), n=20, resident=1),
+        [(OP, "LAG: tl.constexpr = 2 if SEVERAL else 1", "LAG: tl.constexpr = 0")],
+        (mk.CommTimeout, WRONG),
+    ),
+    # sums in a fixed order: the same bits on every rank
+    "all-reduce: every node begins with itself": Broken(
+        Scenario(REDUCE, (3, 1), rows=20, ctas=1, calls=1, dtype=torch.float32),
+        [(OP, "slot = _slot(context, rank, start, _sum_slot(node, block, owned, GPUS), DTYPE",
+          "slot = _slot(context, rank, start, _sum_slot((node + rank // GPUS) % (SIZE // GPUS), block, owned, GPUS), "
+          "DTYPE")],
+    ),
+    "one shot: every rank begins with itself": Broken(
+        Scenario(SHOT, (1, 3), rows=24, calls=1, dtype=torch.float32),
+        [(OP, "start, source * tiles + tile, DTYPE", "start, (source + rank) % GPUS * tiles + tile, DTYPE")],
+    ),
+    # memory
+    "a tile is stored beyond out": Broken(
+        NODE, [("gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
+    ),
+    "a part beyond the workspace": Broken(
+        NODE, [(OP, "place).to(tl.int64) * tiles", "place + (1 << 30)).to(tl.int64) * tiles")], mk.SimulatorError
+    ),
+    "a request beyond the workspace": Broken(
+        NETWORK, [(OP, "SLOT * ELEMENT, (parity", "SLOT * ELEMENT * 9999, (parity")], mk.SimulatorError
+    ),
+    "all-reduce: a finished tile beyond the workspace": Broken(
+        AR_NODE, [(OP, "number * FINISHED, OUT)", "number * FINISHED + (1 << 40), OUT)")], mk.SimulatorError
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken(name, tmp_path):
+    broken = BROKEN[name]
+    file = name_of(broken.scenario.way)
+    replacements = [(file if where == OP else where, old, new) for where, old, new in broken.replacements]
+    module = mutated(tmp_path, file, *replacements)
+    failure = failure_of(module, broken.scenario, broken.expected)
+    if broken.record:
+        record = failure.record
+        assert record.timed_out
+        assert record.op == file
+        assert record.peer != record.rank
+        assert {name: getattr(record, name) for name in broken.record} == broken.record
+        assert f"signal '{record.signal}' is {record.seen}, expected {record.expected}" in str(failure)
+
+
+@pytest.mark.parametrize("scenario", [NODE, TWO_LEVELS, AR_NODE, AR_TWO_LEVELS, ONE_SHOT])
+def test_an_unbroken_copy_passes(scenario, tmp_path):
+    """Copying alone breaks nothing."""
+    scenario.run(mutated(tmp_path, name_of(scenario.way)), seed=0)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("way", [SCATTER, REDUCE])
+def test_a_full_ring_is_waited_for(way, ring):
+    for cluster in ((3, 1), (2, 2)):
+        Scenario(way, cluster, rows=36, n=20, ring=ring, calls=2).run(None, seed=ring)
+
+
+# -- peers that never come
+
+
+@pytest.mark.parametrize(("cluster", "dead"), [((1, 2), 1), ((1, 3), 1), ((2, 1), 0), ((2, 2), 0), ((2, 2), 3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dead_peer(way, cluster, dead, monkeypatch):
+    """Rule 6: all others find out, with a record, and go on without it."""
+    if way == SHOT and cluster[0] > 1:
+        pytest.skip("one shot is for one node")
+    choose(way, monkeypatch)
+    case = Sum(12, 20, 8)
+
+    def work(group):
+        call(group, way, case, config=SMALL)
+        if group.rank == dead:
+            return None
+        with pytest.raises(mk.CommTimeout) as caught:
+            call(group, way, case, 1, config=SMALL)
+        part = group.subset([rank for rank in range(group.size) if rank != dead])
+        for turn in range(2):
+            call(part, way, case, turn, config=SMALL)
+        return caught.value
+
+    failures = [failure for failure in run(work, cluster=cluster) if failure is not None]
+    assert len(failures) == cluster[0] * cluster[1] - 1
+    for failure in failures:
+        assert failure.record.op == name_of(way)
+        assert failure.record.peer != failure.record.rank
+        assert failure.record.signal in ("partial", "finished tile")
+        assert failure.record.seen < failure.record.expected == 2
+    assert any(failure.is_cause for failure in failures)
+    assert any(record.peer == dead for failure in failures for record in failure.records)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_could_not_be_computed_is_nan(way, monkeypatch):
+    choose(way, monkeypatch)
+    case = Sum(64, 32, 8)
+
+    def work(group):
+        call(group, way, case, config=SMALL)
+        if group.rank == 1:
+            return None
+        canary = Canary(*mine(group, way, case.residual()).shape, case.dtype)
+        with pytest.raises(mk.CommTimeout):
+            call(group, way, case, out=canary.tensor, config=SMALL)
+        canary.check()
+        return canary.tensor
+
+    assert torch.isnan(run(work, cluster=(1, 2))[0]).all()
+
+
+def test_other_groups_are_not_touched_by_a_dead_peer():
+    case = Sum(8, 5, 8)
+
+    def work(group):
+        part = group.split(group.rank // 2)
+        call(group, REDUCE, case)
+        call(part, SCATTER, case)
+        if group.rank != 3:
+            with pytest.raises(mk.CommTimeout):
+                call(group, REDUCE, case, 1)
+        if group.rank < 2:
+            check(
+                part, SCATTER, case, mk.matmul_reduce_scatter(case.a(part.rank, 1), case.b(part.rank, 1), group=part), 1
+            )
+
+    run(work, cluster=(1, 4))

@@ -1,0 +1,318 @@
+"""The mixture-of-experts operators, broken on purpose: each broken kernel must be caught within a few seeds, and the
+kernel as it is must pass with the same seeds. Then peers that never come."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from experts import Layer, combine, dispatch, ffn
+from helpers import run
+from mutation import mutated
+
+import mkernel as mk
+
+SEEDS = 12
+WRONG = AssertionError  # a wrong result
+ASTRAY = (AssertionError, mk.SimulatorError, mk.CommTimeout)  # an address or a count that is nonsense
+
+CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
+
+
+LITTLE = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Calls of an operator on a simulated cluster."""
+
+    op: str
+    cluster: tuple[int, int]
+    calls: int = 2
+    slow: int | None = None
+    layer: Layer = LITTLE
+
+    def run(self, function, seed):
+        slow = {} if self.slow is None else {self.slow: 0.02}
+        run(self.work, function, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow)
+
+    def work(self, group, function):
+        arguments = (
+            {} if self.op == "moe_combine" else dict(config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4))
+        )
+        for turn in range(self.calls):
+            CALLS[self.op](group, self.layer, turn, op=function, **arguments)
+
+
+NODE = Scenario("moe_dispatch_matmul", (1, 2))
+NETWORK = Scenario("moe_dispatch_matmul", (2, 1))
+BACK = Scenario("moe_combine", (1, 2))
+BACK_FAR = Scenario("moe_combine", (2, 1))
+LAYER = Scenario("moe_ffn", (1, 2))
+LAYER_FAR = Scenario("moe_ffn", (2, 1))
+ALONE = Scenario("moe_ffn", (1, 1), layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
+
+
+@functools.cache
+def passes_unbroken(scenario, seed):
+    scenario.run(None, seed)
+    return True
+
+
+def failure_of(broken, scenario, expected):
+    """How the broken operator fails first; the unbroken one passes with all seeds up to that."""
+    for seed in range(SEEDS):
+        assert passes_unbroken(scenario, seed)
+        try:
+            scenario.run(broken, seed)
+        except expected as failure:
+            return failure
+    raise LookupError(f"nobody noticed in {SEEDS} schedules")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """replacements: (file, old, new); expected: how it shows; record: what the wait record must say."""
+
+    scenario: Scenario
+    replacements: list[tuple[str, str, str]]
+    expected: type | tuple[type, ...] = WRONG
+    record: dict[str, object] = field(default_factory=dict)
+
+
+HELD = "    notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
+PARITY = "parity = (epoch % 2).to(tl.int32)"
+
+BROKEN = {
+    # rule 1: signals grow, and are waited for with the epoch
+    "a chunk of tokens is not signalled": Broken(
+        NODE,
+        [("dispatching", HELD, f"    if chunk != 1:\n    {HELD}")],
+        mk.CommTimeout,
+        {"signal": "held", "index": 1, "role": "intra", "seen": 0, "expected": 1},
+    ),
+    "a chunk of tokens is signalled with an old epoch": Broken(
+        NETWORK,
+        [("dispatching", "signal * 8, epoch, SEND)", "signal * 8, epoch - 1, SEND)")],
+        mk.CommTimeout,
+        {"signal": "held", "role": "intra", "seen": 0, "expected": 1},
+    ),
+    "a routing table is not signalled": Broken(
+        NODE,
+        [("routing", "        notify(segment_of(context, rank, tl.int64) + signal, epoch)\n", "")],
+        mk.CommTimeout,
+        {"signal": "routed", "seen": 0, "expected": 1},
+    ),
+    "an entry is not announced in the node": Broken(
+        NODE,
+        [("routing", "notify(segment_of(context, base + (rank + i) % GPUS, tl.int64) + rank, epoch)", "pass")],
+        mk.CommTimeout,
+        {"signal": "entered", "seen": 0, "expected": 1},
+    ),
+    "an entry is not announced to other nodes": Broken(
+        NETWORK,
+        [("routing", "segment, 0, segment, 0, 0, signal, epoch, ROLE)", "segment, 0, segment, 0, 0, signal, 0, ROLE)")],
+        mk.CommTimeout,
+        {"signal": "entered", "seen": 0, "expected": 1},
+    ),
+    "tokens are fetched before they are there": Broken(
+        NODE, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+    ),
+    "tokens are fetched before the network brought them": Broken(
+        NETWORK, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+    ),
+    "tiles do not wait for their rows": Broken(
+        NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows * 0, COMPUTE")]
+    ),
+    "tiles wait for all rows but one": Broken(
+        NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
+    ),
+    "rows are counted before all tables are here": Broken(
+        NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
+    ),
+    "tokens are placed before they are counted": Broken(
+        NODE, [("moe_dispatch_matmul", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")], ASTRAY
+    ),
+    "tiles are taken before they are ordered": Broken(
+        NODE, [("moe_dispatch_matmul", "scheduled, epoch, COMPUTE", "scheduled, epoch - 1, COMPUTE")], ASTRAY
+    ),
+    # rule 2: data first, then signal
+    "placed rows are not released": Broken(
+        NODE, [("dispatching", 'mask=named_and_fits, sem="release"', 'mask=named_and_fits, sem="relaxed"')]
+    ),
+    "no barrier before placed rows are counted": Broken(
+        NODE, [("dispatching", "tl.debug_barrier()\n        tl.atomic_add(placed", "tl.atomic_add(placed")]
+    ),
+    "counts are not released": Broken(
+        NODE, [("routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")], ASTRAY
+    ),
+    "no release": Broken(NODE, [("signals", 'value, sem="release"', 'value, sem="relaxed"')], ASTRAY),
+    "no acquire": Broken(NODE, [("signals", 'signal, 0, sem="acquire"', 'signal, 0, sem="relaxed"')], ASTRAY),
+    "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "        acquire_for_descriptors()\n", "")]),
+    # rule 3: buffers are reused when their readers are done
+    "one half for all epochs": Broken(
+        Scenario("moe_dispatch_matmul", (1, 2), calls=5, slow=1),
+        [("routing", PARITY, PARITY.replace("%", "* 0 *")), ("dispatching", PARITY, PARITY.replace("%", "* 0 *"))],
+        ASTRAY,
+    ),
+    # rule 5: the network promises no order
+    "one set of arrival signals for all epochs": Broken(
+        Scenario("moe_dispatch_matmul", (2, 1), calls=5, slow=0),
+        [("routing", "parity.to(tl.int64) * signals", "parity.to(tl.int64) * 0")],
+        ASTRAY,
+    ),
+    # places
+    "rows of a source begin where those of another do": Broken(
+        NODE, [("dispatching", "bases + expert * SIZE + source", "bases + expert * SIZE + 0 * source")]
+    ),
+    "a token that was not sent is counted": Broken(
+        NETWORK, [("dispatching", "number = before + tl.cumsum(crosses, 0) - crosses", "number = i")], ASTRAY
+    ),
+    "a tile is stored beyond its expert": Broken(
+        NODE, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
+    ),
+    # the way back
+    "rows of the node are collected before they are summed": Broken(
+        BACK, [("combining", "epoch, COMPUTE, RETURNED", "epoch - 2, COMPUTE, RETURNED")]
+    ),
+    "sums of other nodes are collected before they are here": Broken(
+        BACK_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+    ),
+    "a sum is not sent back": Broken(
+        BACK_FAR,
+        [("combining", "            post(context,", "            if chunk != 0:\n             post(context,")],
+        mk.CommTimeout,
+        {"signal": "back", "seen": 0, "expected": 1},
+    ),
+    "weights are read before they are here": Broken(
+        BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
+    ),
+    "a weight of another slot": Broken(BACK, [("combining", "slot == some + one, weight", "slot == one * 0, weight")]),
+    # inside the layer
+    "the second GEMM does not wait for the first": Broken(
+        ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]
+    ),
+    "the second GEMM waits for all tiles but one": Broken(
+        ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates - 1, COMPUTE")]
+    ),
+    "tiles are not released": Broken(
+        ALONE, [("moe_ffn", 'DONE, GATED), 1, sem="release"', 'DONE, GATED), 1, sem="relaxed"')]
+    ),
+    "stores through descriptors are not waited for": Broken(
+        ALONE, [("moe_ffn", "        complete_descriptor_stores()\n", "")]
+    ),
+    "rows are summed before they are computed": Broken(
+        ALONE, [("moe_ffn", "mine, tl.cdiv(hidden, TILE_N), COMPUTE", "mine, tl.cdiv(hidden, TILE_N) * 0, COMPUTE")]
+    ),
+    "rows are summed before their places are known": Broken(
+        LAYER, [("moe_ffn", "wait(context, settled, epoch, COMPUTE", "wait(context, settled, 0, COMPUTE")], ASTRAY
+    ),
+    "tiles of the layer do not wait for their rows": Broken(
+        LAYER, [("moe_ffn", "wait(context, counters, rows, COMPUTE", "wait(context, counters, rows * 0, COMPUTE")]
+    ),
+    "sums of the layer are collected before they are here": Broken(
+        LAYER_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken(name, tmp_path):
+    broken = BROKEN[name]
+    op = broken.scenario.op
+    function = getattr(mutated(tmp_path, op, *broken.replacements), op)
+    failure = failure_of(function, broken.scenario, broken.expected)
+    if broken.record:
+        record = failure.record
+        assert record.timed_out
+        assert record.op == op
+        assert record.peer != record.rank
+        assert {name: getattr(record, name) for name in broken.record} == broken.record
+        assert f"signal '{record.signal}' is {record.seen}, expected {record.expected}" in str(failure)
+
+
+def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
+    broken = mutated(
+        tmp_path, "moe_dispatch_matmul",
+        ("dispatching", "fits = tl.load(summary + VERDICT) == FITS", "fits = tl.load(summary + VERDICT) >= FITS"),
+    ).moe_dispatch_matmul  # fmt: skip
+
+    def work(group, function):
+        with pytest.raises(mk.CapacityError):
+            dispatch(group, NODE.layer, op=function, capacity=5)
+
+    run(work, mk.moe_dispatch_matmul, cluster=(1, 2))
+    with pytest.raises((mk.SimulatorError, AssertionError)):
+        run(work, broken, cluster=(1, 2))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_an_unbroken_copy_passes(op, tmp_path):
+    """Copying alone breaks nothing."""
+    Scenario(op, (1, 2), calls=1).run(getattr(mutated(tmp_path, op), op), seed=0)
+
+
+# -- peers that never come
+
+
+@pytest.mark.parametrize(("cluster", "dead"), [((1, 2), 1), ((2, 1), 0), ((2, 2), 3)])
+@pytest.mark.parametrize("call", [combine, ffn])
+def test_a_dead_peer(cluster, dead, call):
+    """All others find out, with a record, and go on without it."""
+    size = cluster[0] * cluster[1]
+    layer = Layer((4,) * size, (1,) * size, k=2, hidden=16, out=16, dtype=torch.float32)
+    smaller = Layer((4,) * (size - 1), (1,) * (size - 1), k=1, hidden=16, out=16, dtype=torch.float32)
+
+    def work(group):
+        call(group, layer, max_tokens=8)
+        if group.rank == dead:
+            return None
+        with pytest.raises(mk.CommTimeout) as caught:
+            call(group, layer, 1, max_tokens=8)
+        part = group.subset([rank for rank in range(group.size) if rank != dead])
+        call(part, smaller)
+        return caught.value
+
+    failures = [failure for failure in run(work, cluster=cluster, timeout=1e-4) if failure is not None]
+    assert len(failures) == size - 1
+    assert any(failure.is_cause for failure in failures)
+    assert any(record.peer == dead for failure in failures for record in failure.records)
+
+
+def test_what_could_not_be_computed_is_nan():
+    layer = Layer((4, 4), (1, 1), k=2, hidden=16, out=16, dtype=torch.float32)
+
+    def work(group):
+        out = torch.zeros(4, 16)
+        ffn(group, layer, max_tokens=8, out=out)
+        if group.rank == 0:
+            with pytest.raises(mk.CommTimeout):
+                ffn(group, layer, 1, max_tokens=8, out=out)
+            assert out.isnan().all()
+        return True
+
+    assert all(run(work, cluster=(1, 2), timeout=1e-4))
+
+
+def test_a_combine_that_was_queued_behind_a_lost_dispatch():
+    """Its tables may be missing: it must not look at them."""
+    layer = Layer((4, 4), (1, 1), k=2, hidden=16, out=16, dtype=torch.float32)
+
+    def work(group):
+        out = torch.zeros(4, 16)
+        with group.world.stream(group.rank, "queue"):
+            for _ in range(2 - group.rank):
+                y, handle = dispatch(group, layer, check=False, max_tokens=8)
+                mk.moe_combine(y, handle, layer.weights(group.rank), out=out)
+                if group.rank == 1:
+                    group.synchronize()
+            if group.rank == 0:
+                with pytest.raises(mk.CommTimeout):
+                    group.synchronize()
+                assert y.isnan().all()
+                assert out.isnan().all()
+        return True
+
+    assert all(run(work, cluster=(1, 2), timeout=1e-4))

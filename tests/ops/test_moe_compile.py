@@ -1,0 +1,184 @@
+"""The mixture-of-experts kernels as machine code, with no GPU: tensor cores, TMA, wide copies, no spills."""
+
+import inspect
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mkernel.ops.moe_combine import COPY_BYTES, moe_combine_kernel
+from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
+from mkernel.ops.moe_ffn import moe_ffn_kernel
+from mkernel.runtime.operands import DTYPES, matmul_precision
+from mkernel.runtime.planning import default_tiles
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+KERNELS = {
+    "moe_dispatch_matmul": moe_dispatch_matmul_kernel,
+    "moe_combine": moe_combine_kernel,
+    "moe_ffn": moe_ffn_kernel,
+}
+
+ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4)
+FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4)
+TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4)
+GROUPS = {"one rank": ONE_RANK, "four ranks": FOUR_RANKS, "two nodes": TWO_NODES}
+SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
+REGISTERS = 65536  # of an SM
+
+
+class Compiled:
+    """A kernel's PTX, and what its machine code needs."""
+
+    def __init__(self, compiled, folder: Path):
+        self.ptx: str = compiled.asm["ptx"]
+        self.shared: int = compiled.metadata.shared
+        cubin = folder / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        done = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
+        usage = next(line for line in done.stdout.splitlines() if "REG:" in line)
+        self.usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
+
+    @property
+    def spills(self) -> bool:
+        return self.usage["LOCAL"] > 0 or self.usage["STACK"] > 0
+
+
+# arguments that are pointers to the tokens' type, to 64-bit numbers, and 64-bit numbers themselves
+VALUES = {"x", "w", "y_rows", "packed_rows", "inner_rows", "out", "y", "w_gate_up", "w_down"}
+LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
+WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
+        "returned_at"}  # fmt: skip
+# sizes that a launch does not divide by 16
+ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib",
+       "ids_stride", "weights_stride"}  # fmt: skip
+ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride",
+        "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
+
+
+def source_of(kernel, dtype, blocks, constants) -> ASTSource:
+    """A kernel with the types and constants that a launch would give it. blocks: of the descriptors."""
+    names = kernel.arg_names
+    known = {name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)}
+    constants = {name: value for name, value in constants.items() if name in known}
+    assert set(constants) == known, known ^ set(constants)
+    scalars = {
+        "x_stride", "w_expert_stride", "w_row_stride", "y_stride", "hidden", "n", "table_words", "row_stride",
+        "inter", "out_stride", "columns",
+    }  # fmt: skip
+    types = {}
+    for name in names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in blocks:
+            types[name] = f"tensordesc<{NAMES[dtype]}{list(blocks[name])}>"
+        elif name in LONG:
+            types[name] = LONG[name]
+        elif name in VALUES:
+            types[name] = "*" + NAMES[dtype]
+        elif name in WIDE:
+            types[name] = "i64"
+        elif name in ODD | ONES | scalars or name.endswith("_stride"):
+            types[name] = "i32"
+        else:
+            types[name] = "*i32"  # a table
+    constants |= {name: 1 for name in ONES & set(names)}
+    aligned = [
+        name for name, kind in types.items() if name not in constants and name not in ODD and "tensordesc" not in kind
+    ]
+    return ASTSource(
+        kernel,
+        signature={name: "constexpr" if name in constants else types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+
+
+def descriptors(op, tiles, described, transposed) -> dict[str, tuple[int, ...]]:
+    """The blocks of the arguments that are descriptors."""
+    m, n, k = tiles.tile_m, tiles.tile_n, tiles.tile_k
+    if op == "moe_combine":
+        return {}
+    if op == "moe_dispatch_matmul":
+        matrices = {"w": (1, n, k) if transposed else (1, k, n)}
+        return dict(packed=(m, k), y=(1, m, n), **(matrices if described else {}))
+    matrices = dict(w_gate_up=(1, k, n // 2), w_down=(1, k, n))
+    return dict(packed=(m, k), inner=(m, k), packed_store=(1, m, n), **(matrices if described else {}))
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """build(op, dtype, group, ...) -> Compiled; each is compiled once."""
+
+    @cache
+    def kept(op, dtype, group, described, capability, chosen):
+        tiles = default_tiles(torch.device("cuda"), dtype, 2048, described)
+        constants = dict(
+            DTYPE=DTYPES[dtype], K=8, SLOTS=8, CHUNK=32, PACED=False, W_DESCRIPTOR=described, W_TRANSPOSED=False,
+            PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
+            GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
+            GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
+            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 32,
+        ) | GROUPS[group] | dict(chosen)  # fmt: skip
+        if op == "moe_combine":
+            constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4
+        blocks = descriptors(op, tiles, described, constants["W_TRANSPOSED"])
+        compiled = triton.compile(
+            source_of(KERNELS[op], dtype, blocks, constants),
+            target=GPUTarget("cuda", capability, 32),
+            options=dict(num_warps=tiles.warps, num_stages=tiles.stages),
+        )
+        return Compiled(compiled, tmp_path_factory.mktemp("compiled"))
+
+    def build(op, dtype, group, *, described=True, capability=90, **chosen):
+        return kept(op, dtype, group, described, capability, tuple(sorted(chosen.items())))
+
+    return build
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_ffn"])
+def test_hopper(build, op, group, dtype):
+    """The default tile: tensor cores fed by TMA, everything in registers, 16 bytes a copy."""
+    compiled = build(op, dtype, group)
+    assert ".target sm_90a" in compiled.ptx
+    assert "wgmma.mma_async" in compiled.ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared::(cluster|cta)\.global", compiled.ptx), "no TMA load"
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta", compiled.ptx), "no TMA store"
+    assert not compiled.spills, compiled.usage
+    assert compiled.shared <= SHARED_MEMORY
+    assert compiled.usage["REG"] * 8 * 32 <= REGISTERS
+    for narrow in ("st.global.b16", "st.global.v2.b16"):
+        assert compiled.ptx.count(narrow) <= 4, narrow  # NaN, where nothing was computed
+
+
+@pytest.mark.parametrize("chosen", [dict(W_TRANSPOSED=True), dict(PACED=True), dict(described=False)], ids=str)
+def test_hopper_variants(build, chosen):
+    compiled = build("moe_dispatch_matmul", torch.bfloat16, "two nodes", **chosen)
+    assert "wgmma.mma_async" in compiled.ptx
+    assert not compiled.spills, compiled.usage
+
+
+def test_fp32(build):
+    compiled = build("moe_dispatch_matmul", torch.float32, "two nodes")
+    assert "fma.rn.f32" in compiled.ptx
+    assert not compiled.spills, compiled.usage
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+@pytest.mark.parametrize("group", ["one rank", "two nodes"])
+def test_combine(build, group, dtype):
+    """Rows are read and written 16 bytes at a time, and none is spilled."""
+    compiled = build("moe_combine", dtype, group)
+    # the assembler keeps some scalars on the stack to have more warps; more would be a piece of a row
+    assert compiled.usage["STACK"] <= 128, compiled.usage
+    assert compiled.ptx.count("ld.global.v4") >= 8
+    assert compiled.ptx.count("st.global.v4") >= 2

@@ -1,0 +1,149 @@
+"""What the mixture-of-experts operators refuse, in words that help; and what mk.explain says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts import Layer, dispatch
+from helpers import run
+
+import mkernel as mk
+
+LAYER = Layer((6,), (2,), k=2, hidden=16, out=8, dtype=torch.float32)
+
+
+def alone(function):
+    """Run a function of the group on a single rank."""
+    return run(function, cluster=(1, 1))[0]
+
+
+def arguments(**changes):
+    values = dict(
+        x=LAYER.x(0), topk_ids=LAYER.ids(0), topk_weights=LAYER.weights(0), w=LAYER.w(0),
+        w_gate_up=LAYER.gate_up(0), w_down=LAYER.down(0),
+    )  # fmt: skip
+    return values | changes
+
+
+def call_dispatch(given, **more):
+    return mk.moe_dispatch_matmul(given["x"], given["topk_ids"], given["w"], **more)
+
+
+def call_ffn(given, **more):
+    return mk.moe_ffn(given["x"], given["topk_ids"], given["topk_weights"], given["w_gate_up"], given["w_down"], **more)
+
+
+BOTH = [
+    (dict(x=torch.ones(6)), {}, "x must have 2 dimensions"),
+    (dict(x=[1]), {}, "x must be a torch.Tensor, got list"),
+    (dict(x=torch.ones(6, 16, dtype=torch.float64)), {}, "x has dtype torch.float64; supported are"),
+    (dict(x=torch.ones(6, 16, requires_grad=True)), {}, "has no backward pass"),
+    (dict(x=torch.ones(5, 16)), {}, "topk_ids has 6 rows, but x has 5 tokens"),
+    (dict(topk_ids=torch.zeros(6, 2)), {}, r"topk_ids has dtype torch.float32; it must be torch.int32 or torch.int64"),
+    (dict(topk_ids=torch.zeros(6, 17, dtype=torch.int64)), {}, "it must be 1 to 16"),
+    ({}, dict(capacity=-1), "capacity must be a whole number, 0 or more; got -1"),
+    ({}, dict(max_tokens=2.5), "max_tokens must be a whole number"),
+    ({}, dict(max_tokens=5), "x has 6 tokens, more than the 5 that max_tokens declares"),
+    ({}, dict(config=mk.Config(chunk_rows=3)), "config.chunk_rows must be a power of two"),
+    ({}, dict(config=mk.Config(ctas=100)), "config.ctas is 100, but only 6 CTAs"),
+    ({}, dict(config=mk.Config(intra_ctas=0)), "config.intra_ctas must be at least 1"),
+    ({}, dict(config=3), "config must be a mk.Config"),
+]
+DISPATCH = [
+    (dict(w=torch.ones(2, 15, 8)), {}, r"its second dimension \(15\) must be the size of a token \(16\)"),
+    (dict(w=torch.ones(16, 8)), {}, "w must have 3 dimensions"),
+    (dict(w=torch.ones(2, 16, 8).half()), {}, "w has dtype torch.float16, but x has torch.float32"),
+    (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have 1 column or more"),
+]
+FFN = [
+    (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
+    (
+        dict(w_down=torch.ones(2, 7, 16)),
+        {},
+        r"its second dimension \(7\) must be half of the columns of w_gate_up \(8\)",
+    ),
+    (dict(w_down=torch.ones(3, 8, 16)), {}, r"w_down is \(3, 8, 16\), but must be \(2, 8, 16\)"),
+    (dict(topk_weights=torch.ones(6, 3)), {}, r"topk_weights is \(6, 3\), but must be \(6, 2\)"),
+    (dict(topk_weights=torch.ones(6, 2, dtype=torch.int32)), {}, "it must be a floating point type"),
+    ({}, dict(out=torch.ones(6, 15)), r"out has shape \(6, 15\), but the result has \(6, 16\)"),
+    ({}, dict(out=torch.ones(6, 16).half()), "out has dtype torch.float16"),
+    ({}, dict(out=torch.ones(6, 1).expand(6, 16)), "out is an expanded tensor"),
+    ({}, dict(config=mk.Config(tile_n=16)), "config.tile_n must be at least 32"),
+]
+
+
+@pytest.mark.parametrize(("changes", "more", "message"), BOTH + DISPATCH, ids=lambda value: None)
+def test_dispatch_refuses(changes, more, message):
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=message):
+            call_dispatch(arguments(**changes), **more)
+
+    alone(work)
+
+
+@pytest.mark.parametrize(("changes", "more", "message"), BOTH + FFN, ids=lambda value: None)
+def test_ffn_refuses(changes, more, message):
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=message):
+            call_ffn(arguments(**changes), **more)
+
+    alone(work)
+
+
+def test_out_must_not_overlap_the_tokens():
+    def work(group):
+        given = arguments()
+        with pytest.raises(mk.ArgumentError, match="out overlaps x in memory"):
+            call_ffn(given, out=given["x"])
+
+    alone(work)
+
+
+def test_combine_refuses():
+    def work(group):
+        y, handle = dispatch(group, LAYER)
+        weights = LAYER.weights(0)
+        for given, more, message in [
+            ((y, "handle", weights), {}, "handle must be what moe_dispatch_matmul returned, got str"),
+            ((y[:-1], handle, weights), {}, "the dispatch had 12 rows: all of them must be passed"),
+            ((y.double(), handle, weights), {}, "y has dtype torch.float64"),
+            ((y, handle, weights[:3]), {}, r"topk_weights is \(3, 2\), but must be \(6, 2\)"),
+            ((y, handle, weights), dict(out=torch.ones(6, 7)), "out has shape"),
+            ((y, handle, weights), dict(out=y[:6]), "out overlaps y"),
+            ((y, handle, weights), dict(config=mk.Config(ctas=7)), "config.ctas is 7, but must be 1 to 6"),
+            ((y, handle, weights), dict(group=group.subset([0])), "handle comes from a dispatch on another group"),
+        ]:
+            with pytest.raises(mk.ArgumentError, match=message):
+                mk.moe_combine(*given, **more)
+
+    alone(work)
+
+
+def test_ranks_must_call_alike():
+    def work(group):
+        x = torch.ones(4, 16 + group.rank)
+        with pytest.raises(mk.ArgumentError, match="must call it alike"):
+            mk.moe_dispatch_matmul(x, torch.zeros(4, 2, dtype=torch.int64), torch.ones(1, 16 + group.rank, 8))
+
+    run(work, cluster=(1, 2))
+
+
+def test_explain():
+    def work(group):
+        x, ids, w = torch.ones(64, 32), torch.zeros(64, 2, dtype=torch.int64), torch.ones(3, 32, 32)
+        dispatch_plan = mk.explain("moe_dispatch_matmul", x, ids, w, capacity=100)
+        weights = torch.ones(64, 2)
+        ffn_plan = mk.explain("moe_ffn", x, ids, weights, torch.ones(3, 32, 14), torch.ones(3, 7, 32), max_tokens=70)
+        y, handle = dispatch(group, Layer((3, 4), (1, 1), dtype=torch.float32))
+        return (
+            str(dispatch_plan),
+            str(ffn_plan),
+            str(mk.explain("moe_combine", y, handle, torch.ones(3 + group.rank, 2))),
+        )
+
+    dispatch_plan, ffn_plan, combine_plan = run(work, cluster=(1, 2))[0]
+    assert "room for 100 rows of 3 experts" in dispatch_plan
+    assert "1 send, 1 intra" in dispatch_plan
+    assert "room for 280 rows of 3 experts" in ffn_plan
+    assert "w_gate_up has no contiguous, 16-byte aligned rows" in ffn_plan
+    assert combine_plan.startswith("moe_combine: 6 CTAs, 1 chunks of 8 tokens per rank")

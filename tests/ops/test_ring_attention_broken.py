@@ -1,0 +1,239 @@
+"""Every rule of synchronisation, broken on purpose: each broken kernel must be caught within a few seeds, and
+the kernel as it is must pass with the same seeds. Then peers that never come."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+from attention import Case, call
+from helpers import run
+from mutation import mutated
+
+import mkernel as mk
+
+OP = "ring_attention"
+SEEDS = 20
+WRONG = AssertionError  # a wrong result
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Calls on a simulated cluster. slow: a rank that hardly runs."""
+
+    cluster: tuple[int, int]
+    case: Case
+    steps: int | None = None
+    calls: int = 2
+    slow: int | None = None
+
+    def run(self, op, seed):
+        slow = {} if self.slow is None else {self.slow: 0.02}
+        run(self.work, op, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow)
+
+    def work(self, group, op):
+        config = mk.Config(tile_m=16, tile_n=16, steps=self.steps)
+        for turn in range(self.calls):
+            call(group, self.case, turn, op=op, config=config)
+
+
+NODE = Scenario((1, 2), Case(32))
+REUSE = Scenario((1, 3), Case(16, heads=8, kv_heads=4), steps=1, calls=1, slow=1)
+PARTS = Scenario((1, 3), Case(64), steps=1, calls=1)
+CAUSAL = Scenario((1, 2), Case(32, causal=True, layout="zigzag"), calls=1)
+NETWORK = Scenario((2, 1), Case(16))
+NETWORK_REUSE = Scenario((2, 1), Case(16, heads=4, kv_heads=4), steps=1, calls=1, slow=1)
+TWO_LEVELS = Scenario((2, 2), Case(16))
+SPREAD_REUSE = Scenario((2, 2), Case(16, heads=4, kv_heads=4), steps=2, calls=1, slow=1)
+RAGGED = Scenario((1, 2), Case(20), calls=1)
+
+
+@functools.cache
+def passes_unbroken(scenario, seed):
+    scenario.run(mk.ring_attention, seed)
+    return True
+
+
+def failure_of(broken, scenario, expected):
+    """How the broken operator fails first; the unbroken one passes with all seeds up to that."""
+    for seed in range(SEEDS):
+        assert passes_unbroken(scenario, seed)
+        try:
+            scenario.run(broken, seed)
+        except expected as failure:
+            return failure
+    raise LookupError(f"nobody noticed in {SEEDS} schedules")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """replacements: (file, old, new); expected: how it shows; record: what the wait record must say."""
+
+    scenario: Scenario
+    replacements: list[tuple[str, str, str]]
+    expected: type | tuple[type, ...] = WRONG
+    record: dict[str, object] = field(default_factory=dict)
+
+
+PUSHED = "                    notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))\n"
+SPREAD_WAITS = "wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)"
+LOOKED = "        here &= tl.min(tl.where(needed, seen, expected)) >= expected\n"
+
+BROKEN = {
+    # rule 1: signals grow, and are waited for with their stamp
+    "an arrival is not signalled": Broken(
+        NODE,
+        [(OP, PUSHED, PUSHED.replace("notify", "if chunk != 1:\n                        notify"))],
+        mk.CommTimeout,
+        {"signal": "arrived", "index": 1, "role": "compute"},
+    ),
+    "an entry is not announced in the node": Broken(
+        NODE,
+        [("rounds", "        notify(segment_of(context, peer, tl.int64) + rank, epoch)\n", "        pass\n")],
+        mk.CommTimeout,
+        {"signal": "entered", "role": "intra", "seen": 0, "expected": 1},
+    ),
+    "an entry is not announced to other nodes": Broken(
+        NETWORK,
+        [("rounds", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
+        mk.CommTimeout,
+        {"signal": "entered", "role": "send", "seen": 0, "expected": 1},
+    ),
+    "a round is not freed": Broken(
+        REUSE,
+        [
+            (
+                "rounds",
+                "            notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))",
+                "            pass",
+            )
+        ],
+        mk.CommTimeout,
+        {"signal": "freed"},
+    ),
+    "a round is not freed for other nodes": Broken(
+        NETWORK_REUSE,
+        [("rounds", "post(context, peer, segment, 0, segment, 0, 0, word * 8, stamp(epoch, turn), ROLE)", "pass")],
+        mk.CommTimeout,
+        {"signal": "freed", "role": "send"},
+    ),
+    "compute takes what arrived in the epoch before": Broken(
+        NODE, [(OP, LOOKED, LOOKED.replace(">= expected", ">= expected - 4294967296"))]
+    ),
+    "compute takes what arrived in the round before": Broken(
+        REUSE, [(OP, LOOKED, LOOKED.replace(">= expected", ">= expected - window"))]
+    ),
+    "intra passes on before anything is here": Broken(
+        TWO_LEVELS, [(OP, SPREAD_WAITS, SPREAD_WAITS.replace("stamp(epoch, turn)", "0"))]
+    ),
+    # rule 2: data first, then signal
+    "no release": Broken(NODE, [("signals", 'value, sem="release"', 'value, sem="relaxed"')]),
+    "no barrier before the release": Broken(
+        NODE, [("signals", "    tl.debug_barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
+    ),
+    "no acquire": Broken(
+        NODE,
+        [
+            (OP, 'tl.zeros((LOOKS,), tl.int64), sem="acquire"', 'tl.zeros((LOOKS,), tl.int64), sem="relaxed"'),
+            ("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"'),
+        ],
+    ),
+    "no fence before reads through descriptors": Broken(
+        NODE, [(OP, "                    acquire_for_descriptors()\n", "                    pass\n")]
+    ),
+    # rule 3: buffers are written when their readers are done
+    "a chunk is pushed before the round is freed": Broken(
+        REUSE,
+        [
+            (
+                "rounds",
+                "wait(context, mine + word, stamp(epoch, turn - window), ROLE",
+                "wait(context, mine + word, 0, ROLE",
+            )
+        ],
+    ),
+    "a chunk is sent before the round is freed": Broken(
+        NETWORK_REUSE,
+        [
+            (
+                "rounds",
+                "wait(context, mine + word, stamp(epoch, turn - window), ROLE",
+                "wait(context, mine + word, 0, ROLE",
+            )
+        ],
+    ),
+    "a round is freed with its first tile": Broken(
+        REUSE, [("rounds", "== parts - 1:", "== 0:")], (WRONG, mk.CommTimeout)
+    ),
+    "a round is freed before its chunks were passed on": Broken(
+        SPREAD_REUSE, [(OP, "* (2 if gluon else 1) + spread,", ",")], (WRONG, mk.CommTimeout)
+    ),
+    "nobody waits for the entry": Broken(
+        Scenario((1, 2), Case(16), calls=4, slow=1),
+        [("rounds", "wait(context, mine + peer, epoch, ROLE, ENTERED, peer, 0)", "pass")],
+    ),
+    # what is sent, and what is computed
+    "zeros are not sent behind the last key": Broken(
+        RAGGED, [(OP, "mask=place < rows * dim, other=0.0", "mask=place < rows * dim, other=float('nan')")]
+    ),
+    "a visible chunk is not sent": Broken(
+        CAUSAL, [("rounds", "& (behind > key)", "& (behind > key + keys)")], mk.CommTimeout, {"signal": "arrived"}
+    ),
+    "the mask is off by one": Broken(CAUSAL, [("attention", "index < upper[:, None]", "index <= upper[:, None]")]),
+    "what every row sees is one block too long": Broken(
+        CAUSAL, [("attention", "everyone_end // TILE_N", "tl.cdiv(everyone_end, TILE_N)")]
+    ),
+    "the accumulator does not fade": Broken(
+        NODE, [("attention", "accumulator = accumulator * fade[:, None]", "accumulator = accumulator * 1.0")]
+    ),
+    "state is not kept between parts": Broken(
+        PARTS, [(OP, "            if part > 0:\n", "            if part > 99:\n")]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken(tmp_path, name):
+    broken = BROKEN[name]
+    op = mutated(tmp_path, OP, *broken.replacements).ring_attention
+    failure = failure_of(op, broken.scenario, broken.expected)
+    for key, value in broken.record.items():
+        assert getattr(failure.record, key) == value, failure
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
+def test_a_peer_that_does_not_come_is_named(cluster):
+    def work(group):
+        call(group, Case(16))
+        if group.rank == 1:
+            return
+        with pytest.raises(mk.CommTimeout) as caught:
+            call(group, Case(16), 1)
+        record = caught.value.record
+        assert (record.op, record.peer) == (OP, 1)
+        assert record.seen < record.expected
+
+    run(work, cluster=cluster, timeout=1e-4)
+
+
+def test_what_could_not_be_computed_is_nan():
+    case = Case(32)
+
+    def work(group):
+        call(group, case)
+        if group.rank == 1:
+            return
+        with group.world.stream(group.world_rank, "side"):
+            out = mk.ring_attention(*[case.part(name, group.rank) for name in ("query", "key", "value")])
+        with pytest.raises(mk.CommTimeout):
+            group.synchronize()
+        assert out.isnan().all()
+
+    def late(group):
+        with group.world.stream(group.world_rank, "side"):
+            mk.ring_attention(*[case.part(name, group.rank) for name in ("query", "key", "value")])
+        group.synchronize()
+        work(group)
+
+    run(late, cluster=(1, 2), timeout=1e-4)

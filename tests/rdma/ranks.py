@@ -1,0 +1,102 @@
+"""Run inside the machine with soft-RoCE: two processes, a node each, that multiply over verbs.
+
+Importing torch takes half a minute there, so it is done once, before the ranks are forked.
+"""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+import mkernel as mk
+from mkernel.net import Verbs, devices
+from mkernel.net.connect import wish_of
+from mkernel.runtime.errors import ArgumentError, TransportError
+
+
+def refused(kind: type[Exception], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def choices() -> None:
+    """What is found and chosen here."""
+    ports = devices.find_ports()
+    assert [port.name for port in ports] == ["rxe0:1", "rxe1:1"], ports
+    assert all(port.active and port.speaks_verbs and port.link_layer == "Ethernet" for port in ports), ports
+    for port in ports:
+        assert port.gids[0].address.is_link_local, port.gids
+        assert devices.choose_gid(port) == 1, port.gids
+    assert devices.choose_ports(ports) == ports  # two rails
+    assert [port.device for port in devices.choose_ports(ports, names=["rxe1"])] == ["rxe1"]
+    for wrong in ("mlx5_0", "rxe0:2"):
+        refusal = refused(TransportError, lambda: devices.choose_ports(ports, names=[wrong]))
+        assert "there are: rxe0:1 (Ethernet), rxe1:1 (Ethernet)" in refusal, refusal
+
+
+def rank_main(rank: int) -> None:
+    wish = Verbs(devices=("rxe0",) if rank == 0 else ("mlx5_3",))
+    refusal = refused(TransportError, lambda: mk.init(transport=wish, timeout=60.0, gpus_per_node=1))
+    assert "rank 1: there is no RDMA device 'mlx5_3' here" in refusal, refusal  # on both: none can go on alone
+    group = mk.init(transport=Verbs(devices=(f"rxe{rank}",)), timeout=60.0, gpus_per_node=1)
+    assert (group.size, group.nodes) == (2, 2)
+    for turn, (m, n, k) in enumerate([(33, 20, 17), (5, 40, 32), (33, 20, 17)]):
+        torch.manual_seed(100 * turn + rank)
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+        y, gathered = mk.all_gather_matmul(a, b, return_gathered=True)
+        everyone = torch.cat(group.exchange("a", a))
+        assert torch.equal(gathered, everyone)
+        error = (y.double() - everyone.double() @ b.double()).abs().max().item()
+        assert error <= 4 * k**0.5 * torch.finfo(a.dtype).eps, error
+    for _ in range(3):  # segments come and go
+        x = mk.empty(16, 16).fill_(1)
+        assert (mk.all_gather_matmul(x, x) == 16).all()
+        del x
+    group.close()
+    auto = mk.init(timeout=60.0, gpus_per_node=1)  # both devices, as two rails
+    transport = next(iter(auto.world._connections.values())).transport
+    assert transport.kind == "verbs"
+    assert [port[0] for port in transport.ports] == ["rxe0", "rxe1"]
+    assert [port[2] for port in transport.ports] == [1, 1]
+    x = torch.ones(16, 16)
+    assert (mk.all_gather_matmul(x, x) == 16).all()
+    auto.close()
+    print("right over verbs: rank", rank, flush=True)
+    if rank == 0:
+        time.sleep(3.0)  # the store is in this process: the other may still be reading
+
+
+def main() -> int:
+    choices()
+    assert "'verbs'" in refused(ArgumentError, lambda: wish_of("infiniband"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+                rank_main(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
