@@ -83,7 +83,10 @@ def test_trace_writes_a_file_for_perfetto_and_a_page(tmp_path):
         (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
         (["all_gather_matmul", "64x32"], "'64x32' is no shape of all_gather_matmul; write m_total x n x k"),
         (["all_gather_matmul", "0x32x32"], "'0x32x32' is no shape"),
-        (["all_gather_matmul", "65x32x32"], "m_total (65) must be divisible by the 4 ranks"),
+        (
+            ["all_gather_matmul", "65x32x32"],
+            "m_total of all_gather_matmul (65) must be divisible by the number of ranks (4)",
+        ),
         (["all_gather_matmul", "--out", "no/such/folder.json"], "there is no folder"),
         (["all_gather_matmul", "--events", "0"], "--events"),
         (["all_gather_matmul", "--device", "cuda"], "torch sees no GPU"),

@@ -300,7 +300,7 @@ def _check_file(path: Path | None, option: str) -> None:
 
 @main.command()
 def trace(
-    op: Annotated[str, typer.Argument(help="The operator.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
     shapes: Annotated[
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; a small one by default."),
@@ -354,7 +354,7 @@ def trace(
 
 @main.command()
 def tune(
-    op: Annotated[str, typer.Argument(help="The operator.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
     shapes: Annotated[
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192, which is the default."),
@@ -374,9 +374,11 @@ def tune(
     """
     import torch
 
-    from mkernel.workloads import DTYPES
+    from mkernel.workloads import DTYPES, tunable
 
     workload, parsed = _workload(op, shapes, ranks * nodes)
+    if workload.tunable is None:
+        raise typer.BadParameter(f"{op} is not tuned; those that are: {', '.join(tunable())}", param_hint="OP")
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)

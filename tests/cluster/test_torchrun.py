@@ -93,7 +93,7 @@ def test_example():
 
 def test_example_of_reductions():
     example = Path(__file__).parents[2] / "examples" / "matmul_reduce.py"
-    output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(example)])
+    output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (24, 48) and (96, 48), largest error") == 4
 
 

@@ -40,7 +40,7 @@ def test_at_least_as_good_as_the_default(op, shape):
 
     def on_rank(group):
         call = WORKLOADS[op].make(group, shape, torch.bfloat16)
-        assert WORKLOADS[op].tunable.choose(group, torch.bfloat16, None, **call.sizes) is not None
+        assert WORKLOADS[op].tunable.choose(group, torch.bfloat16, None, **call.tried.sizes) is not None
         default = call.run(mk.Config()).clone()
         chosen = call.run(None)
         group.synchronize()

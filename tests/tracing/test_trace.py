@@ -221,6 +221,34 @@ def test_operators_that_sum_over_ranks(op, cluster):
         )
 
 
+@pytest.mark.parametrize(
+    ("op", "kinds"),
+    [
+        ("ring_attention", {"tile", "send", "post", "wait for arrived"}),
+        ("moe_dispatch_matmul", {"tile", "gather", "send", "post", "wait for placed", "wait for held"}),
+        ("moe_ffn", {"tile", "gather", "reduce", "send", "post", "wait for computed", "wait for back"}),
+    ],
+)
+def test_other_operators(op, kinds):
+    def on_rank(group):
+        call = workload_of(op).make(group, workload_of(op).smallest(group.size), torch.bfloat16)
+        with mk.trace() as trace:
+            call.run(None)
+        return trace
+
+    trace = helpers.run(on_rank, cluster=(2, 1))[0]
+    assert trace.lost == 0
+    assert kinds <= {event.kind for event in trace.events}
+    for rank in range(2):
+        assert trace.calls(rank) == [op]
+        tiles = [event.index for event in trace.of(rank, "tile")]
+        assert len(set(tiles)) == len(tiles) > 0
+        launches = {event.cta: event for event in trace.of(rank, "launch")}
+        assert all(inside(event, launches[event.cta]) for event in trace.of(rank))
+    for event in chrome.events_of(trace):
+        assert event["ph"] != "X" or event["dur"] >= 0
+
+
 # -- for Perfetto
 
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import RING
+from mkernel.lang.roles import SEND
 from mkernel.lang.signals import RING_SPACE, SENT, notify, notify_in_loop, wait
 from mkernel.lang.trace import POST, trace, trace_time
 
@@ -72,7 +73,7 @@ def post(
             notify(request + TURN, ticket // capacity + 1)
     else:
         ticket = tl.cast(-1, tl.int64)
-    trace(context, ROLE, POST, peer, ticket, since)
+    trace(context, SEND, POST, peer, ticket, since)
     return ticket
 
 

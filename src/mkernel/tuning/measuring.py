@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from mkernel import workloads
 from mkernel.runtime import tuned
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
@@ -52,13 +53,18 @@ def tune(
     """Search for the best configuration of a shape, for at most so many seconds (and what is being measured
     then), and keep it."""
 
+    tunable = workload.tunable
+    if tunable is None:
+        raise ArgumentError(f"{workload.op} is not tuned; those that are: {', '.join(workloads.tunable())}")
+
     def on_rank(group: Group) -> Found | None:
         call = workload.make(group, shape, dtype)
         trial = Trial(group, call)
+        tried = trial.tried
         if group.rank:
             trial.follow()
             return None
-        families = families_of(workload.op, group, call.explain(None))
+        families = families_of(workload.op, group, tried.explain(None))
         try:
             result = Search(trial.measure, seconds, tell=tell).run(families)
             trial.compare(result.best)
@@ -75,7 +81,7 @@ def tune(
             "triton": triton.__version__,
         }
         place = tuned.place_of(group)
-        entries = workload.tunable.entries(place, dtype, result.best, measured, **call.sizes)
+        entries = tunable.entries(place, dtype, result.best, measured, **tried.sizes)
         return Found(workload.op, shape, dtype, result, entries)
 
     found = spawn(on_rank, nodes=nodes, gpus_per_node=gpus_per_node, device="cuda", links=links, timeout=TIMEOUT)[0]
@@ -90,6 +96,8 @@ class Trial:
     def __init__(self, group: Group, call: Call):
         self._group = group
         self._call = call
+        assert call.tried is not None
+        self.tried = call.tried
         self._stopwatch: Any = None
 
     def follow(self) -> None:
@@ -117,7 +125,7 @@ class Trial:
         group = self._group
         launch, stream = None, torch.cuda.current_stream(group.device)
         with contextlib.suppress(ArgumentError):
-            launch = self._call.prepare(config)  # an empty one is the default: what is tuned has no say in it
+            launch = self.tried.prepare(config)  # an empty one is the default: what is tuned has no say in it
         everyone = group.exchange("tune", (launch, stream))
         measured = None
         if group.rank == 0 and all(entry[0] is not None for entry in everyone):
@@ -147,6 +155,6 @@ class Trial:
         allowed = 8 * torch.finfo(default.dtype).eps * default.abs().max().item()
         if not error <= allowed:  # nor if it is NaN
             raise MKernelError(
-                f"{self._call.sizes}: {config} gives another result than the default: it differs by {error:.3g}, "
+                f"{self.tried.sizes}: {config} gives another result than the default: it differs by {error:.3g}, "
                 f"{allowed:.3g} could be rounding"
             )
