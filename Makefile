@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 WORKERS ?= auto
 
-.PHONY: setup demo test test-gpu test-rdma lint format types clean
+.PHONY: setup demo test test-gpu test-rdma docs lint format types clean
 
 setup: $(VENV)/ready
 
@@ -24,7 +24,8 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/rdma --ignore=tests/net/test_throughput.py tests
+	$(BIN)/python -m pytest -rs tests/net/test_throughput.py  # alone: rates are compared
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
@@ -32,6 +33,14 @@ test-gpu:
 # RDMA on soft-RoCE devices, in a machine that QEMU emulates; skipped, with the reason, where that can not be.
 test-rdma: setup
 	$(BIN)/python -m pytest -rs tests/rdma
+
+docs: setup $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "the site is in build/site/index.html"
+
+$(VENV)/docs-ready: $(VENV)/ready requirements-docs.txt
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .

@@ -22,9 +22,9 @@ def main() -> None:
     y = mk.all_gather_matmul(a, w.t())
 
     # the plain way: gather everything, then multiply
-    parts = [torch.empty_like(a) for _ in range(group.size)]
-    torch.distributed.all_gather(parts, a)
-    exact = torch.cat(parts).double() @ w.double().t()
+    parts = [torch.empty_like(a, device="cpu") for _ in range(group.size)]
+    torch.distributed.all_gather(parts, a.cpu())  # gloo gathers on the CPU
+    exact = torch.cat(parts).to(group.device).double() @ w.double().t()
     error = (y.double() - exact).abs().max().item()
     bound = 4 * k**0.5 * torch.finfo(a.dtype).eps
     assert error <= bound, f"rank {group.rank}: error {error}, bound {bound}"

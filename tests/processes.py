@@ -13,11 +13,17 @@ import pytest
 SOURCE = str(Path(__file__).parents[1] / "src")
 
 
-def run(command, seconds=90, expected=0):
-    """Run a command; what it printed. It is ended, with its children, if it takes too long."""
+def run(command, seconds=90, expected=0, folder=None):
+    """Run a command, in a folder; what it printed. It is ended, with its children, if it takes too long."""
     environment = dict(os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1")
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=seconds)

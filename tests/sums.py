@@ -11,7 +11,7 @@ from helpers import assert_same
 import mkernel as mk
 from mkernel.ops import matmul_all_reduce as all_reduce
 
-WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot"]
+WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced"]
 SMALL = mk.Config(tile_m=16, tile_n=16, tile_k=16)
 
 
@@ -24,9 +24,10 @@ def op_of(way):
 
 
 def choose(way, monkeypatch, module=all_reduce):
-    """Small results are summed up in one shot by default: choose which of the two is tested."""
+    """Small results are summed up in one shot, or sliced, by default: choose which way is tested."""
     if way != "matmul_reduce_scatter":
         monkeypatch.setattr(module, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
+        monkeypatch.setattr(module, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
         monkeypatch.setattr(module, "EXCHANGE_SECONDS", 1.0)
 
 

@@ -219,6 +219,10 @@ def test_every_operator_has_its_case(name):
         (["bench", "--shapes", "large"], "'small', 'paper' or a file; large can not be read"),
         (["bench", "--against", "mpi"], "there is no way 'mpi'; there are: host, nccl"),
         (["bench", "--against", "symm_mem"], "need a process for each rank"),
+        (["bench", "moe_ffn", "--causal"], "moe_ffn has no such option"),
+        (["bench", "--zigzag"], "all_gather_matmul has no such option"),
+        (["bench", "ring_attention", "--nodes", "2"], "measured on one node only"),
+        (["bench", "--network", "9", "--unpaced"], "either --network or --unpaced"),
         (["bench", "--ranks", "3"], "must be divisible by the number of ranks (3)"),
         (["bench", "--csv", "no/such/folder/figures.csv"], "there is no folder"),
         (["bench", "all_gather_matmul", "--shape", "1024x1024"], "m_total x n x k"),
@@ -277,7 +281,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(mkernel.bench, "main", lambda wanted, **options: calls.append((wanted, options)) or 3)
     default = dict(
-        ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, against=("host",),
+        ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, against=("host",), options=(),
         json_path=None, csv_path=None, html_path=None,
     )  # fmt: skip
 
@@ -296,16 +300,22 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     paths = dict(json_path=json_path, csv_path=csv_path, html_path=html_path)
     assert options == default | dict(ranks=2, dtype="fp16", link=100.0) | paths
 
-    run("bench", "--unpaced", "--nodes", "2", "--against", "host, nccl", "--network", "9")
-    assert not calls  # --unpaced and --network
-    run("bench", "--unpaced", "--nodes", "2", "--against", "host, nccl")
+    run("bench", "--unpaced", "--against", "host, nccl")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.measurable())
-    assert options == default | dict(link=None, network=None, nodes=2, against=("host", "nccl"))
+    assert {one.op for one in wanted} == set(operators.here())
+    assert options == default | dict(link=None, network=None, against=("host", "nccl"))
 
-    run("bench", "--shapes", "paper", "--nodes", "2", "--ranks", "1")
+    run("bench", "moe_ffn", "--nodes", "2")
+    assert calls.pop()[1] == default | dict(nodes=2)
+    run("bench", "ring_attention", "--causal", "--zigzag", "--shape", "B4xH16xS49152xD128")
+    assert calls.pop() == (
+        [Wanted("ring_attention", (4, 16, 49152, 128))],
+        default | dict(options=("causal", "zigzag")),
+    )
+
+    run("bench", "--shapes", "paper", "--ranks", "2")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.measurable())
+    assert {one.op for one in wanted} == set(operators.here())
     assert all(one.row is not None for one in wanted)
 
     (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")

@@ -1,14 +1,18 @@
 """The documentation: its Python runs, its links lead somewhere."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import processes
 import pytest
 
+import mkernel as mk
+from mkernel import cli, operators
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_of(page):
@@ -31,8 +35,11 @@ def test_python_runs(page, tmp_path):
     # a file, since Triton reads the source of kernels; with the page's line numbers
     path = tmp_path / f"{page.stem}.py"
     path.write_text(python_of(page))
-    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, f"{title(page)}:\n{result.stdout}\n{result.stderr}"
+    started = re.search(r"<!-- tested with: torchrun --nproc-per-node (\d+) -->", page.read_text())
+    if started:
+        processes.torchrun(path, int(started.group(1)))
+    else:
+        processes.run([sys.executable, str(path)], seconds=120, folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
@@ -54,3 +61,24 @@ def test_python_is_marked_as_such():
     for page in PAGES:
         kinds = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
         assert not [kind for kind in kinds if kind.lower().startswith("py") and kind != "python"], title(page)
+
+
+def test_every_operator_and_command_is_in_the_documentation():
+    home, reference = (ROOT / "docs/index.md").read_text(), (ROOT / "docs/reference/python.md").read_text()
+    for name in operators.here():
+        assert f"`mk.{name}`" in home, name
+        assert f"::: mkernel.{name}" in reference, name
+    commands = (ROOT / "docs/reference/command-line.md").read_text()
+    for command in cli.main.registered_commands:
+        assert f"## {command.name or command.callback.__name__}\n" in commands
+    assert {f"mkernel.{name}" for name in mk.__all__ if name != "__version__"} <= set(
+        re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
+    )
+
+
+def test_pictures_are_pictures():
+    for picture in (ROOT / "docs/pictures").glob("*.svg"):
+        root = ElementTree.parse(picture).getroot()
+        assert root.get("aria-label"), picture
+        used = [page for page in PAGES if picture.name in page.read_text()]
+        assert used, f"{picture} is shown nowhere"

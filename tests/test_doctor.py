@@ -81,19 +81,41 @@ class FakeMachine(Machine):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text + "\n")
 
-    def add_port(self, name, state="4: ACTIVE", layer="InfiniBand", driver="mlx5_core"):
-        folder = f"sys/class/infiniband/{name}"
+    def add_port(
+        self, name, state="4: ACTIVE", layer="InfiniBand", driver="mlx5_core", way="pci0000:00", gid="fe80::1"
+    ):
+        """A device below a host bridge, as sysfs has it."""
+        folder = f"sys/devices/{way}/{name}/infiniband/{name}"
+        self.write(f"sys/devices/{way}/{name}/numa_node", "0")
+        self.write(f"{folder}/node_type", "1: CA")
+        if gid:
+            self.write(f"{folder}/ports/1/gids/0", gid)
+            self.write(f"{folder}/ports/1/gid_attrs/types/0", "RoCE v2")
         self.write(f"{folder}/ports/1/state", state)
         self.write(f"{folder}/ports/1/link_layer", layer)
         self.write(f"{folder}/ports/1/rate", "400 Gb/sec (4X NDR)")
         drivers = self.root / "sys/bus/pci/drivers" / driver
         drivers.mkdir(parents=True, exist_ok=True)
-        (self.root / folder / "device").mkdir()
-        (self.root / folder / "device/driver").symlink_to(drivers)
+        device = self.root / f"sys/devices/{way}/{name}"
+        (device / "driver").symlink_to(drivers)
+        (self.root / folder / "device").symlink_to(device)
+        listed = self.root / "sys/class/infiniband"
+        listed.mkdir(parents=True, exist_ok=True)
+        (listed / name).symlink_to(self.root / folder)
+
+    def add_gpu(self, bus, way="pci0000:00"):
+        """Its place on the bus."""
+        device = self.root / f"sys/devices/{way}/0000:{bus:02x}:00.0"
+        device.mkdir(parents=True)
+        listed = self.root / "sys/bus/pci/devices"
+        listed.mkdir(parents=True, exist_ok=True)
+        (listed / device.name).symlink_to(device)
+        self.gpus.append(gpu(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0))
 
 
-def gpu(name="NVIDIA H200", major=9, minor=0):
-    return SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132, total_memory=140 * 2**30)
+def gpu(name="NVIDIA H200", major=9, minor=0, **more):
+    memory = 140 * 2**30
+    return SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132, total_memory=memory, **more)
 
 
 def found(machine):
@@ -145,10 +167,27 @@ def test_a_node_where_all_is_well(cluster):
     assert result["peer access"].found == "between all 2 GPUs"
     assert result["NVLink"].found.startswith("18 to 18 links")
     assert result["multicast"].found == "on all GPUs"
-    assert result["mlx5_0:1"].found == "InfiniBand, 400 Gb/sec (4X NDR), mlx5_core, active"
+    assert result["mlx5_0:1"].found == "InfiniBand, 400 Gb/s, mlx5_core, active"
     assert result["dma-buf"].status == "ok"
     assert result["mk.spawn, mkernel demo"].found == "ranks as threads on 2 GPUs"
     assert result["inside a node"].found == "torch symmetric memory"
+    assert result["between nodes, GPU 0"].found.startswith("verbs over mlx5_0:1 (GID 0), if every rank")
+
+
+def test_each_gpu_takes_the_card_near_it(tmp_path):
+    machine = FakeMachine(tmp_path, libraries={"libibverbs.so.1": 1})
+    for bus, way in ((0x41, "pci0000:40"), (0x81, "pci0000:80")):
+        machine.add_gpu(bus, way)
+    machine.add_port("mlx5_0", way="pci0000:80")
+    machine.add_port("mlx5_1", way="pci0000:40")
+    result = found(machine)
+    assert "mlx5_1:1" in result["between nodes, GPU 0"].found
+    assert "mlx5_0:1" in result["between nodes, GPU 1"].found
+
+
+def test_roce_without_an_address(cluster):
+    cluster.add_port("rocep1", layer="Ethernet", gid="")
+    assert "ip addr add" in found(cluster)["rocep1:1"].advice
 
 
 @pytest.mark.parametrize(
@@ -269,6 +308,7 @@ def test_ports_that_are_down(cluster):
     assert found(cluster)["mlx5_1:1"].status == "note"
     cluster.write("sys/class/infiniband/mlx5_0/ports/1/state", "2: INIT")
     assert problems(cluster) == {"RDMA devices"}
+    assert found(cluster)["between nodes, GPU 0"].found.startswith("TCP")
 
 
 def test_a_port_that_can_not_be_read(cluster):
@@ -287,6 +327,10 @@ def test_libraries(cluster):
     assert problems(cluster) == {"libibverbs"}  # there is no EFA device
     cluster.add_port("rdmap0", driver="efa", layer="Unspecified")
     assert problems(cluster) == {"libibverbs", "libefa"}
+    result = found(cluster)["between nodes, GPU 0"]
+    assert result.found.startswith("TCP")
+    assert "transport='efa'" in result.advice
+    assert "rdmap0:1" in result.advice
 
 
 def test_libraries_that_nothing_needs(machine):
@@ -301,7 +345,7 @@ def test_gpudirect(cluster):
     assert found(cluster)["nvidia_peermem"].found == "loaded"
 
 
-@pytest.mark.parametrize("probe", doctor.PROBES, ids=lambda probe: probe[1].__name__)
+@pytest.mark.parametrize("probe", [*doctor.PROBES, *doctor.CONCLUSIONS], ids=lambda probe: probe[1].__name__)
 def test_no_probe_ends_the_examination(machine, monkeypatch, probe):
     """Whatever a probe stumbles over, the others are heard."""
 
@@ -309,8 +353,9 @@ def test_no_probe_ends_the_examination(machine, monkeypatch, probe):
         raise RuntimeError("out of order")
 
     stumble.__name__ = probe[1].__name__
-    others = [(section, stumble if one is probe[1] else one) for section, one in doctor.PROBES]
-    monkeypatch.setattr(doctor, "PROBES", others)
+    for name in ("PROBES", "CONCLUSIONS"):
+        others = [(section, stumble if one is probe[1] else one) for section, one in getattr(doctor, name)]
+        monkeypatch.setattr(doctor, name, others)
     diagnosis = doctor.diagnose(machine)
     assert "could not be examined (RuntimeError: out of order)" in str(diagnosis)
     assert len(diagnosis.findings) > 5

@@ -116,7 +116,7 @@ def demo(
 @main.command()
 def bench(
     op: Annotated[
-        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.measurable())}.")
+        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.here())}.")
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -150,6 +150,8 @@ def bench(
         typer.Option(metavar="GB/S", show_default="50", help="The same for its way to other nodes, with 5 us latency."),
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with the causal mask.")] = False,
+    zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: the sequence laid out in zigzag.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
@@ -167,6 +169,12 @@ def bench(
         _check_file(path, option)
     ways = _ways(against)
     wanted = _wanted(op, shape, shapes, ranks * nodes)
+    options = tuple(name for name, on in (("causal", causal), ("zigzag", zigzag)) if on)
+    for one in {one.op: operators.here()[one.op] for one in wanted}.values():
+        for name in set(options) - set(one.options):
+            raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
+        if nodes > 1 and not one.several_nodes:
+            raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
     from mkernel import bench as benchmarks
 
     try:
@@ -178,6 +186,7 @@ def bench(
             link=None if unpaced else link or LINK,
             network=None if unpaced else network or NETWORK,
             against=ways,
+            options=options,
             json_path=json,
             csv_path=csv,
             html_path=html,
@@ -205,7 +214,7 @@ def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: 
     """What to measure."""
     from mkernel.bench import shapes as known
 
-    all_of_them = operators.measurable()
+    all_of_them = operators.here()
     if op is not None and op not in all_of_them:
         raise typer.BadParameter(
             f"there is no operator {op!r} to measure; there are: {', '.join(all_of_them)}", param_hint="OP"

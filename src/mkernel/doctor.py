@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mkernel.net import devices
+from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
 OLDEST_PYTHON = (3, 10)
@@ -131,13 +133,12 @@ def diagnose(machine: Machine | None = None) -> Diagnosis:
     calls are not made, and nothing is changed."""
     machine = machine or Machine()
     findings: list[Finding] = []
-    for section, probe in PROBES:
+    for section, probe in (*PROBES, ("What will be used", lambda _: _conclusions(findings)), *CONCLUSIONS):
         try:
             findings += [Finding(section, *found) for found in probe(machine)]
         except Exception as problem:
             what = f"could not be examined ({type(problem).__name__}: {problem})"
             findings.append(Finding(section, probe.__name__.strip("_").replace("_", " "), what, "note"))
-    findings += [Finding("What will be used", *found) for found in _conclusions(findings)]
     return Diagnosis(tuple(findings))
 
 
@@ -328,32 +329,22 @@ def _symmetric_memory(machine: Machine) -> list[Found]:
 # -- the network
 
 
-def _rdma_ports(machine: Machine) -> list[tuple[str, bool, str]]:
-    """Name, is it active, and what it is, of every port."""
-    ports = []
-    for device in sorted((machine.sysfs / "class/infiniband").glob("*")):
-        driver = device / "device/driver"
-        kind = driver.resolve().name if driver.exists() else "unknown driver"
-        for port in sorted((device / "ports").glob("*")):
-            state = machine.text(port / "state").partition(": ")[2] or "in an unknown state"
-            layer = machine.text(port / "link_layer") or "unknown link layer"
-            rate = machine.text(port / "rate") or "unknown rate"
-            ports.append((f"{device.name}:{port.name}", state == "ACTIVE", f"{layer}, {rate}, {kind}, {state.lower()}"))
-    return ports
-
-
 def _rdma_devices(machine: Machine) -> list[Found]:
-    ports = _rdma_ports(machine)
+    ports = devices.find_ports(machine.sysfs)
     if not ports:
         return [("RDMA devices", "none", "note", "nodes talk over TCP, which is right, and slow")]
     found: list[Found] = []
-    for name, active, text in ports:
-        if active:
-            found.append((name, text))
-        else:
+    for port in ports:
+        words = [port.link_layer or "unknown link layer", f"{port.rate:g} Gb/s", port.driver or "unknown driver"]
+        if not port.active:
             advice = "plug it in, or bring its interface up (ip link set ... up); on InfiniBand see the subnet manager"
-            found.append((name, text, "note", advice))
-    if not any(active for _, active, _ in ports):
+            found.append((port.name, ", ".join([*words, "not active"]), "note", advice))
+        elif port.link_layer == "Ethernet" and not port.gids and not port.is_efa:
+            advice = "RoCE needs an address: give its network interface one (ip addr add ...)"
+            found.append((port.name, ", ".join([*words, "active, no GID"]), "note", advice))
+        else:
+            found.append((port.name, ", ".join([*words, "active"])))
+    if not any(port.active for port in ports):
         found.append(("RDMA devices", "none is active", "problem", "nodes talk over TCP until one is"))
     limit = machine.locked_bytes()
     if 0 <= limit < LOCKED_BYTES:
@@ -363,8 +354,8 @@ def _rdma_devices(machine: Machine) -> list[Found]:
 
 
 def _libraries(machine: Machine) -> list[Found]:
-    ports = _rdma_ports(machine)
-    efa = any(", efa," in text for _, _, text in ports)
+    ports = devices.find_ports(machine.sysfs)
+    efa = any(port.is_efa for port in ports)
     found: list[Found] = []
     for name, file, needed, package in (
         ("libibverbs", "libibverbs.so.1", bool(ports), "libibverbs1 and ibverbs-providers, or rdma-core"),
@@ -386,7 +377,7 @@ def _gpudirect(machine: Machine) -> list[Found]:
     torch = machine.module("torch")
     if not torch.cuda.is_available():
         return []
-    needed = bool(_rdma_ports(machine))
+    needed = bool(devices.find_ports(machine.sysfs))
     dma_buf = _driver_attribute(machine, DMA_BUF, 0)
     peermem = any((machine.sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     found: list[Found] = [
@@ -438,9 +429,44 @@ def _conclusions(findings: Sequence[Finding]) -> list[Found]:
     else:
         advice = "install greenlet for the simulator: pip install 'mkernel[sim]'"
         result.append(("mk.spawn, mkernel demo", "nothing: no GPU, no simulator", "problem", advice))
-    compiler = by_name.get("C++ compiler")
-    if compiler is not None and compiler.status == "ok":
-        result.append(("between nodes", "TCP, through the native proxy"))
-    else:
-        result.append(("between nodes", "nothing: the native proxy can not be compiled", "note", ""))
     return result
+
+
+def _between_nodes(machine: Machine) -> list[Found]:
+    """Which devices each rank would take, by the place of its GPU; see mkernel.net.connect."""
+    from mkernel.net import build
+
+    torch = machine.module("torch")
+    ports = devices.find_ports(machine.sysfs)
+    try:
+        build.compiler()
+    except MKernelError:
+        return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
+    ranks: list[tuple[str, devices.Place | None]] = [("between nodes", None)]
+    if torch.cuda.is_available() and ports:
+        count = range(torch.cuda.device_count())
+        ranks = [(f"between nodes, GPU {index}", _place_of(machine, torch, index)) for index in count]
+    found: list[Found] = []
+    for name, place in ranks:
+        try:
+            machine.library("libibverbs.so.1")
+            chosen = devices.choose_ports(ports, gpu=place)
+            rails = ", ".join(f"{port.name} (GID {devices.choose_gid(port)})" for port in chosen)
+            found.append((name, f"verbs over {rails}, if every rank has such a device; else TCP"))
+        except (OSError, MKernelError):
+            efa = [port.name for port in ports if port.is_efa and port.active]
+            advice = f"mk.init(transport='efa') takes {', '.join(efa)}" if efa else ""
+            found.append((name, "TCP, through the native proxy", "ok", advice))
+    return found
+
+
+def _place_of(machine: Machine, torch: Any, index: int) -> devices.Place | None:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+    return devices.gpu_place(address, machine.sysfs)
+
+
+CONCLUSIONS: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (("What will be used", _between_nodes),)

@@ -1,14 +1,12 @@
 """The operators that the demo, the benchmarks and the documentation show: an entry for each.
 
-A new operator appears there when it has an entry here, an operator's file in `mkernel.ops`, a `Case` of the
-same name in `mkernel.demo.cases`, and, for `mkernel bench`, a module of the same name in `mkernel.bench` whose
-`measure(group, *shape, dtype, config, repeats)` returns a dictionary of figures.
+A new operator appears there when it has an entry here, a function of its name in `mkernel.demo.cases`, and, for
+`mkernel bench`, a function `measure(group, *shape, dtype, config, repeats)` that returns a dictionary of figures.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,10 @@ class Operator:
     dimensions: the numbers of a shape, in the order in which they are written on the command line.
     shared: those of them that are divided among the ranks.
     shapes, small: what `mkernel bench` measures by default, and in a hurry.
-    of_paper: (the published size, ranks) -> the shape that gives each rank as much to compute as there.
+    of_paper: (the published size, ranks) -> the shape that gives each rank as much as it has there.
+    bench: the module and the function that measure it; by default `measure` in the module of its name.
+    options: what that function takes besides, yes or no, as the command line calls it.
+    several_nodes: can it be measured on several nodes?
     """
 
     name: str
@@ -37,18 +38,14 @@ class Operator:
     shapes: tuple[Shape, ...]
     small: tuple[Shape, ...]
     of_paper: Callable[[int, int], Shape]
-
-    @property
-    def is_here(self) -> bool:
-        return importlib.util.find_spec(f"mkernel.ops.{self.name}") is not None
-
-    @property
-    def has_bench(self) -> bool:
-        return self.is_here and importlib.util.find_spec(f"mkernel.bench.{self.name}") is not None
+    bench: str = ""
+    options: tuple[str, ...] = ()
+    several_nodes: bool = True
 
     @property
     def measure(self) -> Callable[..., dict[str, Any]]:
-        return importlib.import_module(f"mkernel.bench.{self.name}").measure
+        module, _, function = (self.bench or f"{self.name}:measure").partition(":")
+        return getattr(importlib.import_module(f"mkernel.bench.{module}"), function)
 
     @property
     def case(self) -> Callable[..., Case]:
@@ -86,38 +83,37 @@ ALL = (
     Operator(
         "ring_attention",
         "attention of this rank's queries over the keys and values of all ranks",
-        dimensions=("batch", "heads", "sequence", "dim"),
-        shared=("sequence",),
-        shapes=((4, 16, 8192, 128), (4, 16, 32768, 128)),
-        small=((1, 8, 8192, 128),),
+        dimensions=("batch", "heads", "positions", "dim"),
+        shared=("positions",),
+        shapes=((4, 16, 12288, 128), (4, 16, 49152, 128)),
+        small=((1, 16, 8192, 128),),
         of_paper=lambda size, ranks: (4, 16, size // 16 * ranks, 128),
+        options=("causal", "zigzag"),
+        several_nodes=False,
     ),
     Operator(
         "moe_dispatch_matmul",
         "brings tokens to the ranks of their experts and multiplies them there",
-        dimensions=("tokens", "hidden", "out", "experts", "top_k"),
-        shared=("tokens", "experts"),
-        shapes=((8192, 7168, 2048, 64, 8),),
-        small=((2048, 2048, 1024, 32, 4),),
-        of_paper=lambda size, ranks: (size // 16 * ranks, 7168, 2048, 16 * ranks, 8),
+        dimensions=("tokens", "out", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
+        bench="moe:measure_dispatch",
     ),
     Operator(
         "moe_ffn",
         "a mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back",
-        dimensions=("tokens", "hidden", "inter", "experts", "top_k"),
-        shared=("tokens", "experts"),
-        shapes=((8192, 7168, 2048, 64, 8),),
-        small=((2048, 2048, 1024, 32, 4),),
-        of_paper=lambda size, ranks: (size // 16 * ranks, 7168, 2048, 16 * ranks, 8),
+        dimensions=("tokens", "inter", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
+        bench="moe:measure_ffn",
     ),
 )
 
 
 def here() -> dict[str, Operator]:
-    """Those that this version has, by name."""
-    return {operator.name: operator for operator in ALL if operator.is_here}
-
-
-def measurable() -> dict[str, Operator]:
-    """Those of them that `mkernel bench` can measure."""
-    return {operator.name: operator for operator in ALL if operator.has_bench}
+    """All of them, by name."""
+    return {operator.name: operator for operator in ALL}

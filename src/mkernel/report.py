@@ -93,14 +93,15 @@ def page(title: str, parts: Sequence[str], data: Any) -> str:
 
 def _json(value: Any) -> str:
     """JSON that can stand inside a script: no NaN, and nothing that ends the script."""
-    return json.dumps(_finite(value), allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
+    return json.dumps(finite(value), allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from figures import result
 import mkernel as mk
 from mkernel import bench, operators
 from mkernel.bench import nccl, published, shapes
+from mkernel.bench import page as bench_page
 from mkernel.bench.shapes import Wanted
 
 GATHER, SCATTER = operators.ALL[:2]
@@ -132,6 +134,23 @@ def test_a_published_figure_with_its_floor():
     assert found["published_floor_fraction"] == pytest.approx(14 * 2048 * 32768 * 2 / 450e9 * 1e3 / 9.772)
 
 
+def test_attention_has_fewer_blocks_of_keys():
+    """4 ranks compute a quarter of what 16 do with each block; 4 of them share a GPU."""
+    row = published.rows("ring_attention")[-1]
+    found = published.beside("ring_attention", row, result("ring_attention", library_ms=100.0), "NVIDIA H200")
+    assert found["published_floor_fraction"] == pytest.approx(100.0 / 4 * 4 / 134.909)
+
+
+@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+def test_every_operator_can_be_measured(operator):
+    """What measures it takes a group, the numbers of a shape, what all of them take, and its options."""
+    names = list(inspect.signature(operator.measure).parameters)
+    assert names[0] == "group"
+    count = 1 + len(operator.dimensions)
+    assert names[count : count + 3] == ["dtype", "config", "repeats"]
+    assert names[count + 3 :] == list(operator.options)
+
+
 def test_no_floor_without_its_gpu():
     row = published.rows("all_gather_matmul")[0]
     found = published.beside("all_gather_matmul", row, result(), "NVIDIA A100")
@@ -173,7 +192,7 @@ def test_the_table(fake, capsys):
     wanted = [Wanted("all_gather_matmul", (16384, 2048, 8192)), Wanted("matmul_reduce_scatter", (4096, 8192, 8192))]
     assert bench.main(wanted, **OPTIONS) == 0
     assert [(op, shape) for op, shape, _ in fake] == [(one.op, [one.shape]) for one in wanted]
-    assert fake[0][2] == dict(ranks=4, nodes=1, dtype=torch.bfloat16, link=450.0, network=50.0, against=())
+    assert fake[0][2] == dict(ranks=4, nodes=1, dtype=torch.bfloat16, link=450.0, network=50.0, against=(), options=())
     text = capsys.readouterr().out
     assert text.count(" emulated") == 2
     for words in ("all_gather_matmul", "matmul_reduce_scatter", "m_total", "floor fraction", "0.900", "4.200"):
@@ -204,7 +223,10 @@ def test_a_wrong_result_and_a_failure(fake, monkeypatch, capsys, tmp_path):
     text = capsys.readouterr().out
     assert "failed: rank 0 waited" in text
     assert "WRONG RESULT" in text
-    assert [one.get("failed") for one in json.loads(path.read_text())["results"]] == ["rank 0 waited", None]
+    written = json.loads(path.read_text(), parse_constant=pytest.fail)  # no Infinity, which is no JSON
+    assert [one.get("failed") for one in written["results"]] == ["rank 0 waited", None]
+    assert written["results"][1]["max_error"] is None
+    assert "WRONG RESULT" in bench_page.page(written)
 
 
 def test_files(fake, tmp_path):

@@ -4,7 +4,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from test_torchrun import run
+from processes import run
 
 TESTS = str(Path(__file__).parents[1])
 

@@ -92,7 +92,7 @@ def test_example():
 
 
 def test_example_of_reductions():
-    example = Path(__file__).parents[2] / "examples" / "matmul_reduce.py"
+    example = Path(__file__).parents[2] / "examples" / "06_processes_reduce.py"
     output = processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (24, 48) and (96, 48), largest error") == 4
 

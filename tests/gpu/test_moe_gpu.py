@@ -5,8 +5,6 @@ import torch
 
 import mkernel as mk
 
-CLUSTERS = [(1, 1), (1, 4), (2, 2)]
-
 
 def spawn(fn, *args, cluster, **kwargs):
     kwargs.setdefault("timeout", 20.0)
@@ -97,6 +95,19 @@ def arguments(layer):
     return layer.x, layer.ids, layer.weights, layer.gate_up, layer.down
 
 
+# every case is another binary or two, which take their time to compile: few cases, each for something
+over_cases = pytest.mark.parametrize(
+    ("cluster", "dtype", "hidden", "inter", "k"),
+    [
+        ((1, 1), torch.bfloat16, 256, 384, 4),
+        ((1, 4), torch.bfloat16, 256, 384, 4),
+        ((1, 4), torch.float16, 72, 130, 3),  # matrices through pointers
+        ((1, 1), torch.float32, 256, 384, 4),
+        ((2, 2), torch.bfloat16, 256, 384, 4),
+    ],
+    ids=["1x1", "1x4", "1x4 ragged fp16", "1x1 fp32", "2x2"],
+)
+
 SIZES = {
     (1, 1): ((300,), (5,)),
     (1, 4): ((300, 0, 129, 1), (3, 5, 0, 4)),
@@ -104,9 +115,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize(("hidden", "inter", "k"), [(256, 384, 4), (72, 130, 3)])
+@over_cases
 def test_dispatch_and_combine(cluster, dtype, hidden, inter, k):
     def on_rank(group):
         for seed in range(3):
@@ -130,9 +139,7 @@ def test_dispatch_and_combine(cluster, dtype, hidden, inter, k):
     spawn(on_rank, cluster=cluster)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize(("hidden", "inter", "k"), [(256, 384, 4), (72, 130, 3)])
+@over_cases
 def test_ffn(cluster, dtype, hidden, inter, k):
     def on_rank(group):
         for seed in range(3):
@@ -145,7 +152,7 @@ def test_ffn(cluster, dtype, hidden, inter, k):
     spawn(on_rank, cluster=cluster)
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 4)])
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 4)], ids=["1x1", "1x4"])
 def test_a_larger_layer(cluster):
     """Many blocks and columns: every CTA has several tiles of both GEMMs."""
 
@@ -180,7 +187,7 @@ def test_transposed_matrices_and_strides():
     spawn(on_rank, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 4)])
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 4)], ids=["1x1", "1x4"])
 def test_no_room_is_an_error_and_the_group_goes_on(cluster):
     def on_rank(group):
         layer = Layer(group, (200,) * group.size, (2,) * group.size, 2, 128, 128, torch.bfloat16)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 import mkernel as mk
+from mkernel.lang import combining, roles, routing, signals
 from mkernel.lang import context as words
-from mkernel.lang import roles, signals
 from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import ARRIVED, notify, wait
@@ -247,8 +247,12 @@ def test_a_launch_after_a_timeout_ends_at_once():
 
 
 def test_kinds_and_reasons_differ():
-    kinds = [signals.ENTERED, signals.ARRIVED, signals.RING_SPACE, signals.SENT]
-    kinds += [signals.PARTIAL, signals.FINISHED_TILE]
+    names = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "PARTIAL", "FINISHED_TILE")
+    kinds = [getattr(signals, name) for name in names]
+    kinds += [
+        getattr(routing, name) for name in ("ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED")
+    ]
+    kinds += [combining.RETURNED, combining.BACK]
     assert len({kind.value for kind in kinds}) == len(kinds)
     assert set(records.SIGNALS) == {kind.value for kind in kinds}
     assert signals.TIMED_OUT.value != signals.TOLD_TO_LEAVE.value

@@ -155,6 +155,18 @@ def test_auto_is_tcp_where_a_device_does_not_work(machine, control):  # noqa: F8
     close_all(transports)
 
 
+@pytest.mark.parametrize("how", ["silent", "hold"])
+def test_devices_that_do_not_reach_each_other(machine, control, monkeypatch, how):  # noqa: F811
+    monkeypatch.setattr(connect, "TRIAL_SECONDS", 0.5)
+    control(how, 1)
+    _, transports = open_all(["auto"] * 2)
+    assert [type(transport) for transport in transports] == [TcpTransport] * 2
+    close_all(transports)
+    _, errors = open_all(["verbs"] * 2)
+    words = "transport retry counter exceeded" if how == "silent" else "over fake0, fake1 nothing came from rank"
+    assert all(words in str(error) for error in errors), errors
+
+
 def test_what_one_rank_can_not_do_is_told_to_all(machine):
     _, results = open_all([Verbs(), Verbs(devices=("mlx5_0",)), Verbs()])
     for error in results:

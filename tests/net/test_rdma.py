@@ -185,8 +185,14 @@ def test_a_source_may_be_written_again_once_it_was_sent(fake, control, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_never_shrinks(fake, control, kind):
-    """Values grow, on a way where messages overtake each other."""
+    """Also where messages overtake each other, and values are asked for in another order."""
     with job(fake, kind) as (zero, one):
+        for value in (9, 4, -3):
+            zero.put(1, 0, 0, 0, signal=5, value=value)
+        one.wait(5, 9)
+        eventually(lambda: zero.proxy.statistics.completions == 3, "completions")
+        time.sleep(0.02)
+        assert one.signals[5] == 9
         for value in range(1, 600):
             zero.put(1, 0, 0, value % 3 * 40, value=value)
         highest, deadline = 0, time.monotonic() + 20

@@ -18,7 +18,7 @@ from mkernel.runtime import group as runtime_group
 
 SEEDS = 20
 WRONG = AssertionError  # a wrong result
-SCATTER, REDUCE, SHOT = WAYS
+SCATTER, REDUCE, SHOT, SLICED = WAYS
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ BROKEN = {
         NODE, [("gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
     ),
     "a part beyond the workspace": Broken(
-        NODE, [(OP, "place).to(tl.int64) * tiles", "place + (1 << 30)).to(tl.int64) * tiles")], mk.SimulatorError
+        NODE, [(OP, "GPUS - 1) + place, tl.int64)", "GPUS - 1) + place + (1 << 30), tl.int64)")], mk.SimulatorError
     ),
     "a request beyond the workspace": Broken(
         NETWORK, [(OP, "SLOT * ELEMENT, (parity", "SLOT * ELEMENT * 9999, (parity")], mk.SimulatorError

@@ -21,11 +21,15 @@ def several(group, layer, calls=2, **arguments):
         ffn(group, layer, turn, **arguments)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cluster", LAYERS, ids=name_of)
+RUNS = [(cluster, seed) for cluster in LAYERS for seed in range(2) if cluster != (3, 2) or seed]
+
+
+@pytest.mark.parametrize(("cluster", "seed"), RUNS, ids=name_of)
 def test_schedules(cluster, seed):
     layer = layer_of(cluster, dtype=DTYPES[seed])
-    run(several, layer, 3 if layer.size < 4 and seed else 1, cluster=cluster, seed=seed)
+    calls = 3 if layer.size < 4 and seed else 1
+    # with max_tokens ranks may be a call ahead of each other
+    run(lambda group: several(group, layer, calls, max_tokens=24 if seed else None), cluster=cluster, seed=seed)
 
 
 @pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice"])
@@ -43,7 +47,7 @@ def test_many_rows_of_few_experts():
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
 def test_stragglers(cluster, options):
-    run(several, layer_of(cluster), cluster=cluster, **options)
+    run(lambda group: several(group, layer_of(cluster), max_tokens=20), cluster=cluster, **options)
 
 
 def test_all_schedules_give_the_same_bits():

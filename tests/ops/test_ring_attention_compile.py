@@ -68,10 +68,10 @@ def test_gluon(call):
     assert compiled.shared <= SHARED_MEMORY
     assert compiled.registers * 12 * 32 <= REGISTERS
     # with several ranks some numbers are spilled where a tile begins; the loops are free of it
-    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 512)
+    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 64 if plan.slots == 3 else 512)
 
 
-@pytest.mark.parametrize("dim", [96, 256])
+@pytest.mark.parametrize("dim", [256])
 def test_gluon_head_dimensions(dim):
     compiled, plan = built(cluster=(1, 2), dim=dim, causal=True)
     assert plan.kernel == "gluon"
@@ -98,7 +98,7 @@ def test_triton(call):
     assert compiled.registers * 8 * 32 <= REGISTERS
 
 
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [256])
 def test_triton_head_dimensions(dim):
     compiled, _ = built(cluster=(1, 2), config=TRITON, dim=dim)
     assert compiled.spilled == 0

@@ -28,7 +28,7 @@ NATIVE_STAGES = {  # and how many seconds each may take
     "silence": 60,
     "detached": 30,
 }
-SECONDS = 280
+SECONDS = 295
 
 STAGE = """
 echo "=== {name}"
@@ -50,7 +50,7 @@ def parts(tmp_path_factory):
     commands = {name: (f"{program} {name}", seconds) for name, seconds in NATIVE_STAGES.items()}
     ranks = HERE / "ranks.py"
     source = HERE.parents[1] / "src"
-    commands["ranks"] = (f"env PYTHONPATH={source} OMP_NUM_THREADS=1 {sys.executable} {ranks}", 150)
+    commands["ranks"] = (f"env PYTHONPATH={source} OMP_NUM_THREADS=1 {sys.executable} {ranks}", 190)
     script = "".join(STAGE.format(name=name, command=how[0], seconds=how[1]) for name, how in commands.items())
     result = machine.run(script, tmp_path_factory.mktemp("machine"), SECONDS)
     found = {}

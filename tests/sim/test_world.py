@@ -207,3 +207,20 @@ def test_polling_with_plain_loads_ends_too(tmp_path):
         pytest.fail("the simulator hangs")
     assert "rank 0" in done.stdout, done.stderr
     assert "CTA 0" in done.stdout
+
+
+def test_grad_mode_is_a_ranks_own():
+    """torch keeps it for the thread, and all simulated ranks are in one."""
+
+    def on_rank(group):
+        before = torch.is_grad_enabled()
+        with torch.set_grad_enabled(group.rank == 0):
+            group.barrier()
+            mk.all_gather_matmul(torch.ones(16, 16), torch.ones(16, 16))
+            inside = torch.is_grad_enabled()
+            group.barrier()
+        return before, inside, torch.is_grad_enabled()
+
+    expected = [(True, rank == 0, True) for rank in range(3)]
+    assert mk.spawn(on_rank, nodes=1, gpus_per_node=3, device="cpu", seed=2) == expected
+    assert torch.is_grad_enabled()

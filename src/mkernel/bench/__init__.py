@@ -16,6 +16,7 @@ from mkernel import operators
 from mkernel.bench import nccl, published
 from mkernel.bench.shapes import Wanted
 from mkernel.operators import Shape
+from mkernel.report import finite
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
@@ -40,11 +41,13 @@ def run(
     config: Config | None = None,
     repeats: int = REPEATS,
     against: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's
     NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
-    share of its SMs. None does not pace. `against`: "nccl" for that way, too."""
-    measure = operators.measurable()[op].measure
+    share of its SMs. None does not pace. `against`: "nccl" for that way, too. `options`: those of the operator
+    that are on."""
+    measure = operators.here()[op].measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -53,7 +56,7 @@ def run(
     )
 
     def on_rank(group: Group, shape: Shape) -> dict[str, Any]:
-        result = measure(group, *shape, dtype, config, repeats)
+        result = measure(group, *shape, dtype, config, repeats, **dict.fromkeys(options, True))
         if "nccl" in against:
             result["nccl_ms"] = nccl.measure(group, op, shape, dtype, repeats)
         return result
@@ -86,6 +89,7 @@ def main(
     link: float | None,
     network: float | None,
     against: Sequence[str] = (),
+    options: Sequence[str] = (),
     json_path: Path | None = None,
     csv_path: Path | None = None,
     html_path: Path | None = None,
@@ -113,7 +117,7 @@ def main(
         try:
             result = run(
                 one.op, [one.shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
-                against=against,
+                against=against, options=options,
             )[0]  # fmt: skip
             if one.row is not None:
                 result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
@@ -127,7 +131,10 @@ def main(
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    return "failed" not in result and result["max_error"] <= result["error_bound"]
+    """False also for an error that is NaN, which is None in JSON."""
+    if "failed" in result or result["max_error"] is None:
+        return False
+    return result["max_error"] <= result["error_bound"]
 
 
 # -- the table
@@ -148,7 +155,7 @@ def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
 
 
 def _header(one: Wanted, against: Sequence[str]) -> str:
-    dimensions = operators.measurable()[one.op].dimensions
+    dimensions = operators.here()[one.op].dimensions
     return " ".join([*(f"{name:>8}" for name in dimensions), *(f"{name:>8}" for name in _columns(one, against))])
 
 
@@ -161,7 +168,11 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
         text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
         numbers.append(f"{text:>{max(len(name), 8)}}")
     mark = " emulated" if result["emulated"] else ""
-    return " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+    line = " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+    if "gemm_ms" in result:
+        share = result["gemm_against_library"]
+        line += f"\n  the compute role alone, on rows in place: {result['gemm_ms']:.3f} ms, {share:.3f} of the library"
+    return line
 
 
 # -- files
@@ -169,7 +180,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
 
 def _write(figures: dict[str, Any], json_path: Path | None, csv_path: Path | None, html_path: Path | None) -> None:
     if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=1))
+        json_path.write_text(json.dumps(finite(figures), indent=1, allow_nan=False))
     if csv_path is not None:
         rows = [{**result, **figures["machine"]} for result in figures["results"]]
         names = list(dict.fromkeys(name for row in rows for name in row))

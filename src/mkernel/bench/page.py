@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mkernel import report
-from mkernel.bench import published
+from mkernel.bench import is_right, published
 
 BARS = {
     "fused_ms": "fused",
@@ -72,7 +72,7 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
     parts += [
         report.text(f"{'x'.join(map(str, result['shape']))}: WRONG RESULT", "wrong")
         for result in measured
-        if not result["max_error"] <= result["error_bound"]
+        if not is_right(result)
     ]
     if not measured:
         return parts

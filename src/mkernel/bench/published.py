@@ -1,11 +1,12 @@
 """The figures that the CUDA library mKernel published, to be set beside ours; see published.json.
 
 What can be compared. They were measured on 2 nodes of 8 H200 with 16 ranks; here there may be fewer ranks,
-several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there, and
-what stands side by side are floor fractions: the time that the library's GEMM alone, or a link alone,
-would take, over the time that was taken. Milliseconds of ranks that share a GPU are not comparable, nor
-are a wire and 15 peers the same as a paced link and 3 peers. The floor of a published figure takes this
-run's GEMM, scaled to a whole GPU, for the library; it is left out where the GPU here is no H200.
+several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there (in
+attention: as much for each block of keys, of which there are fewer), and what stands side by side are floor
+fractions: the time that the library alone, or a link alone, would take, over the time that was taken.
+Milliseconds of ranks that share a GPU are not comparable, nor are a wire and 15 peers the same as a paced
+link and 3 peers. The floor of a published figure takes this run's library, scaled to a whole GPU; it is left
+out where the GPU here is no H200.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ NODES, GPUS = 2, 8
 RANKS = NODES * GPUS
 NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
 
-SAME = "the same: what a rank multiplies (its share of the FLOPs, bf16), the rates of links relative to the GPU's"
+SAME = (
+    "the same: what a rank multiplies (bf16; in attention its queries and one block of keys, of which there are as "
+    "many as ranks), and the rates of links relative to the GPU's"
+)
 DIFFERENT = (
     "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
 )
@@ -95,6 +99,7 @@ def beside(op: str, row: dict[str, Any], result: dict[str, Any], gpu: str) -> di
     else:
         sharing = max(-(-result["ranks"] // result["gpus"]), 1)
         nvlink, network = TRAFFIC[op](row["size"])
-        floor = max(result["library_ms"] / sharing, nvlink / NVLINK * 1e3, network / NETWORK * 1e3)
+        library = result["library_ms"] / sharing * (RANKS / result["ranks"] if op == "ring_attention" else 1)
+        floor = max(library, nvlink / NVLINK * 1e3, network / NETWORK * 1e3)
         found["published_floor_fraction"] = floor / row["mkernel"]
     return found

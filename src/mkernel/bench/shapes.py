@@ -23,8 +23,8 @@ class Wanted:
 
 
 def parse(text: str, operator: Operator, ranks: int) -> Shape:
-    """A shape as it is written on the command line, such as 16384x2048x8192."""
-    pattern = "x".join(r"(\d+)" for _ in operator.dimensions)
+    """A shape as it is written on the command line, such as 16384x2048x8192, or B4xH16xS49152xD128."""
+    pattern = "x".join(r"[a-wyz]?(\d+)" for _ in operator.dimensions)
     match = re.fullmatch(pattern, text.strip().lower())
     shape = tuple(int(number) for number in match.groups()) if match else ()
     if not shape or not all(shape):

@@ -90,7 +90,7 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
     place = cluster if simulated else _gpus(size)
     console.print(f"[bold]mkernel[/bold] on {place}\n")
-    chosen = list(operators.here().values())
+    chosen = operators.ALL
     shown = []
     with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
         for operator in chosen:
@@ -255,9 +255,9 @@ def _badness(check: Check) -> float:
 
 
 def _table(shown: Sequence[Shown], simulated: bool) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("operator", no_wrap=True)
-    table.add_column("result")
+    table.add_column("result", no_wrap=True)
     columns = ("error", "NVLink", "network", "overlap") if simulated else ("error", "fused", "library", "ratio")
     for name in columns:
         table.add_column(name, justify="right")
@@ -284,7 +284,7 @@ def _bytes(count: int) -> str:
         return "-"
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{count / size:.1f} {unit}" if count % size else f"{count // size} {unit}"
     return f"{count} B"
 
 

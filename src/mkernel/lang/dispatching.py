@@ -24,8 +24,8 @@ from mkernel.lang.routing import (
     held_signal,
     holder_of,
     ids_of,
-    named_in,
     node_has_entered,
+    number_crossings,
     other_nodes_have_entered,
     routing_is_here,
     settled_signal,
@@ -101,14 +101,8 @@ def send_tokens(
             base = (rank // GPUS + away) % (SIZE // GPUS) * GPUS
             low = experts_before(context, base, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
             high = experts_before(context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
-            before = tl.full((), 0, tl.int32)
-            for start in range(0, tokens, CHUNK):
-                i = start + tl.arange(0, CHUNK)
-                crosses = named_in(ids_of(table, start, tokens, K, SLOTS, CHUNK), low, high)
-                number = before + tl.cumsum(crosses, 0) - crosses
-                # every sender stores the same numbers
-                tl.store(departed + (away - 1) * most_tokens + i, tl.where(crosses == 1, number, -1), mask=i < tokens)
-                before += tl.sum(crosses)
+            # every sender stores the same numbers
+            number_crossings(table, tokens, low, high, departed + (away - 1) * most_tokens, K, SLOTS)
         tl.debug_barrier()
         for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
             since = trace_time(context)

@@ -17,7 +17,8 @@ PCIe has no atomics.)
 A request asks for `size` bytes at `source` (offset in this rank's segment `source_segment`) to be
 written to `target` in the peer's segment `segment`; when they are there, the peer's signal at byte
 `signal` of that segment grows to `value`. A request of zero bytes only sets the signal. All offsets
-have 64 bits.
+have 64 bits. A signal must have one sending rank: over InfiniBand and RoCE the sender's device writes the
+value, and can not look for a larger one of somebody else.
 """
 
 import triton

@@ -63,6 +63,8 @@ COUNTERS_DONE = tl.constexpr(3)
 ENTRY = tl.constexpr(4)
 
 BLOCK = tl.constexpr(1024)  # words that are looked at together
+LONG_BLOCK = tl.constexpr(4096)  # the same where there are as many words as a rank has ids
+TOKENS_AT_ONCE = tl.constexpr(256)
 BINS = tl.constexpr(4)  # pieces of a source's tokens that the order of blocks tells apart
 
 
@@ -173,8 +175,8 @@ def table_of(context, source, parity, tables_at, half_words, table_words, GPUS: 
 @triton.jit
 def write_words(table, words, stride, column_stride, count, K: tl.constexpr, FLOAT: tl.constexpr):
     """Copy [count, K] ids, or weights as the bits of fp32 numbers, into a table."""
-    for start in range(0, count * K, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, count * K, LONG_BLOCK):
+        i = start + tl.arange(0, LONG_BLOCK)
         inside = i < count * K
         value = tl.load(words + (i // K).to(tl.int64) * stride + (i % K).to(tl.int64) * column_stride, mask=inside)
         if FLOAT:
@@ -278,8 +280,8 @@ def named_in(ids, low, high):
 def _rank_rows(table, words, expert, positions):
     """Number the ids that name an expert, in order; returns how many there are."""
     before = tl.full((), 0, tl.int32)
-    for start in range(0, words, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, words, LONG_BLOCK):
+        i = start + tl.arange(0, LONG_BLOCK)
         named = (tl.load(table + HEADER + i, mask=i < words, other=-1) == expert).to(tl.int32)
         tl.store(positions + i, before + tl.cumsum(named, 0) - named, mask=named == 1)
         before += tl.sum(named)
@@ -290,20 +292,21 @@ def _rank_rows(table, words, expert, positions):
 def _count_at_or_above(table, words, bounds, RANKS: tl.constexpr):
     """For every bound: how many ids are at least that."""
     above = tl.zeros((RANKS,), tl.int32)
-    for start in range(0, words, 256):
-        i = start + tl.arange(0, 256)
+    at_once: tl.constexpr = max(8192 // RANKS, 16)
+    for start in range(0, words, at_once):
+        i = start + tl.arange(0, at_once)
         ids = tl.load(table + HEADER + i, mask=i < words, other=-1)
         above += tl.sum((ids[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
     return above
 
 
 @triton.jit
-def _number_crossings(table, tokens, low, high, slots, K: tl.constexpr, SLOTS: tl.constexpr):
+def number_crossings(table, tokens, low, high, slots, K: tl.constexpr, SLOTS: tl.constexpr):
     """Number the tokens that name an expert in low..high-1, in order; the others get -1."""
     before = tl.full((), 0, tl.int32)
-    for start in range(0, tokens, 128):
-        crosses = named_in(ids_of(table, start, tokens, K, SLOTS, 128), low, high)
-        t = start + tl.arange(0, 128)
+    for start in range(0, tokens, TOKENS_AT_ONCE):
+        crosses = named_in(ids_of(table, start, tokens, K, SLOTS, TOKENS_AT_ONCE), low, high)
+        t = start + tl.arange(0, TOKENS_AT_ONCE)
         number = before + tl.cumsum(crosses, 0) - crosses
         tl.store(slots + t, tl.where(crosses == 1, number, -1), mask=t < tokens)
         before += tl.sum(crosses)
@@ -343,7 +346,7 @@ def count_rows(
                 high = experts_before(
                     context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS
                 )
-                _number_crossings(table, tokens, low, high, slots + source * most_tokens, K, SLOTS)
+                number_crossings(table, tokens, low, high, slots + source * most_tokens, K, SLOTS)
 
 
 @triton.jit

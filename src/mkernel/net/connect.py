@@ -9,19 +9,24 @@ every segment that is attached, when it is attached: attaching is collective, as
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.lang import requests
 from mkernel.net import devices
-from mkernel.net.native import TcpTransport, Transport
+from mkernel.net.native import Proxy, TcpTransport, Transport
 from mkernel.net.rdma import EfaTransport, RdmaTransport, VerbsTransport
 from mkernel.runtime.errors import ArgumentError, MKernelError, TransportError
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
+
+TRIAL_SEGMENT = (1 << 23) - 1  # the heap counts from 0
+TRIAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -153,11 +158,43 @@ def _open_rdma(group: Group, wish: Verbs | Efa) -> Transport:
         except MKernelError as error:
             problem = error
         _together(group, problem)
+        _try_out(group, transport)
     except BaseException:
         if transport is not None:
             transport.close(timeout=0)
         raise
     return transport
+
+
+def _try_out(group: Group, transport: RdmaTransport) -> None:
+    """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each
+    other: then it is told here, and not in the middle of the first operator. Collective."""
+    peers = counterparts(group)
+    ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
+    ring[requests.CAPACITY.value] = ring[requests.TAKEN.value] = len(peers)
+    for slot, peer in zip(ring[requests.HEADER_WORDS.value :].view(-1, requests.REQUEST_WORDS.value), peers):
+        slot[requests.PEER_AND_SEGMENTS.value] = peer | TRIAL_SEGMENT << 16 | TRIAL_SEGMENT << 40
+        slot[requests.SIGNAL.value] = 8 * group.rank
+        slot[requests.VALUE.value] = slot[requests.TURN.value] = 1
+    signals = torch.zeros(group.size, dtype=torch.int64)
+    attach(group, transport, {TRIAL_SEGMENT: signals})
+    proxy = Proxy(ring, transport)
+    deadline = time.monotonic() + min(group.timeout, TRIAL_SECONDS)
+    while not all(signals[peer] for peer in peers) and proxy.error is None and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    served = proxy.stop(max(deadline - time.monotonic(), 0.0))
+    silent = [peer for peer in peers if not signals[peer]]
+    problem = None
+    if proxy.error is not None:
+        problem = TransportError(proxy.error)
+    elif silent or not served:
+        who = ", ".join(f"rank {peer}" for peer in silent or peers)
+        problem = TransportError(
+            f"over {', '.join(name for name, _, _ in transport.ports)} nothing came from {who} within "
+            f"{TRIAL_SECONDS:g} s; are these devices on one network, with addresses (GIDs) of one kind?"
+        )
+    _together(group, problem)
+    transport.detach(TRIAL_SEGMENT)
 
 
 def _make_rdma(group: Group, wish: Verbs | Efa) -> RdmaTransport:

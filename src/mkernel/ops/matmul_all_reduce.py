@@ -19,7 +19,9 @@ So pushing, summing up and reading back are spread over the whole launch, and th
 of them. A finished tile is read from its owner, rather than pushed to everybody, because it has to go
 through a CTA on its way into the result anyhow: pushed, it would be written and read once more.
 
-Small results (`one shot`, one node, chosen by size): every rank pushes its part of every tile to all ranks
+Results of few tiles in one node take the kernel in matmul_all_reduce_sliced.py, which cuts tiles into slices.
+
+The smallest results (`one shot`, one node, chosen by size): every rank pushes its part of every tile to all ranks
 of the node, and every rank sums up everything. One exchange instead of two, for gpus/2 times the bytes.
 
 The loop. Tiles and steps through k are one loop, so that Triton loads the first steps of a tile while
@@ -64,6 +66,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -182,8 +185,8 @@ def _finished_slot(
     BEFORE: tl.constexpr = GPUS - 1 + (NODES if NODES > 1 else 0)
     SLOT: tl.constexpr = TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
     FINISHED: tl.constexpr = TILE_M * TILE_N * (OUT.primitive_bitwidth // 8)
-    number = (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    return _memory(context, rank, start + owned.to(tl.int64) * (BEFORE * SLOT) + number * FINISHED, OUT)
+    number = tl.cast(block * tl.num_programs(0) + tl.program_id(0), tl.int64)
+    return _memory(context, rank, start + tl.cast(owned, tl.int64) * (BEFORE * SLOT) + number * FINISHED, OUT)
 
 
 # -- steps of a block
@@ -583,15 +586,19 @@ def one_shot_kernel(
 
 # An exchange inside a node costs about this: a release, a signal seen, a tile read. Assumed, not measured.
 EXCHANGE_SECONDS = 5e-6
-LARGEST_ONE_SHOT = 2**20  # bytes; above, every rank summing up everything takes longer than it saves
+# bytes; above, every rank summing up everything takes longer than it saves: with 4 ranks one shot took 94 us for
+# 2 MB where two levels took 78; where they meet was not measured
+LARGEST_ONE_SHOT = 2**18
+LARGEST_SLICED = 2**24  # bytes: more than one large tile for each CTA of a GPU
+LEAST_COLUMNS = 16  # of a slice
 
 
-def _one_shot(group: Group, m: int, n: int, reduce_dtype: torch.dtype) -> bool:
+def _one_shot(group: Group, m: int, n: int, dtype: torch.dtype) -> bool:
     """One exchange with all parts to all ranks, or two with a share each: what takes less time on the link."""
     gpus = group.gpus_per_node
     if group.nodes > 1 or gpus == 1:
         return False
-    nbytes = m * n * reduce_dtype.itemsize
+    nbytes = m * n * dtype.itemsize
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
     more = (gpus - 1) * (1 - 2 / gpus) * nbytes / link
     return nbytes <= LARGEST_ONE_SHOT and more <= EXCHANGE_SECONDS
@@ -607,12 +614,36 @@ def _multicast(group: Group) -> str:
     return "multicast is not used: this version has no path for it"
 
 
+def _sliced(group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int] | None:
+    """The tile of a result that is cut into slices: the smallest of which there is one for each CTA; None
+    if there are too many tiles, or the ranks are not 2, 4 or 8 of one node."""
+    gpus = group.gpus_per_node
+    if group.nodes > 1 or gpus not in (2, 4, 8) or (config is not None and config.ctas is not None):
+        return None
+    if m * n * dtype.itemsize > LARGEST_SLICED or _one_shot(group, m, n, dtype):
+        return None
+    choose = planning.chooser(config)
+    default = planning.default_tiles(group.device, dtype, n, described=True)
+    tiles = [(default.tile_m, default.tile_n)]
+    if group.device.type == "cuda" and dtype != torch.float32:
+        tiles += [(128, 128), (64, 128)]
+    found = None
+    for tile_m, tile_n in ((choose("tile_m", tile_m), choose("tile_n", tile_n)) for tile_m, tile_n in tiles):
+        few = math.ceil(m / tile_m) * math.ceil(n / tile_n) <= planning.common_ctas(group)
+        if few and tile_n // gpus >= LEAST_COLUMNS:
+            found = tile_m, tile_n
+    return found
+
+
 def _cut(
     group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None
 ) -> tuple[int, int, int]:  # fmt: skip
     """(tile_m, tile_n, CTAs): from what is the same on every rank, since owners and slots follow from them."""
     choose = planning.chooser(config)
     most = planning.common_ctas(group)
+    sliced = _sliced(group, m, n, dtype, config)
+    if sliced is not None:
+        return *sliced, math.ceil(m / sliced[0]) * math.ceil(n / sliced[1])
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
@@ -624,8 +655,10 @@ def plan(group: Group, call: Sum) -> Plan:
     tile_m, tile_n, ctas = _cut(group, m, n, call.a.dtype, call.config)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
-    one_shot = _one_shot(group, m, n, call.travels)
-    return sums.plan(
+    one_shot = _one_shot(group, m, n, call.a.dtype)
+    sliced = _sliced(group, m, n, call.a.dtype, call.config) is not None
+    how = "every tile is cut into slices, one for each rank: there is one tile for each CTA"
+    decided = sums.plan(
         OP,
         group,
         call,
@@ -636,8 +669,10 @@ def plan(group: Group, call: Sum) -> Plan:
         one_shot=one_shot,
         pushed=elements * (gpus - 1) if one_shot else 2 * elements * (gpus - 1) // gpus,
         sent=elements * (group.nodes - 1) // gpus,
-        reasons=(_multicast(group),),
+        reasons=(*([how] if sliced else []), _multicast(group)),
     )
+    # slices are narrower than the blocks of descriptors
+    return replace(decided, sliced=True, out_described=False, residual_described=False) if sliced else decided
 
 
 @dataclass(frozen=True)
@@ -654,6 +689,8 @@ class _Slots:
         gpus, nodes, ctas = group.gpus_per_node, group.nodes, plan.config.ctas
         if plan.one_shot:
             return _Slots(gpus * plan.tiles, 0, 0, gpus * plan.tiles)
+        if plan.sliced:
+            return _Slots((gpus - 1) * plan.tiles, 0, plan.tiles, (2 * gpus - 1) * plan.tiles)
         owned = math.ceil(math.ceil(plan.tiles / ctas) / gpus) * ctas
         return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
 
@@ -663,13 +700,21 @@ def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None
     return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
 
 
+def _kernel(plan: Plan) -> Any:
+    if plan.sliced:
+        from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
+
+        return sliced_kernel
+    return one_shot_kernel if plan.one_shot else two_level_kernel
+
+
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
     call = replace(call, config=_choose(group, call.a, call.b, call.config))
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     slots = _Slots.of(group, decided)
     c, dtype = decided.config, call.a.dtype
-    tile = c.tile_m * c.tile_n
+    tile = c.tile_m * c.tile_n // (group.gpus_per_node if decided.sliced else 1)
     parts, of_node = slots.parts * tile * call.travels.itemsize, slots.sums * tile * call.travels.itemsize
     arrived = parts + group.nodes * of_node
     workspace = group.workspace(
@@ -684,7 +729,7 @@ def prepare(group: Group, call: Sum) -> Launch:
     return Launch(
         op=OP,
         group=group,
-        kernel=one_shot_kernel if decided.one_shot else two_level_kernel,
+        kernel=_kernel(decided),
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),

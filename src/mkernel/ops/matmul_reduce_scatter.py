@@ -153,19 +153,19 @@ def _taken(place, tiles, rounds, early, SIZE: tl.constexpr, GPUS: tl.constexpr):
 def _pushed_slot(nodes_on, place, tiles, tile, GPUS: tl.constexpr):
     """Slot of a part, in the memory of the rank that adds it: rows of the node that is `nodes_on` behind,
     pushed by the rank that is place + 1 behind the adding rank."""
-    return (nodes_on * (GPUS - 1) + place).to(tl.int64) * tiles + tile
+    return tl.cast(nodes_on * (GPUS - 1) + place, tl.int64) * tiles + tile
 
 
 @triton.jit
 def _arriving_slot(place, tiles, tile, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Slot of the sum of the node that is place + 1 behind the owner's, in the owner's memory."""
-    return (tiles * 0 + SIZE // GPUS * (GPUS - 1) + place).to(tl.int64) * tiles + tile
+    return tl.cast(SIZE // GPUS * (GPUS - 1) + place, tl.int64) * tiles + tile
 
 
 @triton.jit
 def _send_slot(nodes_on, tiles, tile, SIZE: tl.constexpr):
     """Slot in this rank's memory of its node's sum for the node that is `nodes_on` behind."""
-    return (SIZE - 1 + nodes_on - 1).to(tl.int64) * tiles + tile
+    return tl.cast(SIZE - 1 + nodes_on - 1, tl.int64) * tiles + tile
 
 
 @triton.jit
@@ -335,7 +335,7 @@ def matmul_reduce_scatter_kernel(
             row = block * TILE_M
             column = column_block * TILE_N
         total = multiply_step(
-            total, a, owner, row, rows, rows.to(tl.int64) * a_row_stride, a_row_stride, a_column_stride,
+            total, a, owner, row, rows, tl.cast(rows, tl.int64) * a_row_stride, a_row_stride, a_column_stride,
             b, column, n, step * TILE_K, k, b_row_stride, b_column_stride,
             TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION,
         )  # fmt: skip

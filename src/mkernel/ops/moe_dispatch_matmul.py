@@ -30,7 +30,8 @@ Why buffers are safe. Tables, tokens and arrival signals have two halves, by the
 writes into its own half in epoch e is read by its node, what it sends to a counterpart is read by the
 counterpart's node. So it writes after all ranks of these nodes have entered e-1, and have left e-2. A
 rank leaves an epoch only when all routing tables have arrived, and every chunk that was sent has an
-expert's rank that waits for it; so nothing of e-2 is in flight then, and what was sent has been read.
+expert's rank that waits for it; so nothing of e-2 is in flight then, and what was sent has been read. (All tables
+of an epoch are waited for, so the waits for entries hardly ever block; they state the rule.)
 
 Why it cannot deadlock. Entries and tables wait for nothing but entries of the epoch before; send and
 counting for tables; intra for counting and for send, of any rank; compute for intra. All CTAs that count

@@ -42,8 +42,8 @@ rounds before t end. Then round t - window is freed everywhere, since a tile or 
 for chunks of its own round and for earlier rounds to be freed, and compute CTAs take their tiles in the
 order of rounds. So round t is sent, passed on, and computed: all rounds end. A CTA that sends must not
 have tiles that this needs: it gets only tiles of the last `window` rounds, which nobody has to free for
-anything to be sent. Where the window holds all rounds, nothing waits for a tile at all, and with one send
-and one intra CTA the launch ends even if its CTAs run one after the other. Waits have a timeout all the same.
+anything to be sent. (Where the window holds all rounds, nothing waits for a tile at all, and a launch with one
+copying CTA ends even if its CTAs run one after the other.) Waits have a timeout all the same.
 
 What it costs. FLOPs 4*length*dim for each query, head and rank that is seen; each rank writes its keys and
 values (gpus-1)*nodes times over NVLink and nodes-1 times over the network, at most. Workspace: `steps`
@@ -263,18 +263,19 @@ def intra(
                     DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED,
                     K_FLAT, V_FLAT, COPY, TILE_N, DIM, COPY_ROWS,
                 )  # fmt: skip
-            elif is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
-                slot = slot_of(source, rank, SIZE)
-                word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
-                wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
-                since = trace_time(context)
-                row = 2 * chunk * chunk_rows
-                here = slot_row(turn, slot, window, part_rows, SLOTS) + row
-                COPY_ROWS(
-                    context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1, 2 * height, 2 * height,
-                    dim, data_start, row, turn, source, spans, key, height, length, window, part_rows, 1,
-                    DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
-                )  # fmt: skip
+            elif SIZE > GPUS:
+                if is_seen_in_node(spans, node, source, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
+                    slot = slot_of(source, rank, SIZE)
+                    word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
+                    wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
+                    since = trace_time(context)
+                    row = 2 * chunk * chunk_rows
+                    here = slot_row(turn, slot, window, part_rows, SLOTS) + row
+                    COPY_ROWS(
+                        context, own_slots + tl.multiple_of(here.to(tl.int64) * dim, 16), dim, 1, 2 * height,
+                        2 * height, dim, data_start, row, turn, source, spans, key, height, length, window, part_rows,
+                        1, DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
+                    )  # fmt: skip
             trace(context, INTRA, PUSH_CHUNK, source, chunk, since)
             for i in range(1, GPUS):
                 peer = node * GPUS + (rank + i) % GPUS
@@ -700,8 +701,9 @@ def plan(
         steps=tiles.steps,
     )  # fmt: skip
     planning.check(resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0)
-    # helpers are done when all is pushed, which the last rounds can not be before they have slots
-    ready = max(1.1 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
+    # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
+    # idle for a while than be late: the whole launch would wait for their tiles
+    ready = max(1.25 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
     schedule = scheduled(costs.tolist(), heads // kv_heads, units, parts, ctas, helpers, ready, max(rounds - window, 0))
     spans = None
     if documents is not None:
@@ -816,7 +818,7 @@ def _launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=4) if gluon else dict(num_warps=c.warps, num_stages=c.stages),
-        variant=(plan, lse is not None),
+        variant=(plan, lse is not None, workspace.signal_words),
         scratch=Scratch(workspace, foreign if size > 1 else [], whole=True),
     )
 

@@ -95,7 +95,7 @@ def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: flo
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:
-    """The records in a rank's table, those that timed out first."""
+    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank."""
     found = []
     for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
         if row[0] in REFUSALS:
@@ -116,7 +116,7 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
                 seconds=nanoseconds / 1e9,
             )
         )
-    return sorted(found, key=lambda record: (not record.timed_out, -record.seconds))
+    return sorted(found, key=lambda record: (not record.timed_out, record.peer < 0, -record.seconds))
 
 
 def take_refusal(table: torch.Tensor) -> RoutingError | None:

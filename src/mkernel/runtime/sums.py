@@ -97,6 +97,7 @@ class Plan:
     precision: str
     reasons: tuple[str, ...]
     hopper: bool = False  # runs the operator's kernel for Hopper
+    sliced: bool = False  # tiles are cut into slices
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
@@ -103,8 +104,10 @@ class HostTask(Task):
         self.condition: Callable[[], bool] = lambda: True
         self.deadline = float("inf")
         self.waits_for = ""
+        self.grad_enabled = torch.is_grad_enabled()
 
     def run(self) -> None:
+        torch.set_grad_enabled(self.grad_enabled)
         self.result = self.function()
 
     def ready(self) -> bool:
@@ -114,7 +117,9 @@ class HostTask(Task):
         """Let others run until the condition holds. False if the time was over first."""
         self.condition, self.waits_for = condition, waits_for
         self.deadline = self.scheduler.clock + seconds * 1e9
+        grad_enabled = torch.is_grad_enabled()  # torch keeps it for the thread, which all ranks share
         self.scheduler.hub.switch()
+        torch.set_grad_enabled(grad_enabled)
         self.condition, self.deadline = (lambda: True), float("inf")
         return condition()
 

@@ -388,7 +388,8 @@ def spawn(
             return run
 
         try:
-            return world.run([of(rank) for rank in everyone])
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it was, when the last rank has ended
+                return world.run([of(rank) for rank in everyone])
         except Exception as failure:
             how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
             print(how, file=sys.stderr)

@@ -150,7 +150,7 @@ EfaTransport::Way EfaTransport::open_way(Rail& rail, const EfaLibrary& efa) {
     fail("RDMA device ", rail.name, " is not an EFA device: ", errno_text(problem));
   if ((abilities.device_caps & kCanWrite) == 0)
     fail("EFA device ", rail.name, " can not do RDMA writes (its abilities are 0x", std::hex, abilities.device_caps,
-         "): instances from p5 on can; the driver (efa 2.5) and libefa (rdma-core 47) must know of it too");
+         "): newer instances can, if the kernel's efa module and libefa know of it too");
   Way way;
   way.largest = abilities.max_rdma_size;
   way.depth = std::min(kSendDepth, abilities.max_sq_wr);
@@ -173,7 +173,7 @@ EfaTransport::Way EfaTransport::open_way(Rail& rail, const EfaLibrary& efa) {
   way.pair = {efa.create_qp_ex(rail.context.get(), &wish, &kind, sizeof(kind)), library_.destroy_qp};
   if (!way.pair)
     fail("EFA device ", rail.name, ": no queue pair for RDMA writes: ", errno_text(),
-         errno == EOPNOTSUPP ? "; libefa is too old for them (it needs rdma-core 47)" : "");
+         errno == EOPNOTSUPP ? "; libefa is too old for them" : "");
   way.extended = library_.qp_to_qp_ex(way.pair.get());
   way.key = std::random_device{}();
   ibv_qp_attr attributes{};

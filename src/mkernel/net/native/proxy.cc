@@ -10,7 +10,7 @@ namespace mkernel {
 namespace {
 
 constexpr int kPostsPerLoop = 64;  // so that a full ring does not keep the transport from receiving
-constexpr size_t kMostHeld = 4096;
+constexpr size_t kMostHeld = 1024;
 
 void pin_to(int cpu) {
   if (cpu >= CPU_SETSIZE) fail("there is no core ", cpu);

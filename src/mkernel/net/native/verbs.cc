@@ -5,9 +5,10 @@
 // The receiving rank's processor has no part in it. Memory is registered without relaxed ordering,
 // which would give that order up on the last way, over PCIe.
 //
-// There are several queue pairs to a peer. Requests to one signal all take the same one, so that the
-// signal can not shrink; neighbouring signals take different ones. (A write can not wait for a larger
-// value: a signal must have one sender, whose values grow. Kernels keep to that.)
+// There are several queue pairs to a peer. Requests to one signal all take the same one, and a value that
+// is lower than an earlier one is replaced by that: so a signal can not shrink. Neighbouring signals take
+// different queue pairs. A write can not look for a larger value of somebody else: a signal must have one
+// sending rank.
 //
 // post only queues; poll hands over all that is queued as one linked list per queue pair. Of such a
 // list the last write is signalled, and every kRequestsPerSignal-th request: the completion of one
@@ -67,6 +68,7 @@ class VerbsTransport : public RdmaBase {
 
   std::string describe(uint32_t peer) override;
   void connect(uint32_t peer, const std::string& description) override;
+  void learn_segment(uint32_t peer, uint32_t number, const std::string& description) override;
   bool post(const Request& request) override;
   bool poll(std::vector<int64_t>& completed) override;
 
@@ -100,6 +102,7 @@ class VerbsTransport : public RdmaBase {
     std::vector<Owned<ibv_cq>> completions;  // by rail
     std::vector<std::unique_ptr<Queue>> queues;
     std::vector<Queue*> connected;
+    std::unordered_map<uint32_t, std::unordered_map<uint64_t, int64_t>> highest;  // by segment and signal
     size_t in_flight = 0;
   };
 
@@ -115,7 +118,8 @@ class VerbsTransport : public RdmaBase {
 
 VerbsTransport::VerbsTransport(const RdmaOptions& options) : RdmaBase(options) {
   for (const Rail& rail : rails_)
-    if (rail.attributes.link_layer != IBV_LINK_LAYER_INFINIBAND && rail.attributes.link_layer != IBV_LINK_LAYER_ETHERNET)
+    if (rail.attributes.link_layer != IBV_LINK_LAYER_INFINIBAND &&
+        rail.attributes.link_layer != IBV_LINK_LAYER_ETHERNET)
       fail("RDMA device ", rail.name, " is neither InfiniBand nor RoCE; EFA devices need transport='efa'");
 }
 
@@ -240,6 +244,13 @@ VerbsTransport::Peer& VerbsTransport::known(uint32_t number) {
   return *it->second;
 }
 
+void VerbsTransport::learn_segment(uint32_t number, uint32_t segment, const std::string& description) {
+  RdmaBase::learn_segment(number, segment, description);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto it = peers_.find(number);
+  if (it != peers_.end()) it->second->highest.erase(segment);  // other memory, whose signals are low again
+}
+
 void VerbsTransport::add(Queue& queue, const Remote& remote, uint64_t target, uint64_t size) {
   queue.waiting.emplace_back();
   Write& write = queue.waiting.back();
@@ -271,7 +282,8 @@ bool VerbsTransport::post(const Request& request) {
     }
     add(queue, remote, request.signal, sizeof(int64_t));
     Write& signal = queue.waiting.back();
-    signal.value = request.value;
+    auto highest = peer.highest[request.segment].try_emplace(request.signal, request.value).first;
+    signal.value = highest->second = std::max(highest->second, request.value);
     signal.work.send_flags = IBV_SEND_INLINE;
     if (++queue.unsignalled >= kRequestsPerSignal) {
       signal.work.send_flags |= IBV_SEND_SIGNALED;

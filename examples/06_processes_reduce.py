@@ -1,6 +1,6 @@
 """matmul_reduce_scatter and matmul_all_reduce in several processes:
 
-    torchrun --nproc-per-node 4 examples/matmul_reduce.py
+    torchrun --nproc-per-node 4 examples/06_processes_reduce.py
 
 Every two consecutive ranks count as a node here, so that on one machine both ways are used: shared
 memory inside a "node", and the network (TCP) between "nodes". On a real cluster leave gpus_per_node
@@ -13,7 +13,7 @@ import mkernel as mk
 
 
 def main() -> None:
-    group = mk.init(gpus_per_node=2)
+    group = mk.init(gpus_per_node=2, timeout=120.0)
     torch.manual_seed(group.rank)
     m, n, k = 96, 48, 64
     a = torch.randn(m, k, device=group.device).bfloat16()  # this rank's slice of the activations

@@ -1,0 +1,57 @@
+"""Demo, bench and doctor on a GPU. Compiling takes most of the time: about a minute for each operator."""
+
+import json
+
+import pytest
+import torch
+
+import mkernel as mk
+from mkernel import bench, operators
+from mkernel.bench import shapes
+
+SHOWN = (
+    "fused_ms", "library_ms", "wire_ms", "network_ms", "host_driven_ms", "speedup", "floor_fraction",
+    "sustained_floor_fraction", "max_error", "error_bound",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+def test_bench_measures_what_tables_and_pages_show(operator):
+    (result,) = bench.run(operator.name, operator.small, ranks=2, dtype=torch.bfloat16, link=450.0, repeats=4)
+    assert result["op"] == operator.name
+    for name in SHOWN:
+        assert isinstance(result[name], float), name
+    assert result["max_error"] <= result["error_bound"]
+    assert result["emulated"] == (torch.cuda.device_count() < 2 or result["link_gb_per_s"] is not None)
+    assert (result["ranks"], result["nodes"], result["gpus"]) == (2, 1, torch.cuda.device_count())
+
+
+def test_bench_writes_its_files(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    paths = {f"{kind}_path": tmp_path / f"figures.{kind}" for kind in ("json", "csv", "html")}
+    wanted = shapes.choose([operators.ALL[0]], "paper", 2)[:1]
+    code = bench.main(wanted, ranks=2, nodes=1, dtype="bf16", link=450.0, network=50.0, **paths)
+    assert code == 0, capsys.readouterr().out
+    (result,) = json.loads(paths["json_path"].read_text())["results"]
+    assert result["published_ms"] == 0.356
+    assert all(path.stat().st_size for path in paths.values())
+
+
+@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+def test_demo(operator):
+    pytest.importorskip("rich")
+    from mkernel import demo
+
+    shown = demo._measure(operator, 2, 0, lambda: None)
+    assert shown.wrong == []
+    assert 0 < shown.times["fused"] < 1000
+    assert 0 < shown.times["library"] < 1000
+
+
+def test_doctor_sees_the_gpu():
+    diagnosis = mk.diagnose()
+    text = str(diagnosis)
+    assert "could not be examined" not in text
+    assert "GPU 0: " in text
+    assert torch.cuda.get_device_name(0) in text
+    assert any(finding.name == "dma-buf" for finding in diagnosis.findings)

@@ -1,0 +1,99 @@
+"""matmul_all_reduce in slices: few tiles, one node. What all ways share is in test_matmul_reduce.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+
+import pytest
+import torch
+from helpers import DTYPES, assert_same, run
+from sums import Sum, call, choose
+
+import mkernel as mk
+from mkernel.ops import matmul_all_reduce as all_reduce
+from mkernel.ops import matmul_all_reduce_sliced
+
+WIDE = mk.Config(tile_m=16, tile_n=128, tile_k=16)
+
+
+@pytest.fixture(autouse=True)
+def in_slices(monkeypatch):
+    choose("sliced", monkeypatch)
+
+
+def work(group, case, turns=3, **more):
+    assert mk.explain("matmul_all_reduce", case.a(group.rank), case.b(group.rank), config=WIDE).sliced
+    return [call(group, "sliced", case, turn, config=WIDE, **more) for turn in range(turns)]
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 130, 5), (16, 128, 16), (33, 200, 7), (5, 64, 33)])
+def test_shapes(gpus, m, n, k):
+    dtype = DTYPES[(m + gpus) % 3]
+    results = run(work, Sum(m, n, k, dtype), cluster=(1, gpus), seed=m, ctas=8)
+    for others in zip(*results):
+        for other in others[1:]:
+            assert_same(other, others[0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_same_bits_on_every_schedule(seed):
+    case = Sum(20, 140, 9, torch.bfloat16)
+    first = run(work, case, 2, cluster=(1, 4), seed=100, ctas=8)
+    for one, other in zip(first[0], run(work, case, 2, cluster=(1, 4), seed=seed, ctas=8)[0]):
+        assert_same(one, other)
+
+
+def test_bias_residual_fp32_parts_and_a_slow_rank():
+    def on_rank(group, case):
+        return work(group, case, bias=True, residual=True, reduce_dtype=torch.float32)
+
+    run(on_rank, Sum(18, 130, 9, torch.float16), cluster=(1, 4), ctas=8, slow={2: 0.02})
+
+
+def test_ctas_one_after_the_other():
+    run(work, Sum(40, 260, 5), cluster=(1, 2), ctas=16, resident=1)
+
+
+def test_too_many_tiles_go_two_levels():
+    def on_rank(group):
+        a, b = torch.zeros(16, 4), torch.zeros(4, 600)
+        assert not mk.explain("matmul_all_reduce", a, b, config=WIDE).sliced
+        assert not mk.explain("matmul_all_reduce", a, b[:, :64], config=mk.Config(tile_n=16)).sliced
+
+    run(on_rank, cluster=(1, 2), ctas=4)
+
+
+BROKEN = {
+    "a lost part": ("notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)", "pass"),
+    "a part of the wrong epoch": (
+        "notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)",
+        "notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch - 1)",
+    ),
+    "a lost finished slice": ("    _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)\n", ""),
+    "a slice that is read too early": (
+        "_finished_signal(i, 0, tiles, SIZE, GPUS), epoch,", "_finished_signal(i, 0, tiles, SIZE, GPUS), epoch - 1,",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
+    old, new = BROKEN[name]
+    source = inspect.getsource(matmul_all_reduce_sliced)
+    assert source.count(old) == 1
+    path = tmp_path / "sliced.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("broken_sliced", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, matmul_all_reduce_sliced.__name__, module)
+    assert all_reduce._kernel.__globals__["LARGEST_SLICED"] > 0
+    for seed in range(20):
+        try:
+            run(work, Sum(20, 140, 9, torch.bfloat16), cluster=(1, 2), seed=seed, ctas=8, timeout=1e-4)
+        except (AssertionError, mk.CommTimeout, mk.Deadlock):
+            return
+    pytest.fail("nobody noticed")
