@@ -1,5 +1,6 @@
 """Traces of the simulator: complete, in order, and no trace of them when they are off."""
 
+import importlib
 import itertools
 import json
 from collections import Counter
@@ -219,6 +220,23 @@ def test_operators_that_sum_over_ranks(op, cluster):
         assert sorted(transfer.ticket for transfer in trace.transfers if transfer.source == 0) == sorted(
             event.index for event in trace.of(0, "post")
         )
+
+
+def test_a_sum_in_slices(monkeypatch):
+    module = importlib.import_module("mkernel.ops.matmul_all_reduce")
+    monkeypatch.setattr(module, "_one_shot", lambda *_: False)
+
+    def on_rank(group):
+        call = workload_of("matmul_all_reduce").make(group, (64, 64, 32), torch.bfloat16)
+        assert call.tried.explain(None).sliced
+        with mk.trace() as trace:
+            call.run(None)
+        return trace
+
+    trace = helpers.run(on_rank, cluster=(1, 2))[0]
+    for cta in range(4):
+        kinds = [event.kind for event in trace.of(0) if event.cta == cta and event.role == "tiles"]
+        assert kinds == ["tile", "push", "reduce", "gather"]
 
 
 @pytest.mark.parametrize(
