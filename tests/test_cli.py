@@ -67,6 +67,37 @@ def test_help():
     assert "--version" in result.output
 
 
+def test_trace_writes_a_file_for_perfetto_and_a_page(tmp_path):
+    out = tmp_path / "some.json"
+    result = run("trace", "all_gather_matmul", "64x32x32", "--ranks", "2", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0
+    assert "copies behind tiles" in result.output
+    assert "simulated: only the order" in words(result)
+    assert len(json.loads(out.read_text())["traceEvents"]) > 50
+    assert (tmp_path / "some.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
+        (["all_gather_matmul", "64x32"], "'64x32' is no shape of all_gather_matmul; write m_total x n x k"),
+        (["all_gather_matmul", "0x32x32"], "'0x32x32' is no shape"),
+        (
+            ["all_gather_matmul", "65x32x32"],
+            "m_total of all_gather_matmul (65) must be divisible by the number of ranks (4)",
+        ),
+        (["all_gather_matmul", "--out", "no/such/folder.json"], "there is no folder"),
+        (["all_gather_matmul", "--events", "0"], "--events"),
+        (["all_gather_matmul", "--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_trace_refuses(arguments, message):
+    result = run("trace", *arguments)
+    assert result.exit_code == 2
+    assert message in words(result)
+
+
 def test_version():
     result = run("--version")
     assert result.exit_code == 0

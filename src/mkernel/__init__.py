@@ -32,6 +32,7 @@ from mkernel.runtime.records import WaitRecord
 from mkernel.runtime.sequences import from_zigzag, to_zigzag
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
+from mkernel.tracing import Trace, trace
 from mkernel.version import __version__
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "MKernelError",
     "RoutingError",
     "SimulatorError",
+    "Trace",
     "TransportError",
     "WaitRecord",
     "__version__",
@@ -62,4 +64,5 @@ __all__ = [
     "ring_attention",
     "spawn",
     "to_zigzag",
+    "trace",
 ]

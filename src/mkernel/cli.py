@@ -19,10 +19,12 @@ except ImportError as missing:
 
 from mkernel import operators
 from mkernel.runtime.errors import MKernelError
+from mkernel.runtime.world import Links
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
     from mkernel.bench.shapes import Wanted
+    from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
@@ -303,6 +305,136 @@ def _check_file(path: Path | None, option: str) -> None:
         raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
     if option == "--html" and importlib.util.find_spec("plotly") is None:
         raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
+
+
+@main.command()
+def trace(
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; a small one by default."),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(dir_okay=False, help="For Perfetto; a page for the browser goes beside it, as .html."),
+    ] = Path("trace.json"),
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    device: Annotated[
+        Device, typer.Option(help="cpu is the simulator; auto is cuda where there is a GPU.")
+    ] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    calls: Annotated[int, typer.Option(min=1, help="Calls of each shape, one after the other.")] = 2,
+    events: Annotated[int, typer.Option(min=1, help="Events that each role of a CTA has room for.")] = 4096,
+    unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links (on a GPU).")] = False,
+    seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
+) -> None:
+    """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
+    import torch
+
+    from mkernel.workloads import DTYPES
+
+    workload, parsed = _workload(op, shapes, ranks * nodes)
+    if not out.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.absolute().parent}", param_hint="--out")
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
+    default = workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)
+    from mkernel.tracing import command
+
+    try:
+        traced = command.run(
+            workload,
+            parsed or [default],
+            nodes=nodes,
+            gpus_per_node=ranks,
+            device=chosen,
+            dtype=DTYPES[dtype.value],
+            links=_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
+            calls=calls,
+            room=events,
+            seed=seed,
+        )
+        command.show(traced, out, out.with_suffix(".html"), Console(highlight=False))
+    except MKernelError as problem:
+        raise _failed(problem) from problem
+
+
+@main.command()
+def tune(
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192, which is the default."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    seconds: Annotated[float, typer.Option(min=1, help="For each shape.")] = 120.0,
+    unpaced: Annotated[
+        bool,
+        typer.Option("--unpaced", help="Do not pace links, though ranks share a GPU; for calls in the same place."),
+    ] = False,
+) -> None:
+    """Measure configurations of an operator on the GPUs that are here, and keep the best: later calls take it.
+
+    It is kept in the file that MKERNEL_TUNED_FILE names, or in mkernel/tuned.json in the user's cache folder.
+    """
+    import torch
+
+    from mkernel.workloads import DTYPES, tunable
+
+    workload, parsed = _workload(op, shapes, ranks * nodes)
+    if workload.tunable is None:
+        raise typer.BadParameter(f"{op} is not tuned; those that are: {', '.join(tunable())}", param_hint="OP")
+    if not torch.cuda.is_available():
+        typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
+        raise typer.Exit(1)
+    from mkernel.tuning import command
+
+    # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
+    shared = torch.cuda.device_count() < ranks * nodes and not unpaced
+    try:
+        command.run(
+            workload,
+            parsed or [workload.on_gpu],
+            nodes=nodes,
+            gpus_per_node=ranks,
+            dtype=DTYPES[dtype.value],
+            links=_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
+            seconds=seconds,
+            console=Console(highlight=False),
+        )
+    except MKernelError as problem:
+        raise _failed(problem) from problem
+
+
+def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
+    """The workload of an operator, and the shapes that were asked for."""
+    from mkernel.workloads import workload_of
+
+    try:
+        workload = workload_of(op)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="OP") from problem
+    try:
+        return workload, [workload.parse(text, ranks) for text in shapes or []]
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+
+
+def _links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
+    """The links of ranks that share the GPUs which are here."""
+    import torch
+
+    sharing = -(-ranks * nodes // max(torch.cuda.device_count(), 1))
+    between = network is not None and nodes > 1
+    return Links(
+        nvlink=link / sharing if link and ranks > 1 else None,
+        network=network / sharing if network and between else None,
+        network_latency=5e-6 if between else 0.0,
+    )
 
 
 def _failed(problem: MKernelError) -> typer.Exit:

@@ -45,6 +45,28 @@ def test_calls(tmp_path, nodes, gpus_per_node):
     assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
 
 
+def test_a_trace_over_processes(tmp_path):
+    program = """
+        import torch
+        import mkernel as mk
+        from mkernel.tracing.links import arrivals
+
+        group = mk.init(timeout=60.0)
+        a, b = torch.ones(32, 32).bfloat16(), torch.ones(32, 32).bfloat16()
+        with mk.trace() as trace:
+            for _ in range(2):
+                assert (mk.all_gather_matmul(a, b) == 32).all()
+        assert {event.rank for event in trace.events} == {0, 1}
+        assert [trace.calls(rank) for rank in range(2)] == [["all_gather_matmul"] * 2] * 2
+        pairs = list(arrivals(trace))
+        assert pairs and all(sent.start <= seen.end for sent, seen in pairs), "one clock"
+        assert trace.clock_error == 0
+        group.close()
+        print("right on rank", group.rank)
+    """
+    assert torchrun(tmp_path, program, 2).count("right on rank") == 2
+
+
 def test_ring_attention(tmp_path):
     program = f"""
         import sys

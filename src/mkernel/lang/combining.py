@@ -22,6 +22,7 @@ from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.routing import HEADER, ROUTED, SUMMARY, arrivals, holder_of, named_in, routed_signal, table_of
 from mkernel.lang.signals import notify, wait
+from mkernel.lang.trace import GATHER, REDUCE, SEND_CHUNK, TILES, trace, trace_time
 
 RETURNED = tl.constexpr(30)  # the peer has summed what its experts made of a chunk of tokens
 BACK = tl.constexpr(31)  # what the peer's node made of a chunk of my tokens is here
@@ -94,6 +95,7 @@ def return_chunk(
     partial += (source * most_tokens).to(tl.int64) * row_stride
     slot = tl.arange(0, SLOTS)[None, :]
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, source))
+    since = trace_time(context)
     for row in range(chunk * CHUNK, end, COPY_ROWS):
         i = row + tl.arange(0, COPY_ROWS)
         inside = (i < end)[:, None] & (slot < K)
@@ -114,6 +116,7 @@ def return_chunk(
                         total += factor[:, None] * value.to(tl.float32)
                 target = partial + i.to(tl.int64)[:, None] * row_stride + j
                 tl.store(target, total.to(DTYPE), mask=mine[:, None] & (j < columns))
+    trace(context, TILES, REDUCE, source, chunk, since)
     signal = returned_signal(parity, source, chunk, chunks, before, signals, SIZE, GPUS)
     notify(segment_of(context, rank, tl.int64) + signal, epoch)
 
@@ -188,6 +191,7 @@ def relay_chunk(
     if count > 0:
         here = _wait_for_node(context, epoch, source, chunk, chunks, before, signals, SIZE, GPUS)
         if here:
+            since = trace_time(context)
             mine = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half + returning_at + (away - 1) * area
             for row in range(chunk * CHUNK, end, COPY_ROWS):
                 i = row + tl.arange(0, COPY_ROWS)
@@ -214,6 +218,7 @@ def relay_chunk(
             size = ((count - 1) * row_stride + columns) * element
             signal = back_signal(parity, rank, chunk, chunks, before, signals, SIZE, GPUS) * 8
             post(context, source, segment, origin, segment, target, size, signal, epoch, COMPUTE)
+            trace(context, TILES, SEND_CHUNK, source, chunk, since)
 
 
 @triton.jit
@@ -241,6 +246,7 @@ def collect_chunk(
             signal = back_signal(parity, peer, chunk, chunks, before, signals, SIZE, GPUS)
             here &= wait(context, mine + signal, epoch, COMPUTE, BACK, peer, chunk)
     missing = tl.where(here, 0.0, float("nan"))
+    since = trace_time(context)
     if PACED:
         _pay_for_link(
             context, rank, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
@@ -268,3 +274,4 @@ def collect_chunk(
                     total += value.to(tl.float32)
             pointers = out + i.to(tl.int64)[:, None] * out_stride + j.to(tl.int64) * out_column_stride
             tl.store(pointers, (total + missing).to(out.dtype.element_ty), mask=inside)
+    trace(context, TILES, GATHER, rank, chunk, since)

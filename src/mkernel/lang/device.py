@@ -14,6 +14,12 @@ def clock():
 
 
 @triton.jit
+def write_time(word):
+    """A kernel: one reading of the timer, for a host that wants to know how its own clock differs."""
+    tl.store(word, clock())
+
+
+@triton.jit
 def now(context):
     """A time in nanoseconds on which all threads of the CTA agree: one thread's reading of the timer
     goes into an atomic, and what is read back from there Triton hands to all threads."""

@@ -32,6 +32,7 @@ from mkernel.lang.routing import (
     table_of,
 )
 from mkernel.lang.signals import notify, wait
+from mkernel.lang.trace import GATHER, SEND_CHUNK, trace, trace_time
 
 
 @triton.jit
@@ -104,11 +105,13 @@ def send_tokens(
             number_crossings(table, tokens, low, high, departed + (away - 1) * most_tokens, K, SLOTS)
         tl.debug_barrier()
         for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
+            since = trace_time(context)
             _send_chunk(
                 context, x, x_stride, x_column_stride, epoch, chunk * CHUNK, tokens, hidden, chunk, chunks,
                 departed, most_tokens, row_stride, staged_at, departing_at, landing_at, half, signals,
                 DTYPE, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
             )  # fmt: skip
+            trace(context, SEND, SEND_CHUNK, rank, chunk, since)
 
 
 @triton.jit
@@ -168,6 +171,7 @@ def _place_chunk(
             here = wait(context, segment_of(context, holder, tl.int64) + signal, epoch, INTRA, HELD, source, chunk)
 
     if here & fits & (wanted > 0):
+        since = trace_time(context)
         for row in range(token, end, COPY_ROWS):
             i = row + tl.arange(0, COPY_ROWS)
             goes = tl.load(
@@ -188,6 +192,7 @@ def _place_chunk(
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         tl.debug_barrier()
+        trace(context, INTRA, GATHER, source, chunk, since)
         tl.atomic_add(placed + number * COUNTERS, 1, mask=named_and_fits, sem="release", scope="gpu")
     return tl.where(source != rank, wanted, 0)
 

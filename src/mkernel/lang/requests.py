@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import RING
+from mkernel.lang.roles import SEND
 from mkernel.lang.signals import RING_SPACE, SENT, notify, notify_in_loop, wait
+from mkernel.lang.trace import POST, trace, trace_time
 
 # Words of the ring's header.
 TAKEN = tl.constexpr(0)
@@ -52,6 +54,7 @@ def post(
 ):  # fmt: skip
     """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up.
     IN_LOOP: inside a loop that Triton shall pipeline."""
+    since = trace_time(context)
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
     capacity = tl.load(ring + CAPACITY)
@@ -71,6 +74,7 @@ def post(
             notify(request + TURN, ticket // capacity + 1)
     else:
         ticket = tl.cast(-1, tl.int64)
+    trace(context, SEND, POST, peer, ticket, since)
     return ticket
 
 

@@ -20,7 +20,8 @@ import triton.language as tl
 
 from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
 from mkernel.lang.device import barrier, now
-from mkernel.lang.roles import COMPUTE
+from mkernel.lang.roles import COMPUTE, SEND
+from mkernel.lang.trace import WAIT, trace, trace_time
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
@@ -54,9 +55,15 @@ def notify_in_loop(signal, value):
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
+    since = trace_time(context)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
+    if KIND == RING_SPACE or KIND == SENT:
+        # several warps of a CTA may ask the network for something, whatever their role
+        trace(context, SEND, WAIT + KIND, peer, index, since)
+    else:
+        trace(context, ROLE, WAIT + KIND, peer, index, since)
     return seen >= expected
 
 
@@ -91,6 +98,7 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 @triton.jit
 def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
+    since = trace_time(context)
     seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
     if seen < expected:
         aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
@@ -109,6 +117,7 @@ def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.cons
             if reason == TIMED_OUT:
                 _raise_abort(context)
     tl.debug_barrier()  # what one thread has acquired all may read
+    trace(context, ROLE, WAIT + KIND, peer, index, since)
     return seen >= expected
 
 

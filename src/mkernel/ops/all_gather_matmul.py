@@ -46,7 +46,7 @@ through the workspace costs one more copy of m*k, so they are read where they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,12 +61,16 @@ from mkernel.lang.order import arriving, grouped
 from mkernel.lang.requests import post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
 from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
+from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group, Scratch, Workspace, current
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
 from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
 
 
 @triton.jit
@@ -114,6 +118,7 @@ def _send(
         wait(context, entered(context, peer), epoch - 1, SEND, ENTERED, peer, 0)
     ticket = tl.full((), -1, tl.int64)
     for chunk in range(first, chunks, step):
+        since = trace_time(context)
         row = chunk * chunk_rows
         rows = tl.minimum(m - row, chunk_rows)
         offset = data_start + parity.to(tl.int64) * half + (rank * m + row).to(tl.int64) * row_stride
@@ -136,6 +141,7 @@ def _send(
             peer = (rank + i * GPUS) % SIZE
             size = ((rows - 1).to(tl.int64) * row_stride + k) * element
             ticket = post(context, peer, source_segment, source, segment, offset * element, size, signal, epoch, SEND)
+        trace(context, SEND, SEND_CHUNK, rank, chunk, since)
     if DIRECT:
         # the caller may overwrite a once the launch is over, so the network must have read it
         if ticket >= 0:
@@ -178,6 +184,7 @@ def _intra(
             source = workspace + offset
             source_stride = tl.cast(row_stride, tl.int64)
             source_column_stride = tl.cast(1, tl.int64)
+        since = trace_time(context)
         if FLAT:
             push_rows(
                 context, source, 0, 1, offset, 0, 1, rows * k, local + 1, GPUS, base, GPUS - 1, DTYPE, 1, COPY_COLUMNS
@@ -190,6 +197,7 @@ def _intra(
         if PACED:
             sent += rows.to(tl.int64) * k * (GPUS - 1) * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, nanoseconds_per_mib)
+        trace(context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
         for i in range(1, GPUS):
             peer = base + (local + i) % GPUS
             theirs = segment_of(context, peer, tl.int64)
@@ -302,6 +310,7 @@ def _compute(
             if A_DESCRIPTOR:
                 acquire_for_descriptors()
             missing = tl.where(here, 0.0, float("nan"))
+        since = trace_time(context)
         if GATHERED_OUT:
             if column_block == 0:
                 _copy_out(
@@ -326,6 +335,7 @@ def _compute(
             c, source, row, column, m, n, c_row_stride, c_column_stride, accumulator,
             TILE_M, TILE_N, C_DESCRIPTOR,
         )  # fmt: skip
+        trace(context, TILES, TILE, source, tile, since)
 
 
 # what may differ from call to call, or from rank to rank, under one plan: another binary for it would be loaded
@@ -647,6 +657,7 @@ def all_gather_matmul(
     """
     group = current(group)
     _check(group, a, b, out, config)
+    config = _choose(group, a, b, config)
     m, k = a.shape
     group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=_chunk_rows(group, a, config))
     rows = group.size * m
@@ -660,11 +671,20 @@ def all_gather_matmul(
     return (out, gathered) if gathered is not None else out
 
 
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call. Chunks are the same on every rank, also if not all found a tuned one."""
+    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if given is None and config is not None and config.chunk_rows is None:
+        return replace(config, chunk_rows=_chunk_rows(group, a, None))
+    return config
+
+
 def prepare(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
     config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, a, b, config)
     plain = group.heap.find(a) is None
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
@@ -694,4 +714,6 @@ def explain(
     _check(group, a, b, out, config)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, a, b, out, return_gathered, config)
+    chosen = _choose(group, a, b, config)
+    decided = plan(group, a, b, out, return_gathered, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -40,6 +40,7 @@ from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, ENTERED, gave_up, notify, wait
+from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul import announce, arrived, entered, signals_of
 from mkernel.runtime.hopper import described, right_operand
 from mkernel.runtime.world import Launch
@@ -141,6 +142,7 @@ def _push(
     sent = tl.cast(0, tl.int64)
     lane = gl.arange(0, PUSHED, layout)
     for chunk in range(gl.program_id(0), chunks, gl.num_programs(0)):
+        since = trace_time(context)
         row = chunk * chunk_rows
         rows = tl.minimum(m - row, chunk_rows)
         for i in range(rows):
@@ -155,6 +157,7 @@ def _push(
         if PACED:
             sent += rows.to(tl.int64) * k * (GPUS - 1) * (a.dtype.element_ty.primitive_bitwidth // 8)
             pace(start, sent, nanoseconds_per_mib)
+        trace(context, INTRA, PUSH_CHUNK, rank, chunk, since)
         for i in range(1, GPUS):
             theirs = segment_of(context, (rank + i) % GPUS, tl.int64)
             notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)
@@ -171,10 +174,13 @@ def _multiply(
     step = 0
     for turn in range(gl.program_id(0), blocks * column_blocks * GPUS, gl.num_programs(0)):
         source, block, column_block, _ = _tile_at(turn, rank, blocks, column_blocks, GPUS, GROUP)
+        since = trace_time(context)
         total, step = multiply_rows(a_stages, b_stages, filled, freed, step, k, WARPGROUP, B_TRANSPOSED)
         # rows that never came: the group has given up, and the host will say so
         total += tl.where(gave_up(context), float("nan"), 0.0)
         store_rows(c, c_stage, total, source * m + block * TILE_M, column_block * TILE_N, WARPGROUP)
+        if WARPGROUP == 0:
+            trace(context, TILES, TILE, source, turn, since)
     tma.store_wait(0)
 
 

@@ -82,14 +82,17 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait
+from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.sums import Plan, Sum
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 OP = "matmul_all_reduce"
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
 
 
 # -- tiles
@@ -461,6 +464,7 @@ def two_level_kernel(
         if step == steps - 1:
             # Every way through here must use `total`: then it has been computed when it becomes zero again,
             # and the tensor cores may still be at work on it everywhere else in the loop.
+            trace(context, TILES, TILE, rank - local + owner, tile, LAST)
             block = round // GPUS
             if PACED:
                 pace(begun, moved, nanoseconds_per_mib)
@@ -473,6 +477,7 @@ def two_level_kernel(
             if owner != local:
                 signal = _push(context, total, epoch, start, signals, block, owner, owned, DTYPE, GPUS, TILE_M, TILE_N)
                 moved += PART_BYTES
+                trace(context, TILES, PUSH_CHUNK, rank - local + owner, tile, LAST)
             else:
                 node_sum = _sum_of_node(
                     context, total, epoch, start, signals, block, owned, tile, DTYPE, GPUS, TILE_M, TILE_N
@@ -485,6 +490,7 @@ def two_level_kernel(
                         c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
                         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                     )  # fmt: skip
+                trace(context, TILES, REDUCE, rank, tile, LAST)
             if (place + 1 == rounds) | (place % GPUS == GPUS - 1):
                 if SEVERAL:
                     if block >= 1:
@@ -494,6 +500,7 @@ def two_level_kernel(
                             DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR,
                             TILE_M, TILE_N, GROUP,
                         )  # fmt: skip
+                        trace(context, TILES, REDUCE, rank, tile, LAST)
                 if GPUS > 1:
                     if block >= LAG:
                         count = _gather(
@@ -502,6 +509,7 @@ def two_level_kernel(
                             DTYPE, OUT, SIZE, GPUS, C_DESCRIPTOR, TILE_M, TILE_N, GROUP,
                         )  # fmt: skip
                         moved += count.to(tl.int64) * TILE_BYTES
+                        trace(context, TILES, GATHER, rank, block - LAG, LAST)
             total = tl.zeros((TILE_M, TILE_N), tl.float32)
     if PACED:
         pace(begun, moved, nanoseconds_per_mib)
@@ -517,6 +525,7 @@ def two_level_kernel(
                         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR,
                         TILE_M, TILE_N, GROUP,
                     )  # fmt: skip
+                    trace(context, TILES, REDUCE, rank, late, LAST)
             _announce_finished(context, epoch, signals, late, owned, SIZE, GPUS)
     if GPUS > 1:
         for late in range(tl.maximum(blocks - LAG, 0), blocks):
@@ -525,6 +534,7 @@ def two_level_kernel(
                 DTYPE, OUT, SIZE, GPUS, C_DESCRIPTOR, TILE_M, TILE_N, GROUP,
             )  # fmt: skip
             moved += count.to(tl.int64) * TILE_BYTES
+            trace(context, TILES, GATHER, rank, late, LAST)
         if PACED:
             pace(begun, moved, nanoseconds_per_mib)
     finish(context, epoch)
@@ -542,6 +552,7 @@ def one_shot_kernel(
 ):  # fmt: skip
     """The operator for small results, in one node: all parts go to all ranks."""
     epoch = current_epoch(context)
+    rank = rank_of(context)
     start = data_start + epoch % 2 * half
     tiles = tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
     rounds = _rounds(tiles)
@@ -555,9 +566,11 @@ def one_shot_kernel(
             a, 0, row, m, 0, a_row_stride, b, column, n, k, b_row_stride, b_column_stride,
             TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION, a_column_stride,
         )  # fmt: skip
+        trace(context, TILES, TILE, rank, tile, LAST)
         _push_to_all(context, total, start, tiles, tile, DTYPE, GPUS, TILE_M, TILE_N)
         if PACED:
             pace(begun, tl.cast(round + 1, tl.int64) * (GPUS - 1) * PART_BYTES, nanoseconds_per_mib)
+        trace(context, TILES, PUSH_CHUNK, rank, tile, LAST)
         _announce_parts(context, epoch, signals, tiles, tile, GPUS)
     for round in range(rounds):
         tile, row, column = _corner(round, m, n, GROUP, TILE_M, TILE_N)
@@ -567,6 +580,7 @@ def one_shot_kernel(
             c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
             BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
         )  # fmt: skip
+        trace(context, TILES, REDUCE, rank, tile, LAST)
     finish(context, epoch)
 
 
@@ -681,6 +695,11 @@ class _Slots:
         return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
 
 
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call: what was given, or what tuning found."""
+    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+
+
 def _kernel(plan: Plan) -> Any:
     if plan.sliced:
         from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
@@ -691,6 +710,7 @@ def _kernel(plan: Plan) -> Any:
 
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    call = replace(call, config=_choose(group, call.a, call.b, call.config))
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     slots = _Slots.of(group, decided)
     c, dtype = decided.config, call.a.dtype
@@ -755,6 +775,7 @@ def matmul_all_reduce(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     m, n = a.shape[0], b.shape[1]
+    config = _choose(group, a, b, config)
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
     group.agree(
         OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, bias=bias is not None,
@@ -783,4 +804,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+    chosen = _choose(group, a, b, config)
+    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

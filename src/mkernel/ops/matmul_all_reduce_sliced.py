@@ -28,6 +28,7 @@ from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, notify, wait
+from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.matmul_all_reduce import (
     _announce_finished,
     _finish,
@@ -81,6 +82,7 @@ def sliced_kernel(
         a, 0, row, m, 0, a_row_stride, b, column, n, k, b_row_stride, b_column_stride,
         TILE_M, TILE_N, TILE_K, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, PRECISION, a_column_stride,
     )  # fmt: skip
+    trace(context, TILES, TILE, rank, tile, LAST)
 
     mine = tl.zeros((TILE_M, SLICE), tl.float32)
     for index in tl.static_range(GPUS):
@@ -92,6 +94,7 @@ def sliced_kernel(
     if PACED:
         pushed = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (DTYPE.primitive_bitwidth // 8))
         pace(begun, pushed, nanoseconds_per_mib)
+    trace(context, TILES, PUSH_CHUNK, rank, tile, LAST)
     for i in range(1, GPUS):
         words = segment_of(context, (rank + i) % GPUS, tl.int64) + epoch % 2 * signals
         notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)
@@ -101,6 +104,7 @@ def sliced_kernel(
         c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, SLICE,
     )  # fmt: skip
+    trace(context, TILES, REDUCE, rank, tile, LAST)
     _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)
 
     words = segment_of(context, rank, tl.int64) + epoch % 2 * signals
@@ -117,6 +121,7 @@ def sliced_kernel(
         there = column + owner * SLICE
         store_tile(c, 0, row, there, m, n, c_row_stride, c_column_stride, left, TILE_M, HALF, C_DESCRIPTOR)
         store_tile(c, 0, row, there + HALF, m, n, c_row_stride, c_column_stride, right, TILE_M, HALF, C_DESCRIPTOR)
+        trace(context, TILES, GATHER, owner, tile, LAST)
     if PACED:
         gathered = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (OUT.primitive_bitwidth // 8))
         pace(begun, pushed + gathered, nanoseconds_per_mib)

@@ -75,13 +75,16 @@ from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
+from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.sums import Plan, Sum
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 OP = "matmul_reduce_scatter"
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
 
 
 @triton.jit
@@ -344,6 +347,7 @@ def matmul_reduce_scatter_kernel(
         if step == steps - 1:
             # Every way through here must use `total`: then it has been computed when it becomes zero again, and
             # the tensor cores may still be at work on it everywhere else in the loop.
+            trace(context, TILES, TILE, owner, tile, LAST)
             if GPUS > 1:
                 if signal != 0:
                     if PACED:
@@ -356,6 +360,7 @@ def matmul_reduce_scatter_kernel(
                         DTYPE, GPUS, TILE_M, TILE_N,
                     )  # fmt: skip
                     pushed += TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
+                    trace(context, TILES, PUSH_CHUNK, owner, tile, LAST)
                 else:
                     _sum(
                         context, total, c, bias, residual, epoch, nodes_on, tiles, tile, row, column, rows, n,
@@ -363,6 +368,7 @@ def matmul_reduce_scatter_kernel(
                         data_start, half, signals,
                         DTYPE, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                     )  # fmt: skip
+                    trace(context, TILES, REDUCE, owner, tile, LAST)
             else:
                 _sum(
                     context, total, c, bias, residual, epoch, nodes_on, tiles, tile, row, column, rows, n,
@@ -370,6 +376,7 @@ def matmul_reduce_scatter_kernel(
                     data_start, half, signals,
                     DTYPE, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
                 )  # fmt: skip
+                trace(context, TILES, REDUCE, owner, tile, LAST)
             total = tl.zeros((TILE_M, TILE_N), tl.float32)
     if GPUS > 1:
         if signal != 0:
@@ -425,8 +432,14 @@ def plan(group: Group, call: Sum) -> Plan:
     )
 
 
+def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call: what was given, or what tuning found."""
+    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+
+
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    call = replace(call, config=_choose(group, call.a, call.b, call.config))
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     c, size, element = decided.config, group.size, call.travels.itemsize
     slot = c.tile_m * c.tile_n * element
@@ -492,6 +505,7 @@ def matmul_reduce_scatter(
     group = current(group)
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     rows, n = a.shape[0] // group.size, b.shape[1]
+    config = _choose(group, a, b, config)
     tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
     group.agree(
         OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, tile_m=tile_m, tile_n=tile_n
@@ -519,4 +533,6 @@ def explain(
     sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     if out is None:
         out = torch.empty((a.shape[0] // group.size, b.shape[1]), dtype=a.dtype, device=a.device)
-    return plan(group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+    chosen = _choose(group, a, b, config)
+    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

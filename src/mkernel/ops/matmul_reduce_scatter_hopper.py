@@ -37,6 +37,7 @@ from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, mu
 from mkernel.lang.order import grouped
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, gave_up, notify, wait
+from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace, trace_time
 from mkernel.ops.matmul_reduce_scatter import _dealt, _pushed_slot, _taken
 from mkernel.runtime.hopper import described, right_operand
 from mkernel.runtime.sums import Plan, Sum, variant_of
@@ -163,13 +164,18 @@ def _multiply(
     summed = 0
     for place in range(places):
         _, ranks_on, tile = _taken(place, tiles, rounds, early, GPUS, GPUS)
+        since = trace_time(context)
         total, step = multiply_rows(a_stages, b_stages, filled, freed, step, k, WARPGROUP, B_TRANSPOSED)
+        if WARPGROUP == 0:
+            trace(context, TILES, TILE, (rank + ranks_on) % GPUS, tile, since)
         if ranks_on != 0:
             parts = segment_of(context, (rank + ranks_on) % GPUS, c.dtype) + data_start + epoch % 2 * half
             slot = _pushed_slot(0 * tile, GPUS - 1 - ranks_on, tiles, tile, GPUS)
             mbarrier.wait(signalled.index(pushed % 2), (pushed // 2 + 1) & 1)
             _push(parts + slot * SLOT, total, WARPGROUP)
             mbarrier.arrive(stored.index(pushed % 2), count=1)
+            if WARPGROUP == 0:
+                trace(context, TILES, PUSH_CHUNK, (rank + ranks_on) % GPUS, tile, LAST)
             pushed += 1
         else:
             parts = segment_of(context, rank, c.dtype) + data_start + epoch % 2 * half
@@ -183,6 +189,8 @@ def _multiply(
             summed += 1
             block, column_block = grouped(tile, row_blocks, column_blocks, GROUP)
             store_rows(c, c_stage, total, block * TILE_M, column_block * TILE_N, WARPGROUP)
+            if WARPGROUP == 0:
+                trace(context, TILES, REDUCE, rank, tile, LAST)
     tma.store_wait(0)
 
 

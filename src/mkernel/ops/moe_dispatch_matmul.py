@@ -87,6 +87,7 @@ from mkernel.lang.routing import (
     schedule_blocks,
 )
 from mkernel.lang.signals import notify, wait
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -113,12 +114,14 @@ def _compute(
         block = tl.load(schedule + place * ENTRY + 3)
         here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
         acquire_for_descriptors()
+        since = trace_time(context)
         accumulator = multiply_rows(
             packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
             TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
         accumulator += tl.where(here, 0.0, float("nan"))
         store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+        trace(context, TILES, TILE, -1, tile, since)
 
 
 # numbers that follow the batch: another binary for each would be compiled while a model is being served

@@ -87,6 +87,7 @@ from mkernel.lang.routing import (
     settled_signal,
 )
 from mkernel.lang.signals import notify, wait, wait_all
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -124,6 +125,7 @@ def _compute(
         counters = placed + block * COUNTERS
         if second:
             here = wait(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+            since = trace_time(context)
             acquire_for_descriptors()
             accumulator = multiply_rows(
                 inner, row, w_down, expert, column_block * TILE_N, hidden, inter,
@@ -132,8 +134,10 @@ def _compute(
             )  # fmt: skip
             accumulator += tl.where(here, 0.0, float("nan"))
             store_rows(packed_store, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+            trace(context, TILES, TILE, -1, tile, since)
         else:
             here = wait(context, counters, rows, COMPUTE, PLACED, -1, block)
+            since = trace_time(context)
             acquire_for_descriptors()
             gated = multiply_gated(
                 packed, row, w_gate_up, expert, column_block * half, inter, hidden,
@@ -144,6 +148,7 @@ def _compute(
             store_rows_through_pointers(
                 inner_rows, row, rows, column_block * half, inter, inner_stride, gated, TILE_M, half
             )
+            trace(context, TILES, TILE, -1, tile, since)
         complete_descriptor_stores()
         tl.debug_barrier()
         tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")

@@ -96,6 +96,7 @@ from mkernel.lang.rounds import (
     stamp,
 )
 from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
@@ -198,6 +199,7 @@ def send(
             height = chunk_height(begin, chunk, chunk_rows, part_rows, padded)
             key = begin + chunk * chunk_rows
             staged = key < 0
+            since = trace_time(context)
             for i in range(1, SIZE // GPUS):
                 other = (node + i) % (SIZE // GPUS)
                 if is_seen_in_node(spans, other, rank, key, height, length, SIZE, GPUS, ZIGZAG, CAUSAL, PACKED):
@@ -221,6 +223,7 @@ def send(
                         segment, (data_start + (there + row).to(tl.int64) * dim) * element,
                         (2 * height).to(tl.int64) * dim * element, signal * 8, stamp(epoch, turn), SEND,
                     )  # fmt: skip
+            trace(context, SEND, SEND_CHUNK, rank, chunk, since)
 
 
 @triton.jit
@@ -252,6 +255,7 @@ def intra(
             source = (rank + item // chunks * GPUS) % SIZE
             height = chunk_height(begin, chunk, chunk_rows, part_rows, padded)
             key = begin + chunk * chunk_rows
+            since = trace_time(context)
             if source == rank:
                 copy_own(
                     context, k, k_strides, v, v_strides, unit // kv_heads, unit % kv_heads, turn, begin,
@@ -264,6 +268,7 @@ def intra(
                     slot = slot_of(source, rank, SIZE)
                     word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
                     wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)
+                    since = trace_time(context)
                     row = 2 * chunk * chunk_rows
                     here = slot_row(turn, slot, window, part_rows, SLOTS) + row
                     COPY_ROWS(
@@ -271,6 +276,7 @@ def intra(
                         2 * height, dim, data_start, row, turn, source, spans, key, height, length, window, part_rows,
                         1, DTYPE, SIZE, GPUS, SLOTS, GPUS - 1, True, ZIGZAG, CAUSAL, PACKED, True, COPY, DIM,
                     )  # fmt: skip
+            trace(context, INTRA, PUSH_CHUNK, source, chunk, since)
             for i in range(1, GPUS):
                 peer = node * GPUS + (rank + i) % GPUS
                 if is_seen(spans, peer, source, key, height, length, SIZE, ZIGZAG, CAUSAL, PACKED):
@@ -356,6 +362,7 @@ def _compute(
         turn, within, batch, head, kv_head, block = tile_at(schedule, at, parts, heads, kv_heads, blocks)
         part = turn % parts
         row = block * TILE_M
+        since = trace_time(context)
         begin = part * part_rows
         until = tl.minimum(begin + part_rows, length)
 
@@ -443,6 +450,7 @@ def _compute(
                 tl.store(target, result.to(out.dtype.element_ty), mask=(i < length)[:, None] & (j < dim))
             if LSE:
                 tl.store(lse + tl.cast(batch * heads + head, tl.int64) * length + i, logarithm, mask=i < length)
+        trace(context, TILES, TILE, rank, at, since)
         if CREDITS:
             one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, COMPUTE)
 

@@ -45,6 +45,7 @@ from mkernel.lang.context import TABLE, current_epoch, finish, rank_of, segment_
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.rounds import announce, is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.ring_attention import chunks_of, intra, send, source_at, tile_at
 
 WARPGROUPS = gl.constexpr(2)  # that attend
@@ -280,6 +281,7 @@ def _attend(
     for at in range(place, end_of_places):
         turn, _within, batch, head, _kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
         row = block * TILE_M
+        since = trace_time(context)
         rows = row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, score))
         first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
         count = full_end - full
@@ -369,6 +371,8 @@ def _attend(
         tma.store_wait(0)
         if not OWN_OUT:
             mbarrier.arrive(q_empty, count=1)
+        if GROUP == 0:
+            trace(context, TILES, TILE, rank, at, since)
         if CREDITS:
             one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, COMPUTE)
         else:

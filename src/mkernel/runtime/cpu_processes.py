@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from mkernel.net.connect import Wish
 from mkernel.runtime.group import Group
-from mkernel.runtime.processes import Processes
+from mkernel.runtime.processes import Processes, host_name
 from mkernel.runtime.world import exchange_addresses
 from mkernel.sim.scheduler import Options, RealTimeScheduler
 from mkernel.sim.world import InlineWorld
@@ -87,6 +88,15 @@ class ProcessWorld(Processes, InlineWorld):
             self._mapped[group.name, segment] = self._just_mapped
             self._just_mapped = []
         self.attach(group, segment, memory)
+
+    # -- time
+
+    def clock(self, rank: int) -> Hashable:
+        return host_name()
+
+    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
+        now = time.monotonic_ns()
+        return [(now, now, now)]
 
     # -- the network
 

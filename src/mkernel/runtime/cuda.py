@@ -32,11 +32,14 @@ from typing import Any
 
 import torch
 
+from mkernel.lang.device import write_time
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import ArgumentError, CommTimeout
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, exchange_addresses
+
+CLOCK_READINGS = 20  # of which the quickest counts
 
 
 class CudaRanks(Networked):
@@ -71,6 +74,25 @@ class CudaRanks(Networked):
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+
+    # -- time
+
+    def clock(self, rank: int) -> Hashable:
+        properties: Any = torch.cuda.get_device_properties(self._devices[rank])
+        return str(properties.uuid)
+
+    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
+        readings = []
+        for _ in range(CLOCK_READINGS):
+            word = self.host_words(rank, 1)
+            before = time.monotonic_ns()
+            with torch.cuda.device(self._devices[rank]):
+                write_time[(1,)](word, num_warps=1)
+            while not word[0]:
+                pass
+            readings.append((before, int(word[0]), time.monotonic_ns()))
+        self.synchronize(rank)
+        return readings
 
     # -- launches
 

@@ -12,10 +12,11 @@ import torch
 
 from mkernel.lang import context as words
 from mkernel.lang import requests
-from mkernel.runtime import records
+from mkernel.runtime import records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.topology import Topology
+from mkernel.runtime.tracer import Tracer
 from mkernel.runtime.world import Launch, World
 
 RING_CAPACITY = 256  # requests; a power of two
@@ -86,6 +87,7 @@ class Group:
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
         self._plans: dict[Hashable, Any] = {}
+        self.tracer: Tracer | None = None  # what writes down the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
         self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
@@ -99,6 +101,7 @@ class Group:
         self._control = self.heap.allocate(ALIGNMENT)
         if self._ring is not None:
             world.start_proxy(self, self._ring)
+        self.tuned = tuned.table_of(self)
         world.opened(self)
 
     # -- what a user asks for
@@ -294,6 +297,8 @@ class Group:
 
     def launch(self, launch: Launch) -> None:
         """Queue a kernel, unless an earlier one on this group gave up."""
+        if self.tracer is not None:
+            launch = self.tracer.traced(launch)
         self.world.launch(self.world_rank, launch)
 
     def _usable(self) -> None:

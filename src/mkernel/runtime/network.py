@@ -16,6 +16,7 @@ from mkernel.runtime.errors import CommTimeout, MKernelError, TransportError
 if TYPE_CHECKING:
     from mkernel.net import Statistics
     from mkernel.runtime.group import Group
+    from mkernel.runtime.world import Transfer
 
 # For how long a proxy looks for the next request before it sleeps. A GPU's should not be asleep when the
 # next operator begins; the cores of CPU ranks have other things to do.
@@ -62,6 +63,9 @@ class Networked:
         deadline = time.monotonic() + timeout
         while ring[requests.COMPLETED.value] < ring[requests.TAKEN.value] and time.monotonic() < deadline:
             time.sleep(1e-4)
+
+    def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
+        return []  # the native proxy does not write down when it does what
 
     def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
         connection = self.connection(group)

@@ -50,7 +50,7 @@ class Processes(Networked):
                 )
             self._nodes = [rank // gpus_per_node for rank in range(size)]
         else:
-            hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", _host_name(), timeout)
+            hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", host_name(), timeout)
             self._nodes = [hosts.index(host) for host in hosts]
         self._transport = connect.wish_of(transport)
 
@@ -98,7 +98,7 @@ class Processes(Networked):
 
     def _address(self, group: Group) -> str:
         """The address under which the ranks of other machines reach this one."""
-        hosts = group.exchange("network", _host_name())
+        hosts = group.exchange("network", host_name())
         if len(set(hosts)) == 1:
             return "127.0.0.1"
         # the address that is used to reach the machine where the job's store is
@@ -125,7 +125,7 @@ def _job_name() -> str:
     return f"mkernel/{next(_jobs)}"
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """Names this machine: the same in all of its processes, different from every other machine's."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -57,6 +57,18 @@ class Launch:
     scratch: Scratch | None = None
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """One request to the network, as a trace shows it: from when it was posted to when its signal was raised."""
+
+    source: int
+    target: int
+    nbytes: int
+    ticket: int
+    start: int
+    end: int
+
+
 class World(Protocol):
     """A place where ranks run. Those with a native network also have what runtime/network.py gives them."""
 
@@ -108,6 +120,16 @@ class World(Protocol):
 
     def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
         """What to raise when a kernel of the group gave up: the timeout, or what was behind it."""
+
+    def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
+        """Begin, or end, to write down what the group's proxy on this rank does; what was written since it began.
+        Only the simulator can."""
+
+    def clock(self, rank: int) -> Hashable:
+        """Names the clock that the rank's traced kernels read: equal for ranks that read the same one."""
+
+    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
+        """Readings (host's clock before, the rank's clock, host's clock after) in nanoseconds."""
 
     def stream_key(self, rank: int) -> Hashable:
         """Names the stream that the rank's next launch goes to."""

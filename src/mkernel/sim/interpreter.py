@@ -53,7 +53,8 @@ class Cta(Protocol):
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
     def complete_descriptor_stores(self) -> None: ...
-    def on_dot(self) -> None: ...
+    def stamp(self) -> int: ...
+    def on_dot(self, products: int) -> None: ...
 
 
 def _bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
@@ -162,6 +163,8 @@ class Builder(base.InterpreterBuilder):
         return self.running().atomic(ptr.data, size, acquire, release, only_looks, act)
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
+        if "/* trace */" in inlineAsm:
+            return _Results(base.TensorHandle(np.array([self.running().stamp()], dtype=np.int64), tl.int64))
         if "%globaltimer" in inlineAsm:
             return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
         if "cp.async.bulk.wait_group" in inlineAsm:
@@ -217,7 +220,7 @@ class Builder(base.InterpreterBuilder):
             data = _bf16_to_fp32(operand.data) if operand.dtype.scalar == tl.bfloat16 else operand.data
             return data.astype(np.float64)
 
-        self.running().on_dot()
+        self.running().on_dot(a.data.size * b.data.shape[-1])
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are values like others
             total = (np.matmul(widen(a), widen(b)) + d.data).astype(d.data.dtype)
         return base.TensorHandle(total, d.dtype.scalar)

@@ -24,6 +24,10 @@ AT_ONCE = 8  # requests in flight per proxy
 HEADER = layout.HEADER_WORDS.value
 WORDS = layout.REQUEST_WORDS.value
 
+# How fast the network is in a trace; as made up as what a CTA does in scheduler.py.
+BYTES_PER_NANOSECOND = 4
+LATENCY = 500.0  # nanoseconds
+
 
 @dataclass(eq=False)
 class InFlight:
@@ -36,6 +40,8 @@ class InFlight:
     signal: torch.Tensor | None
     value: int
     pieces: list[tuple[int, int]]
+    posted: float  # times of a trace, in nanoseconds
+    arrives: float
 
 
 class Proxy(Task):
@@ -49,12 +55,15 @@ class Proxy(Task):
         ring: torch.Tensor,
         segment: Callable[[int, int], torch.Tensor | None],
         on_delivery: Callable[[int, int], None],
+        on_arrival: Callable[[InFlight], None] = lambda request: None,
     ):
         super().__init__(scheduler, rank, f"rank {rank}, network proxy")
         self.ring = ring
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
         self.on_delivery = on_delivery  # (peer, bytes)
+        self.on_arrival = on_arrival
+        self.free = 0.0  # when the link has sent what it was given, in the time of a trace
         self.group_rank = group_rank
         self.flying: list[InFlight] = []
         self.consumed = 0
@@ -112,9 +121,15 @@ class Proxy(Task):
         cuts = sorted({0, size, *(self.rng.randrange(size) for _ in range(3))}) if size else [0]
         pieces = list(itertools.pairwise(cuts))
         self.rng.shuffle(pieces)
-        self.flying.append(InFlight(self.consumed, peer, source, target, signal, word[layout.VALUE.value], pieces))
+        posted = self.scheduler.times.get(self.ring.data_ptr() + 8 * (slot + layout.TURN.value), 0.0)
+        self.free = max(self.free, posted) + size / BYTES_PER_NANOSECOND
+        value = word[layout.VALUE.value]
+        self.flying.append(
+            InFlight(self.consumed, peer, source, target, signal, value, pieces, posted, self.free + LATENCY)
+        )
         self.consumed += 1
         self._set_word(self.ring[layout.CONSUMED.value :], self.consumed)
+        self.scheduler.signalled(self.ring[layout.CONSUMED.value :].data_ptr(), posted)
 
     def _progress(self, request: InFlight) -> None:
         if request.pieces:
@@ -125,9 +140,12 @@ class Proxy(Task):
         assert request.signal is not None
         before = int(request.signal.view(torch.int64).item())
         self._set_word(request.signal, max(before, request.value))
+        self.scheduler.signalled(request.signal.data_ptr(), request.arrives)
+        self.on_arrival(request)
         self.flying.remove(request)
         self.completed.add(request.ticket)
         while self.completed_in_order in self.completed:
             self.completed.remove(self.completed_in_order)
             self.completed_in_order += 1
         self._set_word(self.ring[layout.COMPLETED.value :], self.completed_in_order)
+        self.scheduler.signalled(self.ring[layout.COMPLETED.value :].data_ptr(), request.arrives)

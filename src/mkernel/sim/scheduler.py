@@ -36,6 +36,10 @@ IDLE_SECONDS = 1e-4
 LOOK_AT_CLOCK = 0.05  # seconds between two looks at the clock by CTAs that wait
 START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
+# How fast things are in a trace. Made up: only proportions are like a GPU's.
+PRODUCTS_PER_NANOSECOND = 64  # that a CTA computes
+BYTES_PER_NANOSECOND = 8  # that a CTA loads or stores
+
 
 @dataclass(frozen=True)
 class Options:
@@ -126,8 +130,11 @@ class HostTask(Task):
 class CtaTask(Task):
     """One CTA of a launch; what an interpreted kernel does to the world goes through here."""
 
-    def __init__(self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int):
+    def __init__(
+        self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int, time: float = 0.0
+    ):
         super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
+        self.time = time  # see Scheduler.stamp
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
@@ -156,6 +163,8 @@ class CtaTask(Task):
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
         result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
+        if not descriptor:  # those are loaded while the CTA does something else
+            self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
             self._loaded_one(int(np.ravel(addresses)[0]), result)
         else:
@@ -174,6 +183,7 @@ class CtaTask(Task):
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self.polled.clear()
         self.looks = 0
+        self.time += np.size(addresses) * values.itemsize / BYTES_PER_NANOSECOND
         self.launch.on_store(addresses, values, mask)
         self.scheduler.memory.store(self.view, addresses, values, mask, descriptor)
 
@@ -186,7 +196,11 @@ class CtaTask(Task):
     def complete_descriptor_stores(self) -> None:
         self.scheduler.memory.complete_descriptor_stores(self.view)
 
-    def on_dot(self) -> None:
+    def stamp(self) -> int:
+        return self.scheduler.stamp(self)
+
+    def on_dot(self, products: int) -> None:
+        self.time += products / PRODUCTS_PER_NANOSECOND
         self.scheduler.memory.progress += 1
         self.looks = 0
         self.launch.on_dot()
@@ -211,11 +225,14 @@ class CtaTask(Task):
         if self._unchanged(addresses, before):
             self._polled(address, value)
         else:
+            if release:
+                scheduler.signalled(address, self.time)
             memory.changed(progress=not only_looks)
             if not only_looks:
                 self.polled.clear()
         if acquire:
             memory.acquire(self.view)
+            self.time = max(self.time, scheduler.times.get(address, 0.0))
         return before
 
     @staticmethod
@@ -265,6 +282,17 @@ class Scheduler:
         self.leak = self.rng.choice((0.0, 0.1, 0.5))
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
+        self.times: dict[int, float] = {}  # address of a signal -> the time of whoever raised it last
+
+    def stamp(self, task: CtaTask) -> int:
+        """The time that a trace shows: nanoseconds of a clock that every CTA has for itself, as if all ran at
+        the same time. What it computes and copies advances it, and whoever sees a signal is not earlier than
+        the one who raised it."""
+        return START_OF_TIME + int(task.time)
+
+    def signalled(self, address: int, time: float) -> None:
+        """A signal was raised at that time of a trace."""
+        self.times[address] = max(time, self.times.get(address, 0.0))
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
@@ -348,6 +376,9 @@ class RealTimeScheduler(Scheduler):
         super().__init__(seed, options, builder)
         self.clock = time.monotonic_ns()
         self.on_idle: Callable[[], None] = lambda: None
+
+    def stamp(self, task: CtaTask) -> int:
+        return time.monotonic_ns()  # of this machine: the same for all its processes
 
     def _nothing_can_run(self) -> None:
         begun = time.monotonic()

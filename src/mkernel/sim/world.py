@@ -17,10 +17,10 @@ from mkernel.lang import requests
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
-from mkernel.runtime.world import Launch, Links, exchange_addresses
+from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
-from mkernel.sim.network import Proxy
-from mkernel.sim.scheduler import CtaTask, HostTask, Options, Scheduler, Task
+from mkernel.sim.network import InFlight, Proxy
+from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
 
@@ -55,10 +55,11 @@ class RunningLaunch:
         self.done = False
         self.borrowed: list[int] = []
 
-    def start_more(self) -> None:
+    def start_more(self, time: float) -> None:
+        """Start as many CTAs as may be resident, at that time of a trace."""
         resident = self.world.options.resident or self.grid
         while self.started < self.grid and self.started - self.ended < resident:
-            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid)
+            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time)
             self.views.append(task.view)
             self.world.scheduler.add(task)
             self.started += 1
@@ -100,6 +101,8 @@ class SimWorld:
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
         self._owners: dict[int, tuple[int, int]] = {}  # start of a heap segment -> its end and its rank
         self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
+        self._times = [0.0] * self.size  # when each rank's last CTA ended, in the time of a trace
+        self._transfers: dict[Hashable, list[Transfer]] = {}  # of groups that are traced
 
     # -- places
 
@@ -218,7 +221,14 @@ class SimWorld:
             self.traffic.network[me][members[peer]] += size
             self.traffic.arrived(members[peer])
 
-        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered)
+        def arrived(request: InFlight) -> None:
+            if (name, me) in self._transfers:
+                start, end = (START_OF_TIME + int(time) for time in (request.posted, request.arrives))
+                size = request.target.numel()
+                self._transfers[name, me].append(Transfer(rank, request.peer, size, request.ticket, start, end))
+
+        rank = group.rank
+        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered, arrived)
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
@@ -226,8 +236,22 @@ class SimWorld:
         taken, completed = ring[requests.TAKEN.value], ring[requests.COMPLETED.value]
         self.scheduler.current_host().block(lambda: bool(completed >= taken), "the network", timeout)
 
+    def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
+        seen = self._transfers.pop((group.name, group.world_rank), [])
+        if watch:
+            self._transfers[group.name, group.world_rank] = []
+        return seen
+
     def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
         return timeout
+
+    # -- time
+
+    def clock(self, rank: int) -> Hashable:
+        return "simulated"
+
+    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
+        raise AssertionError("there is only one simulated clock")
 
     # -- launches
 
@@ -256,7 +280,7 @@ class SimWorld:
         queue = self._queues.setdefault(key, deque())
         queue.append(running)
         if len(queue) == 1:
-            running.start_more()
+            running.start_more(self._times[rank])
         if key[1] == "default":
             self.scheduler.current_host().block(lambda: running.done, f"its {launch.op}")
             launch.group.check()
@@ -287,7 +311,8 @@ class SimWorld:
             return
         running: RunningLaunch = task.launch
         running.ended += 1
-        running.start_more()
+        self._times[running.rank] = max(self._times[running.rank], task.time)
+        running.start_more(task.time)
         if running.ended == running.grid:
             self._launch_done(running)
 
@@ -307,7 +332,7 @@ class SimWorld:
             if queue and queue[0] is running:
                 queue.popleft()
                 if queue:
-                    queue[0].start_more()
+                    queue[0].start_more(self._times[running.rank])
 
 
 class InlineWorld(SimWorld):
@@ -325,7 +350,7 @@ class InlineWorld(SimWorld):
             running = RunningLaunch(self, rank, launch)
             self._lend(running, launch.arguments)
             self._queues[(rank, "default")] = deque([running])
-            running.start_more()
+            running.start_more(self._times[rank])
             self.scheduler.run(lambda: running.done, self._task_done)
         launch.group.check()
 

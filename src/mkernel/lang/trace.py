@@ -1,0 +1,88 @@
+"""Trace: what a CTA did and when, written down by the kernel itself.
+
+    since = trace_time(context)
+    ...                                             # push a chunk, multiply a tile
+    trace(context, INTRA, PUSH_CHUNK, peer, chunk, since)
+
+A launch is traced if its context table is one of unsigned words. So the type of `context` carries the
+switch to every function that has a context, and it is known to the compiler: in a launch that is not traced
+`trace_time` and `trace` are nothing at all, and the machine code is what it would be without them.
+
+What is traced in every operator, by the functions it is written with: each launch of a CTA (`current_epoch`
+and `finish`), each wait (`wait`), each request to the network (`post`). Operators add what only they know:
+tiles and chunks.
+
+Where it is written. A CTA has several lanes of events in its device's memory, and a lane has one writer at
+a time: the lane of a role is written by those warps that have the role, the lane TILES by those that
+multiply, LAUNCHES by the code around the roles. So warps that run side by side (Gluon) never write
+to the same lane. A lane counts its events in its first word; those that find no place are only
+counted. The thread that stores the scalars of its warps is always the same one, and is the only one
+that needs the count: it reads what it wrote itself, so no atomics are needed.
+
+What it costs when on: the timer is read twice and 40 bytes are stored per event; the stores are waited for by
+nobody, the load of the count takes some hundred cycles.
+"""
+
+import triton
+import triton.language as tl
+
+# Words of the context table, next to those in lang/context.py.
+TRACE = tl.constexpr(14)  # address of the lanes
+LANE_WORDS = tl.constexpr(15)  # words from one lane to the next
+
+# Lanes of a CTA. The first ones belong to the roles and have their numbers.
+TILES = tl.constexpr(6)
+LAUNCHES = tl.constexpr(7)
+LANES = tl.constexpr(8)
+
+# Kinds of events. `peer` is the rank whose data it is about, `index` a number that the operator chooses.
+BEGUN = tl.constexpr(0)  # the CTA has begun a launch; index is the epoch
+ENDED = tl.constexpr(1)  # it has ended it
+TILE = tl.constexpr(2)  # a tile was computed
+PUSH_CHUNK = tl.constexpr(3)  # a chunk was written to ranks of this node, and is signalled next
+SEND_CHUNK = tl.constexpr(4)  # a chunk was staged and given to the network
+POST = tl.constexpr(5)  # one request to the network; index is its ticket
+REDUCE = tl.constexpr(6)  # what arrived was added up
+GATHER = tl.constexpr(7)  # what a rank of this node has finished was read
+WAIT = tl.constexpr(64)  # 64 + kind of signal: waited for it, maybe no time at all; it was seen at the end
+
+# In place of a time: since the last event of the lane, or since the CTA began the launch.
+LAST = tl.constexpr(0)
+
+# Words of an event, and of what stands before the first event of a lane.
+EVENT_WORDS = tl.constexpr(4)
+
+
+@triton.jit
+def _stamp():
+    return tl.inline_asm_elementwise(
+        "/* trace */ mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def trace_time(context):
+    """The time at which something begins, for `trace`."""
+    if context.dtype.element_ty == tl.uint64:
+        time = _stamp()
+    else:
+        time = tl.cast(0, tl.int64)
+    return time
+
+
+@triton.jit
+def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
+    """Write down that something of this KIND was done from `since` to now. Where a time can not be kept from the
+    beginning to the end, as in a loop over steps of tiles, `since` is LAST."""
+    if context.dtype.element_ty == tl.uint64:
+        now = _stamp()
+        words = tl.load(context + LANE_WORDS).to(tl.int64)
+        lane = tl.load(context + TRACE).to(tl.pointer_type(tl.int64)) + (tl.program_id(0) * LANES + LANE) * words
+        count = tl.load(lane)
+        tl.store(lane, count + 1)
+        place = (count + 1) * EVENT_WORDS
+        inside = place + EVENT_WORDS <= words
+        tl.store(lane + place, tl.cast(since, tl.int64), mask=inside)
+        tl.store(lane + place + 1, now, mask=inside)
+        tl.store(lane + place + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)
+        tl.store(lane + place + 3, tl.cast(index, tl.int64), mask=inside)

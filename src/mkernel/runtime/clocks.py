@@ -1,0 +1,69 @@
+"""How far the clocks of a group's ranks are apart.
+
+Ranks on one GPU read one timer. Otherwise each rank compares its GPU's timer with its host's clock, by asking for
+the time and noting when it asked and when it had the answer: the answer was given in between. Hosts
+compare their clocks at barriers: nobody leaves a barrier before everybody has come, so of two hosts' clocks
+each barrier gives a lower and an upper bound of their difference, and several barriers together a
+narrow one. Both ways give a difference and the most that it can be wrong by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+BARRIERS = 20
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What to subtract from a rank's clock to get rank 0's, and the most that this can be wrong by, in
+    nanoseconds."""
+
+    nanoseconds: int
+    error: int
+
+
+def between(readings: Sequence[tuple[int, int, int]]) -> Offset:
+    """A clock's lead over the host's, from readings (host before, clock, host after)."""
+    before, clock, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return Offset(clock - (before + after) // 2, (after - before + 1) // 2)
+
+
+def hosts_between(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> Offset:
+    """The lead of my host's clock over theirs, from when each came to barriers and left them."""
+    highest = min(left - came for (_, left), (came, _) in zip(mine, theirs))
+    lowest = max(came - left for (came, _), (_, left) in zip(mine, theirs))
+    return Offset((highest + lowest) // 2, max((highest - lowest + 1) // 2, 0))
+
+
+def offsets(group: Group) -> list[Offset]:
+    """By rank: how its clock differs from rank 0's. Collective."""
+    clocks = group.exchange("clocks", group.world.clock(group.world_rank))
+    if len(set(clocks)) == 1:
+        return [Offset(0, 0)] * group.size
+    from mkernel.runtime.processes import host_name
+
+    own = between(group.world.compare_clocks(group.world_rank))
+    barriers = []
+    for _ in range(BARRIERS):
+        came = time.monotonic_ns()
+        group.barrier()
+        barriers.append((came, time.monotonic_ns()))
+    told = group.exchange("clocks", (host_name(), own, barriers))
+    host, first, its_barriers = told[0]
+    found = []
+    for clock in clocks:
+        name, theirs, their_barriers = told[clocks.index(clock)]  # ranks with one clock are not apart
+        apart = Offset(0, 0) if name == host else hosts_between(their_barriers, its_barriers)
+        if clock == clocks[0]:
+            found.append(Offset(0, 0))
+        else:
+            lead = theirs.nanoseconds - first.nanoseconds + apart.nanoseconds
+            found.append(Offset(lead, theirs.error + first.error + apart.error))
+    return found

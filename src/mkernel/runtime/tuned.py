@@ -1,0 +1,250 @@
+"""Tuned configurations: what `mkernel tune` found to be fast, kept in a file and used by itself afterwards.
+
+The file is $MKERNEL_TUNED_FILE if that is set, else mkernel/tuned.json in $XDG_CACHE_HOME or ~/.cache. It is read
+when a group is made on GPUs, by rank 0, which gives it to the others: so all ranks take the same. Groups
+that were made before do not see what was tuned later.
+
+An entry is found by the version of this package, the GPU, the shape of the group (nodes x ranks, CTAs of a
+rank, paced links), the operator, the dtype and a bucket of sizes: the nearest power of two of each, and
+whether it is divisible by 128. Sizes that are the same on every rank (`agreed`) lead to what must be the same
+on every rank (`shared` fields); the others, together with those, to what each rank may choose for itself.
+
+Writers take a lock, read the file again, and put a new file in its place in one step: a reader sees the old file
+or the new one, and of two writers none loses what the other one wrote. A file that can not be
+understood is reported once, and ignored; the next writer puts it aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.runtime.planning import check_given
+from mkernel.version import __version__
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+FORMAT = 1
+VARIABLE = "MKERNEL_TUNED_FILE"
+LOCK_SECONDS = 10.0  # that a writer waits for another one
+
+Entries = dict[str, dict[str, Any]]
+_reported: set[str] = set()
+
+
+# -- the file
+
+
+def path() -> Path:
+    """Where tuned configurations are kept."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    # an empty or a relative path means nothing there
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mkernel" / "tuned.json"
+
+
+def read(file: Path) -> Entries:
+    """The entries of a file; none if there is no file, or none that can be understood."""
+    try:
+        return _parse(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        _report(
+            f"mkernel: the file of tuned configurations {file} is ignored, because it can not be read: {problem}. "
+            f"`mkernel tune` writes a new one; calls take the default configuration until then"
+        )
+        return {}
+
+
+def _parse(text: str) -> Entries:
+    told = json.loads(text)
+    if not isinstance(told, dict) or not isinstance(told.get("entries"), dict):
+        raise ValueError("it has no entries")
+    if told.get("format") != FORMAT:
+        raise ValueError(f"it has format {told.get('format')!r}, this version of mkernel writes {FORMAT}")
+    for key, entry in told["entries"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+            raise ValueError(f"the entry {key!r} has no configuration")
+    return told["entries"]
+
+
+def _report(problem: str) -> None:
+    if problem not in _reported:
+        _reported.add(problem)
+        warnings.warn(problem, stacklevel=3)
+
+
+def write(file: Path, entries: Entries) -> None:
+    """Add entries to a file, in place of those with the same keys."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file.with_name(file.name + ".lock")):
+        kept: Entries = {}
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                kept = _parse(file.read_text())
+            except ValueError:
+                os.replace(file, file.with_name(file.name + ".damaged"))
+        text = json.dumps({"format": FORMAT, "entries": {**kept, **entries}}, indent=1, sort_keys=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name + ".")
+        try:
+            with os.fdopen(handle, "w") as new:
+                new.write(text + "\n")
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(name, file)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("a") as lock:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise MKernelError(
+                        f"another process has held {file} for {LOCK_SECONDS:g} seconds; is an `mkernel tune` stuck?"
+                    ) from None
+                time.sleep(0.01)
+        yield
+
+
+# -- what a group knows of it
+
+
+@dataclass(frozen=True)
+class Table:
+    """The entries as one group sees them: all of its ranks have rank 0's."""
+
+    place: str
+    entries: Entries
+    chosen: dict[Any, Config | None] = field(default_factory=dict)  # what calls have asked for so far
+
+    def find(self, op: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+        return self.entries.get(key_of(self.place, op, dtype, sizes))
+
+
+def table_of(group: Group) -> Table:
+    """The table of a new group. Collective on GPUs; elsewhere nothing is tuned."""
+    if group.device.type != "cuda":
+        return Table("", {})
+    mine = Table(place_of(group), read(path())) if group.rank == 0 else None
+    return group.exchange("tuned configurations", mine)[0]
+
+
+def place_of(group: Group) -> str:
+    """Where a configuration was measured."""
+    world = group.world
+    paced = [
+        f"{name} paced to {rate:g} GB/s"
+        for name, rate in (("NVLink", world.links.nvlink), ("network", world.links.network))
+        if rate is not None
+    ]
+    gpu = torch.cuda.get_device_name(group.device)
+    ranks = f"{group.nodes} x {group.gpus_per_node} ranks of {world.ctas(group.world_rank)} CTAs"
+    return ", ".join([gpu, ranks, *paced])
+
+
+def bucket(size: int) -> str:
+    """Sizes for which one configuration is used."""
+    nearest = 2 ** round(math.log2(size)) if size > 0 else 0
+    return f"{nearest}" if size % 128 == 0 else f"{nearest} ragged"
+
+
+def key_of(place: str, op: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str:
+    """The name of an entry."""
+    shape = ", ".join(f"{name} {bucket(size)}" for name, size in sorted(sizes.items()))
+    return " | ".join([f"mkernel {__version__}", place, op, str(dtype).removeprefix("torch."), shape])
+
+
+# -- what an operator asks
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """How an operator's configurations are kept.
+
+    agreed: sizes that are the same on every rank. own: those that may differ.
+    shared: fields of a configuration that must be the same on every rank.
+    """
+
+    op: str
+    agreed: tuple[str, ...]
+    own: tuple[str, ...]
+    shared: tuple[str, ...]
+
+    def choose(self, group: Group, dtype: torch.dtype, given: Config | None, **sizes: int) -> Config | None:
+        """The configuration of a call: what was given, or what tuning found, or None."""
+        table = group.tuned
+        if given is not None or not table.entries:
+            return given
+        key = (self.op, dtype, tuple(sizes.items()))
+        if key not in table.chosen:
+            table.chosen[key] = self._find(table, dtype, sizes)
+        return table.chosen[key]
+
+    def _find(self, table: Table, dtype: torch.dtype, sizes: Mapping[str, int]) -> Config | None:
+        common = table.find(self.op, dtype, {name: sizes[name] for name in self.agreed})
+        if common is None:
+            return None
+        mine = table.find(self.op, dtype, sizes)
+        fields = {name: value for name, value in common["config"].items() if name in self.shared}
+        # what was tuned together with other shared fields is no good with these
+        if mine is not None and mine.get("with") == common["config"]:
+            fields |= {name: value for name, value in mine["config"].items() if name not in self.shared}
+        return _config(fields)
+
+    def entries(
+        self, place: str, dtype: torch.dtype, config: Config, measured: Mapping[str, Any], **sizes: int
+    ) -> Entries:
+        """What to write down for a configuration that was found for these sizes."""
+        fields = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+        common = {name: value for name, value in fields.items() if name in self.shared}
+        mine = {name: value for name, value in fields.items() if name not in self.shared}
+        agreed = {name: sizes[name] for name in self.agreed}
+        return {
+            key_of(place, self.op, dtype, agreed): {"config": common, **measured},
+            key_of(place, self.op, dtype, sizes): {"config": mine, "with": common, **measured},
+        }
+
+    @staticmethod
+    def origin(given: Config | None, chosen: Config | None) -> str:
+        """Where the configuration of a call comes from, for its plan."""
+        if given is not None:
+            return "configuration: as given; what is None in it is the default"
+        return "configuration: tuned" if chosen is not None else "configuration: default"
+
+
+def _config(fields: Mapping[str, Any]) -> Config | None:
+    """A configuration of an entry; None, reported once, if it is none."""
+    try:
+        config = Config(**fields)
+        check_given(config)
+        return config
+    except (TypeError, ArgumentError) as problem:
+        _report(f"mkernel: an entry of {path()} is ignored: {problem}. `mkernel tune` writes a new one")
+        return None

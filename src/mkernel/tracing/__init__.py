@@ -1,0 +1,16 @@
+"""Traces: what every CTA of every rank did, and when; for people and for Perfetto.
+
+    with mk.trace() as trace:              # every rank of the group
+        y = mk.all_gather_matmul(a, b)
+    if group.rank == 0:
+        trace.save("trace.json")           # for ui.perfetto.dev or chrome://tracing
+        trace.html("trace.html")           # a page of its own
+
+The kernels write the events (lang/trace.py), `events` makes sense of them, `chrome` and `page` write them
+down. A trace of the simulator has simulated times: see `Scheduler.stamp`.
+"""
+
+from mkernel.tracing.events import Event
+from mkernel.tracing.session import Trace, trace
+
+__all__ = ["Event", "Trace", "trace"]

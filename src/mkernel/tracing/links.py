@@ -1,0 +1,44 @@
+"""Which copy a wait was for: pairs of a push, or a send, and the first wait on a rank that saw it arrive."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mkernel.tracing.events import WAIT, Event
+
+if TYPE_CHECKING:
+    from mkernel.tracing.session import Trace
+
+ARRIVAL = WAIT + "arrived"
+
+
+def arrivals(trace: Trace) -> Iterator[tuple[Event, Event]]:
+    """(what wrote a chunk, what first saw it), for each chunk and each rank that waited for it. A chunk of
+    a rank of the same node was pushed by a rank of the node; otherwise it was sent over the network. A chunk that
+    was written several times in a call (in rounds) is seen by the first wait that ends after each of them."""
+
+    def node(rank: int) -> int:
+        return rank // trace.gpus_per_node
+
+    pushes: dict[tuple[int, int, int, int], list[Event]] = {}  # node, call, source, chunk
+    sends: dict[tuple[int, int, int], list[Event]] = {}
+    waits: dict[tuple[int, int, int, int], list[Event]] = {}
+    for event in trace.events:
+        if event.kind == "push":
+            pushes.setdefault((node(event.rank), event.call, event.peer, event.index), []).append(event)
+        elif event.kind == "send":
+            sends.setdefault((event.call, event.peer, event.index), []).append(event)
+        elif event.kind == ARRIVAL and event.peer != event.rank:
+            waits.setdefault((event.rank, event.call, event.peer, event.index), []).append(event)
+    for (rank, call, source, chunk), seen in waits.items():
+        written = [push for push in pushes.get((node(rank), call, source, chunk), []) if push.rank != rank]
+        written = sorted(written or sends.get((call, source, chunk), []), key=lambda event: event.end)
+        ends = [event.end for event in written]
+        known = set()
+        for event in sorted(seen, key=lambda event: event.end) if written else ():
+            place = max(bisect.bisect_right(ends, event.end) - 1, 0)
+            if place not in known:
+                known.add(place)
+                yield written[place], event

@@ -1,0 +1,197 @@
+"""mk.trace: trace the calls of a block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mkernel.runtime import clocks
+from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.runtime.group import Group, current
+from mkernel.runtime.tracer import EVENTS, Tracer
+from mkernel.runtime.world import Transfer
+from mkernel.tracing.events import Event, covered, events_of, shared
+
+COPIES = ("push", "send", "gather")
+
+
+class Trace:
+    """What was traced; complete when the block has ended.
+
+    events: of all ranks, by rank and start.
+    transfers: requests to the network, where the network tells (the simulator's does).
+    lost: events for which there was no room; `mk.trace(events=...)` makes more.
+    clock_error: nanoseconds by which times of different ranks may be wrong against each other.
+    simulated: times are the simulator's, and only their order and proportions mean something.
+    emulated: ranks shared a GPU, or links were paced.
+    """
+
+    def __init__(self, group: Group | None = None, *, events: int = EVENTS):
+        if not isinstance(events, int) or isinstance(events, bool) or events < 1:
+            raise ArgumentError(f"events must be a whole number, 1 or more; got {events!r}")
+        self._given = group
+        self._room = events
+        self.events: tuple[Event, ...] = ()
+        self.transfers: tuple[Transfer, ...] = ()
+        self.lost = 0
+        self.clock_error = 0
+        self.size = self.gpus_per_node = 1
+        self.device = "?"
+        self.simulated = self.emulated = False
+
+    def __enter__(self) -> Trace:
+        group = self._group = current(self._given)
+        if group.tracer is not None:
+            raise ArgumentError("this group is being traced already; one trace at a time")
+        self.size, self.gpus_per_node = group.size, group.gpus_per_node
+        self.simulated = group.device.type == "cpu"
+        self.device = "simulator" if self.simulated else torch.cuda.get_device_name(group.device)
+        group.quiet()  # what was asked of the network before is no part of the trace
+        group.tracer = Tracer(group, self._room)
+        group.world.watch_transfers(group, True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, where: TracebackType | None
+    ) -> None:
+        group, tracer = self._group, self._group.tracer
+        assert tracer is not None
+        group.tracer = None
+        if failure is None:
+            group.quiet()
+            group.check()
+        transfers = group.world.watch_transfers(group, False)
+        if failure is None:
+            offsets = clocks.offsets(group)
+            alike = group.exchange("trace", str(group.world.clock(group.world_rank)))
+            self.emulated = not self.simulated and (
+                len(set(alike)) < group.size or group.world.links.nvlink is not None
+            )
+            told = group.exchange("trace", (tracer.read(), tracer.launches, transfers))
+        else:
+            # a rank that failed can not count on the others: its own events are there all the same
+            group.world.synchronize(group.world_rank)
+            offsets = [clocks.Offset(0, 0)] * group.size
+            told = [([], [], [])] * group.size
+            told[group.rank] = (tracer.read(), tracer.launches, transfers)
+        self._take(told, offsets)
+
+    def _take(self, told: Sequence[Any], offsets: Sequence[clocks.Offset]) -> None:
+        events = []
+        for rank, (lanes, launches, _) in enumerate(told):
+            events += events_of(rank, lanes, launches, offsets[rank].nanoseconds)
+            self.lost += sum(lane.lost for lane in lanes)
+        first = min((event.start for event in events), default=0)
+        self.events = tuple(
+            dataclasses.replace(event, start=event.start - first, end=event.end - first) for event in events
+        )
+        self.transfers = tuple(
+            dataclasses.replace(transfer, start=transfer.start - first, end=transfer.end - first)
+            for rank, (_, _, transfers) in enumerate(told)
+            for transfer in transfers
+        )
+        self.clock_error = max(offset.error for offset in offsets)
+
+    # -- what it says
+
+    def of(self, rank: int, *kinds: str, call: int | None = None) -> list[Event]:
+        """The events of a rank, of these kinds (all if none is named), of one call or of all."""
+        return [
+            event for event in self.events
+            if event.rank == rank and (not kinds or event.kind in kinds) and call in (None, event.call)
+        ]  # fmt: skip
+
+    def calls(self, rank: int = 0) -> list[str]:
+        """The operators that the rank called, in order."""
+        found = {event.call: event.op for event in self.of(rank, "launch")}
+        return [found[call] for call in sorted(found)]
+
+    def span(self, rank: int, call: int) -> tuple[int, int]:
+        """When the first CTA of a call began and when the last one ended."""
+        launches = self.of(rank, "launch", call=call)
+        if not launches:
+            raise ArgumentError(f"rank {rank} has no call {call} in this trace")
+        return min(event.start for event in launches), max(event.end for event in launches)
+
+    def busy(self, rank: int, call: int) -> dict[int, int]:
+        """CTA -> nanoseconds in which it computed tiles."""
+        found: dict[int, int] = {}
+        for event in self.of(rank, "tile", call=call):
+            found[event.cta] = found.get(event.cta, 0) + event.duration
+        return found
+
+    def overlap(self, rank: int, call: int) -> float:
+        """The share of the time of a rank's copies during which it computed tiles as well; 1.0 is all of it."""
+        copies = covered(self.of(rank, *COPIES, call=call))
+        total = sum(end - start for start, end in copies)
+        return shared(copies, covered(self.of(rank, "tile", call=call))) / total if total else 1.0
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One line for each rank and call: milliseconds of the call, what its CTAs spent on what, and how much
+        of the copying was hidden behind tiles."""
+        lines = []
+        for rank in range(self.size):
+            for call, op in enumerate(self.calls(rank)):
+                start, end = self.span(rank, call)
+                events = self.of(rank, call=call)
+                ctas = len({event.cta for event in events})
+
+                def per_cta(chosen: list[Event]) -> float:
+                    return sum(event.duration for event in chosen) / max(ctas, 1) / 1e6
+
+                lines.append(
+                    {
+                        "rank": rank,
+                        "call": call,
+                        "op": op,
+                        "ctas": ctas,
+                        "ms": (end - start) / 1e6,
+                        "tiles_ms_per_cta": per_cta([event for event in events if event.kind == "tile"]),
+                        "copies_ms_per_cta": per_cta([event for event in events if event.kind in COPIES]),
+                        "waits_ms_per_cta": per_cta([event for event in events if event.waits]),
+                        "copies_hidden": self.overlap(rank, call),
+                    }
+                )
+        return lines
+
+    # -- files
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace for Perfetto (ui.perfetto.dev) or chrome://tracing, as JSON."""
+        from mkernel.tracing import chrome
+
+        self._complete()
+        chrome.write(self, Path(path))
+
+    def html(self, path: str | Path) -> None:
+        """Write the trace as a page of its own: a timeline to zoom into; it loads nothing from anywhere."""
+        from mkernel.tracing import page
+
+        self._complete()
+        page.write(self, Path(path))
+
+    def _complete(self) -> None:
+        if not self.events:
+            raise MKernelError("the trace is empty: it is filled when the `with` block ends, by operators called in it")
+
+
+def trace(group: Group | None = None, *, events: int = EVENTS) -> Trace:
+    """Trace the calls on a group inside a `with` block. Collective: every rank of the group.
+
+        with mk.trace() as trace:
+            y = mk.all_gather_matmul(a, b)
+        trace.html("trace.html")
+
+    The first call of a shape inside the block compiles another binary of the kernel, one that writes events.
+    After the block every rank has the events of all; if it raised, a rank has its own.
+
+    Args:
+        group: whose calls; the current one by default.
+        events: how many each lane of a CTA has room for; further ones are only counted.
+    """
+    return Trace(group, events=events)

@@ -1,0 +1,72 @@
+"""Tuning on a GPU: at least as good as the default, and used by itself afterwards. About 30 s a shape."""
+
+import pytest
+import torch
+
+import mkernel as mk
+from mkernel.runtime import tuned
+from mkernel.tuning import tune
+from mkernel.workloads import WORKLOADS
+
+RANKS = 4
+LINKS = mk.Links(nvlink=450 / RANKS)
+SECONDS = 15.0
+SHAPES = {
+    "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 4096)],
+    "matmul_reduce_scatter": [(8192, 8192, 8192), (4096, 8192, 8192), (8192, 2048, 16384)],
+    "matmul_all_reduce": [(8192, 8192, 8192), (4096, 4096, 8192), (2048, 8192, 16384)],
+}
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "tuned.json"))
+    monkeypatch.setattr(tuned, "_reported", set())
+    return tuned.path()
+
+
+@pytest.mark.parametrize(("op", "shape"), [(op, shape) for op, shapes in SHAPES.items() for shape in shapes])
+def test_at_least_as_good_as_the_default(op, shape):
+    found = tune(
+        WORKLOADS[op], shape, nodes=1, gpus_per_node=RANKS, dtype=torch.bfloat16, links=LINKS, seconds=SECONDS
+    )  # fmt: skip
+    result = found.result
+    print(
+        f"{op} {shape}: default {result.default:.3f} ms, best {result.best_time:.3f}, worst {result.worst_time:.3f}, "
+        f"{len(result.trials)} tried, {result.best}"
+    )
+    assert result.best_time <= result.default
+    assert result.best_time <= 0.9 * result.worst_time
+
+    def on_rank(group):
+        call = WORKLOADS[op].make(group, shape, torch.bfloat16)
+        assert WORKLOADS[op].tunable.choose(group, torch.bfloat16, None, **call.tried.sizes) is not None
+        default = call.run(mk.Config()).clone()
+        chosen = call.run(None)
+        group.synchronize()
+        error = (chosen.double() - default.double()).abs().max().item()
+        assert error <= 8 * torch.finfo(torch.bfloat16).eps * default.abs().max().item()
+
+    mk.spawn(on_rank, gpus_per_node=RANKS, device="cuda", links=LINKS)
+
+
+def test_a_group_takes_what_is_in_the_file_and_says_so(file):
+    m, n, k = 256, 512, 256
+
+    def on_rank(group):
+        a = torch.ones(m, k, device=group.device, dtype=torch.bfloat16)
+        b = torch.ones(k, n, device=group.device, dtype=torch.bfloat16)
+        assert (mk.all_gather_matmul(a, b) == k).all()
+        return str(mk.explain("all_gather_matmul", a, b)).splitlines()[-1], tuned.place_of(group)
+
+    first = mk.spawn(on_rank, gpus_per_node=2, device="cuda")
+    assert {line for line, _ in first} == {"- configuration: default"}
+    place = first[0][1]
+    assert torch.cuda.get_device_name() in place
+    tunable = WORKLOADS["all_gather_matmul"].tunable
+    tuned.write(file, tunable.entries(place, torch.bfloat16, mk.Config(chunk_rows=32, group_m=4), {}, m=m, n=n, k=k))
+    assert {line for line, _ in mk.spawn(on_rank, gpus_per_node=2, device="cuda")} == {"- configuration: tuned"}
+    file.write_text("{ damaged")
+    with pytest.warns(UserWarning, match="is ignored, because it can not be read"):
+        third = mk.spawn(on_rank, gpus_per_node=2, device="cuda")
+    assert {line for line, _ in third} == {"- configuration: default"}
