@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mkernel.lang.order import arriving, grouped
+from mkernel.lang.order import arriving, grouped, interleaved
 
 from .harness import as_cta
 
@@ -109,3 +109,23 @@ def test_large_numbers():
         assert row == row_blocks - 1
         assert column in (0, column_blocks - 1)
         assert call(arriving, 72 * 1024 - 1, 0, 1024, SIZE=72, GPUS=8)[1] == 1023
+
+
+@pytest.mark.parametrize(
+    ("row_blocks", "first", "second", "group"),
+    [(1, 1, 1, 8), (8, 2, 3, 8), (9, 3, 1, 8), (7, 1, 4, 2), (12, 2, 2, 4), (15, 3, 2, 8), (5, 2, 1, 1)],
+)
+def test_two_gemms_take_turns(row_blocks, first, second, group):
+    """Every tile of both comes once, and a tile of the second after all tiles of the first that it needs."""
+    with as_cta() as call:
+        count = row_blocks * (first + second)
+        tiles = [call(interleaved, tile, row_blocks, first, second, GROUP=group) for tile in range(count)]
+    columns = {0: first, 1: second}
+    expected = [(gemm, row, column) for gemm in (0, 1) for row in range(row_blocks) for column in range(columns[gemm])]
+    assert sorted(tiles) == expected
+    when = {tile: place for place, tile in enumerate(tiles)}
+    for row in range(row_blocks):
+        done = max(when[0, row, column] for column in range(first))
+        assert done < min(when[1, row, column] for column in range(second))
+    if row_blocks > 2 * group:
+        assert min(when[1, row, 0] for row in range(row_blocks)) < max(when[0, row, 0] for row in range(row_blocks))

@@ -90,6 +90,34 @@ def test_a_release_speaks_only_for_what_is_behind_a_barrier():
     assert bench.load(reader, [0, 1]) == [5, 0], "the second store came after the barrier"
 
 
+def test_a_release_speaks_for_stores_through_descriptors_once_they_were_waited_for():
+    bench = Bench()
+    writer, reader = bench.view(), bench.view()
+    bench.memory.store(writer, bench.addresses([0], np.int64), np.array([5]), np.array([True]), descriptor=True)
+    bench.publish(writer)
+    bench.memory.acquire(reader)
+    assert bench.load(reader, [0]) == [0], "on its way"
+    bench.memory.complete_descriptor_stores(writer)
+    bench.memory.release(writer)
+    bench.memory.acquire(reader)
+    assert bench.load(reader, [0]) == [0], "no barrier since"
+    bench.publish(writer)
+    bench.memory.acquire(reader)
+    assert bench.load(reader, [0]) == [5]
+
+
+def test_a_scattered_load_may_touch_several_tensors_and_nothing_between():
+    bench = Bench(size=64)
+    other = np.zeros(8, dtype=np.int64)
+    bench.memory.allow(other.ctypes.data, 64)
+    both = np.array([bench.start, other.ctypes.data + 8], dtype=np.uint64)
+    zero = np.zeros((), dtype=np.int64)
+    assert bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64), False).tolist() == [0, 0]
+    both[1] += 4096
+    with pytest.raises(mk.SimulatorError, match="a load of"):
+        bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64), False)
+
+
 def test_a_barrier_alone_does_nothing():
     bench = Bench()
     writer = bench.view()
