@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mkernel import operators
-from mkernel.bench import shapes
+from mkernel.bench import moe, shapes
 from mkernel.operators import Shape
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
@@ -133,17 +133,20 @@ def _attention(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
     return Call(run)
 
 
-def _routing(group: Group, tokens: int, experts: int, top_k: int) -> torch.Tensor:
+def _routing(group: Group, tokens: int) -> tuple[int, torch.Tensor]:
+    """Experts of a rank, as many as in the benchmark, and the random ones of each token; fewer in the simulator."""
+    experts, chosen = (moe.EXPERTS, moe.SLOTS) if group.device.type == "cuda" else (2, 2)
     generator = torch.Generator(group.device).manual_seed(77 + group.rank)
-    return torch.rand(tokens, experts, device=group.device, generator=generator).topk(top_k, dim=1).indices
+    scores = torch.rand(tokens, experts * group.size, device=group.device, generator=generator)
+    return experts, scores.topk(min(chosen, experts * group.size), dim=1).indices
 
 
 def _dispatch(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
-    tokens, hidden, out, experts, top_k = shape
+    tokens, out, hidden = shape
     mine = tokens // group.size
+    experts, ids = _routing(group, mine)
     x = _randn(group, mine, hidden, dtype=dtype, seed=0)
-    w = _randn(group, experts // group.size, hidden, out, dtype=dtype, seed=1)
-    ids = _routing(group, mine, experts, top_k)
+    w = _randn(group, experts, hidden, out, dtype=dtype, seed=1)
 
     def run(config: Config | None) -> torch.Tensor:
         return moe_dispatch_matmul(x, ids, w, max_tokens=mine, group=group, config=config)[0]
@@ -152,13 +155,13 @@ def _dispatch(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
 
 
 def _ffn(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
-    tokens, hidden, inter, experts, top_k = shape
-    mine, local = tokens // group.size, experts // group.size
+    tokens, inter, hidden = shape
+    mine = tokens // group.size
+    experts, ids = _routing(group, mine)
     x = _randn(group, mine, hidden, dtype=dtype, seed=0)
-    gate_up = _randn(group, local, hidden, 2 * inter, dtype=dtype, seed=1) * hidden**-0.5
-    down = _randn(group, local, inter, hidden, dtype=dtype, seed=2) * inter**-0.5
-    ids = _routing(group, mine, experts, top_k)
-    weights = _randn(group, mine, top_k, dtype=torch.float32, seed=3).softmax(1)
+    gate_up = _randn(group, experts, hidden, 2 * inter, dtype=dtype, seed=1) * hidden**-0.5
+    down = _randn(group, experts, inter, hidden, dtype=dtype, seed=2) * inter**-0.5
+    weights = _randn(group, mine, ids.shape[1], dtype=torch.float32, seed=3).softmax(1)
 
     def run(config: Config | None) -> torch.Tensor:
         return moe_ffn(x, ids, weights, gate_up, down, max_tokens=mine, group=group, config=config)
@@ -179,8 +182,8 @@ WORKLOADS = {
             _summing(_matmul_all_reduce, "matmul_all_reduce", False), _matmul_all_reduce.TUNABLE,
         ),
         Workload("ring_attention", (1, 2, 128, 64), _attention),
-        Workload("moe_dispatch_matmul", (64, 32, 64, 4, 2), _dispatch),
-        Workload("moe_ffn", (32, 32, 32, 4, 2), _ffn),
+        Workload("moe_dispatch_matmul", (64, 64, 32), _dispatch),
+        Workload("moe_ffn", (32, 32, 32), _ffn),
     )
 }  # fmt: skip
 
