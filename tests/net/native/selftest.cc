@@ -297,8 +297,9 @@ struct Calls {
 };
 
 // Requests that are neighbours, and lie in the ring in an order that is random within each `mixed` of them:
-// how many calls of the driver they take. Every block is there when its signal is.
-Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0) {
+// how many calls of the driver they take. Every block is there when its signal is. `crossed`: neighbours there
+// are none here.
+Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0, bool crossed = false) {
   constexpr uint64_t kBlocks = 256, kBytes = 1024, kData = kBlocks * 8;
   std::shared_ptr<Transport> ranks[2];
   std::vector<std::vector<int64_t>> memory(2, std::vector<int64_t>((kData + kBlocks * kBytes) / 8));
@@ -316,7 +317,8 @@ Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0) {
   for (uint64_t block : order) {
     Request request;
     request.peer = 1;
-    request.source = request.target = kData + block * kBytes;
+    request.source = kData + (block ^ crossed) * kBytes;
+    request.target = kData + block * kBytes;
     request.bytes = kBytes;
     request.signal = block * 8;
     request.value = 5;
@@ -328,7 +330,7 @@ Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0) {
   for (uint64_t block : order) {
     CHECK(eventually([&] { return look(&memory[1][block]) == 5; }));
     for (uint64_t i = 0; i < kBytes / 8; ++i)
-      CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block) + 1);
+      CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block ^ crossed) + 1);
   }
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   CHECK(options.bytes_per_s == 0 || seconds >= kBlocks * kBytes / options.bytes_per_s);
@@ -351,7 +353,8 @@ void bursts() {
   paced.latency_ns = 5000;
   Calls in_time = burst(paced, 8);
   CHECK(in_time.copies <= 64 && in_time.batches <= 96);
-  // nothing is joined
+  // nothing can be joined, or is
+  CHECK(burst({}, 64, 0, true).copies == 256);
   CHECK(burst({0, 0, 1}, 64).copies > 256);
   // from a device to host memory: the signal is a plain store, and has to wait for the copy
   burst({}, 1, -1);
