@@ -69,9 +69,9 @@ def _flood(contexts, memories, count, size, epoch, times, RANKS: tl.constexpr):
     value = tl.cast(epoch, tl.int64)
     tl.store(times + tl.program_id(0) * 2, clock())
     for i in range(poster, count, POSTERS):
-        source = (count * 8 + i.to(tl.int64) * size).to(tl.int64)
-        target = source + count.to(tl.int64) * size
-        post(context, (rank + 2) % RANKS, segment, source, segment, target, size, i.to(tl.int64) * 8, value, SEND)
+        source = count * 8 + tl.cast(i, tl.int64) * size
+        target = source + tl.cast(count, tl.int64) * size
+        post(context, (rank + 2) % RANKS, segment, source, segment, target, size, tl.cast(i, tl.int64) * 8, value, SEND)
     for i in range(poster, count, POSTERS):
         while tl.atomic_add(signals + i, 0, sem="acquire", scope="sys") < value:
             pass
