@@ -113,7 +113,7 @@ def main(
     for one in wanted:
         if one.op != named:
             named = one.op
-            print(f"\n{named}\n{_header(one, against)}")
+            print(f"\n{named}\n{_header(one, against)}", flush=True)
         try:
             result = run(
                 one.op, [one.shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,

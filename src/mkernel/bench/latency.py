@@ -1,13 +1,19 @@
-"""How long a kernel waits for the network's software: `python -m mkernel.bench.latency`.
+"""How long a kernel waits for the network's software, and how much goes through it: `python -m mkernel.bench.latency`.
 
 One CTA posts a request through the ring, the proxy of its rank carries it out over the loopback transport
 (no pacing), and the CTA waits for the signal; then the next one. Times are the GPU's own. With host
 memory the proxy copies by memcpy and sets the signal with a store: that is what ring, proxy and signal
 cost by themselves. With GPU memory it queues a copy and a write on a stream.
+
+Then the throughput of many requests of one tile each, between GPU memories, as the operators that sum over nodes
+post them: four ranks at once, each with a proxy of its own, all of which need the driver. Eight CTAs of every
+rank post in turns, so that neighbours come at about the same time and in any order. Not paced, and paced to a
+rate that it should reach.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -31,6 +37,12 @@ SIZES = (0, 8, 4096, 65536)
 DATA = 64  # where the bytes begin, behind the signal
 CAPACITY = 64
 
+RANKS = 4
+POSTERS = tl.constexpr(8)  # CTAs of a rank
+TILE = 65536  # bytes of a request
+REQUESTS = 2048  # of each rank
+PACED = 12.5  # GB/s of a rank
+
 
 @triton.jit(do_not_specialize=["address", "size", "rounds"])
 def _ping(context, address, size, rounds, nanoseconds):
@@ -46,33 +58,64 @@ def _ping(context, address, size, rounds, nanoseconds):
         tl.store(nanoseconds + i, clock() - start)
 
 
+@triton.jit(do_not_specialize=["count", "epoch"])
+def _flood(contexts, memories, count, size, epoch, times, RANKS: tl.constexpr):
+    """Every rank posts `count` requests to the rank that is two behind it, and waits for what comes from there."""
+    rank = tl.program_id(0) // POSTERS
+    poster = tl.program_id(0) % POSTERS
+    context = tl.load(contexts + rank).to(tl.pointer_type(tl.int64))
+    signals = tl.load(memories + rank).to(tl.pointer_type(tl.int64))
+    segment = tl.full((), 0, tl.int32)
+    value = tl.cast(epoch, tl.int64)
+    tl.store(times + tl.program_id(0) * 2, clock())
+    for i in range(poster, count, POSTERS):
+        source = count * 8 + tl.cast(i, tl.int64) * size
+        target = source + tl.cast(count, tl.int64) * size
+        post(context, (rank + 2) % RANKS, segment, source, segment, target, size, tl.cast(i, tl.int64) * 8, value, SEND)
+    for i in range(poster, count, POSTERS):
+        while tl.atomic_add(signals + i, 0, sem="acquire", scope="sys") < value:
+            pass
+    tl.store(times + tl.program_id(0) * 2 + 1, clock())
+
+
+class _Rank:
+    """A ring, and the little of a context that `post` needs."""
+
+    def __init__(self, device: torch.device, rank: int, size: int, capacity: int):
+        self.ring = torch.zeros(
+            requests.HEADER_WORDS.value + capacity * requests.REQUEST_WORDS.value, dtype=torch.int64
+        ).pin_memory()
+        self.ring[requests.CAPACITY.value] = capacity
+        self._kept = [
+            torch.zeros(8, dtype=torch.int64, device=device),  # the state
+            torch.zeros(records.MAX_CTAS * records.WORDS, dtype=torch.int64).pin_memory(),
+            torch.zeros(1, dtype=torch.int64, device=device),  # the flag that tells to leave
+        ]
+        state, waits, flag = (memory.data_ptr() for memory in self._kept)
+        table = [0] * (words.TABLE.value + 2 * size)
+        table[words.RANK.value] = rank
+        table[words.SIZE.value] = size
+        table[words.TIMEOUT.value] = 10**10
+        table[words.STATE.value] = state
+        table[words.RECORDS.value] = waits
+        table[RING.value] = self.ring.data_ptr()
+        table[words.TABLE.value + size + rank] = flag
+        self.context = torch.tensor(table, dtype=torch.int64, device=device)
+
+
 def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Nanoseconds from request to signal, for transfers of `size` bytes between host or GPU memories."""
     device = torch.device("cuda", torch.cuda.current_device())
-    ring = torch.zeros(
-        requests.HEADER_WORDS.value + CAPACITY * requests.REQUEST_WORDS.value, dtype=torch.int64
-    ).pin_memory()
-    ring[requests.CAPACITY.value] = CAPACITY
+    rank = _Rank(device, 0, 2, CAPACITY)
     memories = [torch.zeros(DATA + max(SIZES), dtype=torch.uint8) for _ in range(2)]
     memories = [memory.pin_memory() if on_host else memory.to(device) for memory in memories]
-    state = torch.zeros(8, dtype=torch.int64, device=device)
-    waits = torch.zeros(records.MAX_CTAS * records.WORDS, dtype=torch.int64).pin_memory()
-    table = [0] * (words.TABLE.value + 4)
-    table[words.SIZE.value] = 2
-    table[words.TIMEOUT.value] = 10**10
-    table[words.STATE.value] = state.data_ptr()
-    table[words.RECORDS.value] = waits.data_ptr()
-    table[RING.value] = ring.data_ptr()
-    flag = torch.zeros(1, dtype=torch.int64, device=device)
-    table[words.TABLE.value + 2] = flag.data_ptr()
-    context = torch.tensor(table, dtype=torch.int64, device=device)
     times = torch.zeros(rounds, dtype=torch.int64, device=device)
     with near(device), LoopbackTransport("latency", 0) as mine, LoopbackTransport("latency", 1) as other:
         mine.attach(0, memories[0])
         other.attach(0, memories[1])
-        with Proxy(ring, mine, spin=SPIN_SECONDS["cuda"]) as proxy:
+        with Proxy(rank.ring, mine, spin=SPIN_SECONDS["cuda"]) as proxy:
             for count in (0, rounds):  # the first only loads the kernel
-                _ping[(1,)](context, memories[1].data_ptr(), size, count, times, num_warps=1)
+                _ping[(1,)](rank.context, memories[1].data_ptr(), size, count, times, num_warps=1)
                 torch.cuda.synchronize()
             proxy.check()
     ordered = times.sort().values.tolist()
@@ -81,6 +124,55 @@ def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
         "bytes": size,
         "median_us": ordered[rounds // 2] / 1e3,
         "p99_us": ordered[rounds * 99 // 100] / 1e3,
+    }
+
+
+def throughput(rate: float | None, count: int = REQUESTS, rounds: int = 5) -> dict[str, Any]:
+    """GB/s that each of four ranks sends and receives; `rate` paces the link of each to so many."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = [_Rank(device, rank, RANKS, 256) for rank in range(RANKS)]
+    memories = [torch.zeros(count * 8 + 2 * count * TILE, dtype=torch.uint8, device=device) for _ in range(RANKS)]
+    for rank, memory in enumerate(memories):
+        memory[count * 8 : count * 8 + count * TILE].view(count, TILE)[:] = (
+            torch.arange(count, device=device)[:, None] % 200 + rank + 1
+        ).to(torch.uint8)
+    contexts = torch.tensor([rank.context.data_ptr() for rank in ranks], dtype=torch.int64, device=device)
+    addresses = torch.tensor([memory.data_ptr() for memory in memories], dtype=torch.int64, device=device)
+    times = torch.zeros(RANKS * POSTERS.value, 2, dtype=torch.int64, device=device)
+    spans = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(near(device))
+        transports = [
+            stack.enter_context(LoopbackTransport("throughput", rank, rate=rate * 1e9 if rate else None))
+            for rank in range(RANKS)
+        ]
+        for transport, memory in zip(transports, memories):
+            transport.attach(0, memory)
+        proxies = [
+            stack.enter_context(Proxy(rank.ring, transport, spin=SPIN_SECONDS["cuda"]))
+            for rank, transport in zip(ranks, transports)
+        ]
+        for epoch in range(rounds + 1):
+            # the first only loads the kernel: it asks for nothing
+            _flood[(RANKS * POSTERS.value,)](
+                contexts, addresses, count if epoch else 0, TILE, epoch, times, RANKS, num_warps=1
+            )
+            torch.cuda.synchronize()
+            if epoch:
+                spans.append((times[:, 1].max() - times[:, 0].min()).item())
+        for proxy in proxies:
+            proxy.check()
+    for rank, memory in enumerate(memories):
+        came = memory[count * 8 + count * TILE :]
+        sent = memories[(rank + 2) % RANKS][count * 8 : count * 8 + count * TILE]
+        if not torch.equal(came, sent):
+            raise AssertionError(f"rank {rank} did not get what was sent to it")
+    return {
+        "ranks": RANKS,
+        "bytes": TILE,
+        "requests": count,
+        "paced_gb_per_s": rate,
+        "gb_per_s": count * TILE / sorted(spans)[rounds // 2],
     }
 
 
@@ -95,6 +187,11 @@ def main(path: str | None = None) -> None:
             result = measure(on_host, size)
             results.append(result)
             print(f"{result['memory']:>6} {size:>7} {result['median_us']:>10.2f} {result['p99_us']:>8.2f}", flush=True)
+    print(f"\n{'paced to':>9} {'GB/s':>7}   of each of {RANKS} ranks, {REQUESTS} requests of {TILE} bytes")
+    for rate in (None, PACED):
+        result = throughput(rate)
+        results.append(result)
+        print(f"{'-' if rate is None else f'{rate:g}':>9} {result['gb_per_s']:>7.2f}", flush=True)
     if path is not None:
         with open(path, "w") as file:
             json.dump(results, file, indent=1)

@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <string>
@@ -285,6 +286,82 @@ void alarms() {
   CHECK(refused);
 }
 
+struct Calls {
+  Calls() {
+    static auto* ask = reinterpret_cast<void (*)(int64_t*, int64_t*)>(
+        ::dlsym(::dlopen("libcuda.so.1", RTLD_NOW), "fake_calls"));
+    CHECK(ask != nullptr);
+    ask(&copies, &batches);
+  }
+  int64_t copies, batches;
+};
+
+// Requests that are neighbours, and lie in the ring in an order that is random within each `mixed` of them:
+// how many calls of the driver they take. Every block is there when its signal is. `crossed`: neighbours there
+// are none here.
+Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0, bool crossed = false) {
+  constexpr uint64_t kBlocks = 256, kBytes = 1024, kData = kBlocks * 8;
+  std::shared_ptr<Transport> ranks[2];
+  std::vector<std::vector<int64_t>> memory(2, std::vector<int64_t>((kData + kBlocks * kBytes) / 8));
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks[rank] = std::make_shared<LoopbackTransport>("burst", rank, options);
+    ranks[rank]->attach(0, memory[rank].data(), memory[rank].size() * 8, rank == 0 ? 0 : target_device);
+  }
+  for (uint64_t block = 0; block < kBlocks; ++block)
+    std::fill_n(memory[0].begin() + (kData + block * kBytes) / 8, kBytes / 8, block + 1);
+  std::vector<uint64_t> order(kBlocks);
+  for (uint64_t i = 0; i < kBlocks; ++i) order[i] = i;
+  std::mt19937_64 random(3);
+  for (uint64_t i = 0; i < kBlocks; i += mixed) std::shuffle(order.begin() + i, order.begin() + i + mixed, random);
+  Producer producer(kBlocks);
+  for (uint64_t block : order) {
+    Request request;
+    request.peer = 1;
+    request.source = kData + (block ^ crossed) * kBytes;
+    request.target = kData + block * kBytes;
+    request.bytes = kBytes;
+    request.signal = block * 8;
+    request.value = 5;
+    producer.post(request);
+  }
+  Calls before;
+  auto start = std::chrono::steady_clock::now();
+  Proxy proxy(producer.words.data(), producer.words.size(), ranks[0], ProxyOptions{});
+  for (uint64_t block : order) {
+    CHECK(eventually([&] { return look(&memory[1][block]) == 5; }));
+    for (uint64_t i = 0; i < kBytes / 8; ++i)
+      CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block ^ crossed) + 1);
+  }
+  double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  CHECK(options.bytes_per_s == 0 || seconds >= kBlocks * kBytes / options.bytes_per_s);
+  CHECK(proxy.stop(milliseconds(20000)));
+  CHECK(proxy.statistics().completions == kBlocks);
+  Calls after;
+  for (auto& rank : ranks) rank->detach(0);
+  after.copies -= before.copies;
+  after.batches -= before.batches;
+  return after;
+}
+
+void bursts() {
+  // a proxy takes 64 requests out of its ring before it lets the transport work
+  Calls at_once = burst({}, 64);
+  CHECK(at_once.copies == 4 && at_once.batches == 4);
+  // one request every 5 us
+  LoopbackOptions paced;
+  paced.bytes_per_s = 1024 / 5e-6;
+  paced.latency_ns = 5000;
+  Calls in_time = burst(paced, 8);
+  CHECK(in_time.copies <= 64 && in_time.batches <= 96);
+  // nothing can be joined, or is
+  CHECK(burst({}, 64, 0, true).copies == 256);
+  CHECK(burst({0, 0, 1}, 64).copies > 256);
+  // from a device to host memory: the signal is a plain store, and has to wait for the copy
+  burst({}, 1, -1);
+  burst(paced, 8, -1);
+  burst({0, 0, 1}, 1, -1);
+}
+
 // All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
 void on_device() {
   for (int64_t seed : {-1, 5}) {
@@ -297,6 +374,7 @@ void on_device() {
   exchange(pair.ranks[0], pair.ranks[1], 200, 600, 0);
   exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000, 1);
   for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+  bursts();
   lifecycle(0);
   alarms();
 }
