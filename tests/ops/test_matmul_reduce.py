@@ -161,8 +161,9 @@ def test_what_moves(way, cluster):
             same_node = source // gpus == target // gpus and source != target
             counterparts = source % gpus == target % gpus and source // gpus != target // gpus
             assert traffic.network[source][target] == (tile if counterparts else 0)
-            pushed = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 1, "one shot": gpus}[way] * tile
-            assert traffic.nvlink[source][target] == (pushed if same_node else 0)
+            # all-reduce: a part is pushed to the owner, and a finished tile read back
+            moved = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 2, "one shot": gpus}[way] * tile
+            assert traffic.nvlink[source][target] == (moved if same_node else 0)
 
 
 def test_parts_are_pushed_while_others_are_computed(way):

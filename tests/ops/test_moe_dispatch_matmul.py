@@ -241,23 +241,22 @@ def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, 
     guards.check()
 
 
-def test_what_had_no_room_is_nan():
+def test_what_had_no_room_is_nan(monkeypatch):
     layer = Layer((6, 9), (2, 2))
+    kept = {}
+    original = mk.Group.launch
+
+    def launch(self, launch):
+        kept[self.rank] = launch.arguments["y_rows"]
+        original(self, launch)
+
+    monkeypatch.setattr(mk.Group, "launch", launch)
 
     def work(group):
-        kept = []
-        original = mk.Group.launch
-
-        def launch(self, launch):
-            kept.append(launch.arguments["y_rows"])
-            original(self, launch)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mk.Group, "launch", launch)
-            with pytest.raises(mk.CapacityError):
-                dispatch(group, layer, capacity=3)
-        assert kept[-1].shape[0] == 3
-        assert kept[-1].isnan().all()
+        with pytest.raises(mk.CapacityError):
+            dispatch(group, layer, capacity=3)
+        assert kept[group.rank].shape[0] == 3
+        assert kept[group.rank].isnan().all()
 
     run(work, cluster=(1, 2))
 
