@@ -191,8 +191,8 @@ def _place_chunk(
                     tl.store(to, block, mask=(target >= 0)[:, None] & (j < hidden))
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
-        tl.debug_barrier()
         trace(context, INTRA, GATHER, source, chunk, since)
+        tl.debug_barrier()
         tl.atomic_add(placed + number * COUNTERS, 1, mask=named_and_fits, sem="release", scope="gpu")
     return tl.where(source != rank, wanted, 0)
 
