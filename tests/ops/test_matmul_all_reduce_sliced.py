@@ -28,8 +28,13 @@ def work(group, case, turns=3, **more):
     return [call(group, "sliced", case, turn, config=WIDE, **more) for turn in range(turns)]
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 8])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 130, 5), (16, 128, 16), (33, 200, 7), (5, 64, 33)])
+SHAPES = [(1, 1, 1), (17, 130, 5), (16, 128, 16), (33, 200, 7), (5, 64, 33)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "m", "n", "k"),
+    [*((2, *shape) for shape in SHAPES), *((4, *shape) for shape in SHAPES[1:4]), (8, 5, 130, 7)],
+)
 def test_shapes(gpus, m, n, k):
     dtype = DTYPES[(m + gpus) % 3]
     results = run(work, Sum(m, n, k, dtype), cluster=(1, gpus), seed=m, ctas=8)
@@ -38,12 +43,12 @@ def test_shapes(gpus, m, n, k):
             assert_same(other, others[0])
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_same_bits_on_every_schedule(seed):
+def test_same_bits_on_every_schedule():
     case = Sum(20, 140, 9, torch.bfloat16)
-    first = run(work, case, 2, cluster=(1, 4), seed=100, ctas=8)
-    for one, other in zip(first[0], run(work, case, 2, cluster=(1, 4), seed=seed, ctas=8)[0]):
-        assert_same(one, other)
+    first = run(work, case, 1, cluster=(1, 4), seed=100, ctas=8)
+    for seed in range(10):
+        for one, other in zip(first[0], run(work, case, 1, cluster=(1, 4), seed=seed, ctas=8)[0]):
+            assert_same(one, other)
 
 
 def test_bias_residual_fp32_parts_and_a_slow_rank():

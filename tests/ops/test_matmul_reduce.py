@@ -46,14 +46,14 @@ def skip_one_shot(way, cluster):
 SHAPES = [(33, 7, 17), (1, 1, 1), (7, 33, 5), (16, 16, 16), (2, 31, 33), (5, 17, 1)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 def test_schedules(way, cluster, seed):
     skip_one_shot(way, cluster)
     number = seed + sum(cluster)
     rows, n, k = SHAPES[number % len(SHAPES)]
     case = Sum(rows_for(way, rows, cluster), n, k, DTYPES[number % 3])
-    run(lambda group: call(group, way, case, bias=seed % 2 == 0, residual=seed > 1), cluster=cluster, seed=seed)
+    run(lambda group: call(group, way, case, bias=seed % 2 == 0, residual=seed > 0), cluster=cluster, seed=seed)
 
 
 @pytest.mark.parametrize(("cluster", "ctas"), [((1, 3), 1), ((1, 3), 4), ((2, 2), 7), ((3, 1), 4)], ids=cluster_name)
