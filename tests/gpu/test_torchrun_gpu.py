@@ -86,6 +86,8 @@ FAULTS = """
         took = time.monotonic() - begun
         assert took < {timeout} + 5, took
         print("noticed:", type(failure).__name__, f"{{took:.1f}} s:", failure, flush=True)
+    # some hear of it at once, some only when their own time is over: nobody shall wait for them in vain
+    time.sleep(max({timeout} + 1 - took, 0))
     left = group.subset([rank for rank in range(group.size) if rank != {victim}])
     y = mk.all_gather_matmul(a, a, group=left)
     left.synchronize()
