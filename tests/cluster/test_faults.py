@@ -59,3 +59,28 @@ def test_killed_process_in_another_node():
     counterpart = results[1][0]
     assert "TransportError" in counterpart, counterpart
     assert "rank 3" in counterpart, counterpart
+
+
+PATIENT = """
+    import time
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=3.0)
+    a = torch.ones(16, 16)
+    mk.all_gather_matmul(a, a)
+    time.sleep(4.0)  # of the host, which no wait of a kernel may be charged with
+    if group.rank == 1:
+        time.sleep(1.0)
+    assert (mk.all_gather_matmul(a, a) == 16).all()
+    print("patient: rank", group.rank, flush=True)
+    group.barrier()
+    group.close()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_wait_is_as_long_as_it_lasts():
+    for rank, (output, code) in enumerate(run_ranks(PATIENT, 2)):
+        assert code == 0, output
+        assert f"patient: rank {rank}" in output, output

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from mkernel.lang import context as words
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of, state_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of, state_of
 from mkernel.lang.device import clock, now
+from mkernel.lang.signals import finish
 
 from .harness import launch, simulate, workspace_of
 
@@ -17,7 +18,7 @@ def count_epochs(context, out):
     """Every CTA writes down the epoch it saw."""
     epoch = current_epoch(context)
     tl.store(out + tl.program_id(0), epoch)
-    finish(context, epoch)
+    finish(context, epoch, 2)
 
 
 @pytest.mark.parametrize("resident", [None, 1, 2])
@@ -53,7 +54,7 @@ def last_one_sees_all(context, boxes, out):
     epoch = current_epoch(context)
     cta = tl.program_id(0)
     tl.store(boxes + cta, cta + 1)
-    finish(context, epoch)
+    finish(context, epoch, 2)
     if tl.atomic_add(state_of(context) + words.EPOCH, 0, sem="acquire", scope="gpu") == epoch:
         tl.store(out + cta, tl.sum(tl.load(boxes + tl.arange(0, 4))))
 

@@ -253,3 +253,28 @@ def test_wait_sent_waits_for_all_up_to_its_ticket(completed, ticket, there):
     assert (record is None) == bool(there)
     if record:
         assert (record.signal, record.seen, record.expected) == ("sent", completed, ticket + 1)
+
+
+@triton.jit
+def post_what_never_came(context, out):
+    """Wait in vain, then ask the network to hand on what did not come."""
+    rank = rank_of(context)
+    segment = tl.load(context + SEGMENT)
+    wait(context, segment_of(context, rank, tl.int64), 1, SEND, ARRIVED, 1 - rank, 0)
+    tl.store(out, post(context, 1 - rank, segment, 0, segment, 512, 8, 8, 1, SEND))
+
+
+def test_nothing_is_sent_after_giving_up():
+    """Over the network nobody could tell the peer that it got what was not there."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        out = torch.full((1,), -7, dtype=torch.int64)
+        if group.rank == 0:
+            workspace.context[words.TIMEOUT.value] = int(SOON * 1e9)
+            with pytest.raises(mk.CommTimeout):
+                launch(group, workspace, post_what_never_came, out=out)
+        group.barrier()
+        return int(out), int(workspace.segment.memory.view(torch.int64)[1])
+
+    assert simulate(rank, nodes=2) == [(-1, 0), (-7, 0)]

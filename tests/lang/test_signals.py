@@ -8,9 +8,9 @@ import triton.language as tl
 import mkernel as mk
 from mkernel.lang import combining, roles, routing, signals
 from mkernel.lang import context as words
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.runtime import records
 
 from .harness import SOON, launch, simulate, workspace_of
@@ -33,7 +33,7 @@ def pass_on(context, data_start, out):
     there = wait(context, mine + before, epoch, COMPUTE, ARRIVED, before, 0)
     tl.store(out + place, tl.load(mine + data_start + place))
     tl.store(out + BLOCK, there.to(tl.int64))
-    finish(context, epoch)
+    finish(context, epoch, 2)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -247,7 +247,7 @@ def test_a_launch_after_a_timeout_ends_at_once():
 
 
 def test_kinds_and_reasons_differ():
-    names = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "PARTIAL", "FINISHED_TILE")
+    names = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "NOTHING", "PARTIAL", "FINISHED_TILE")
     kinds = [getattr(signals, name) for name in names]
     kinds += [
         getattr(routing, name) for name in ("ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED")
@@ -257,3 +257,42 @@ def test_kinds_and_reasons_differ():
     assert set(records.SIGNALS) == {kind.value for kind in kinds}
     assert signals.TIMED_OUT.value != signals.TOLD_TO_LEAVE.value
     assert 0 not in (signals.TIMED_OUT.value, signals.TOLD_TO_LEAVE.value)
+
+
+@triton.jit
+def relay(context, out):
+    """Rank 0 hands on to rank 1 what never came to it, and says that it has."""
+    rank = rank_of(context)
+    epoch = current_epoch(context)
+    mine = segment_of(context, rank, tl.int64)
+    if rank == 0:
+        wait(context, mine, epoch, COMPUTE, ARRIVED, 1, 0)
+        notify(segment_of(context, 1, tl.int64) + 1, epoch)
+    else:
+        there = wait(context, mine + 1, epoch, COMPUTE, ARRIVED, 0, 0)
+        tl.store(out, there.to(tl.int64))
+    finish(context, epoch, 2)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["timed out", "told to leave"])
+def test_whoever_was_given_what_never_came_hears_of_it(told):
+    """Its own wait was answered, and yet it leaves a record. `told`: rank 0 gives up because its flag is up,
+    before rank 1's is."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        out = torch.zeros(1, dtype=torch.int64)
+        if group.rank == 0:
+            workspace.context[words.TIMEOUT.value] = int(SOON * 1e9)
+            if told:
+                group._control.memory.view(torch.int64)[0] = 1
+            with pytest.raises(mk.CommTimeout, match="chunk 0 of rank 1"):
+                launch(group, workspace, relay, out=out)
+        group.barrier()
+        if group.rank == 1:
+            with pytest.raises(mk.CommTimeout, match="rank 1 ended its launch after the group had given up") as caught:
+                launch(group, workspace, relay, out=out)
+            assert len(caught.value.records) == 1
+        return int(out)
+
+    assert simulate(rank, gpus=2) == [0, 1]

@@ -32,6 +32,20 @@ def test_a_chain_ends_at_the_rank_that_waited_for_nobody():
     assert not chain.cycle
 
 
+def test_waits_within_a_rank_lead_nowhere_else():
+    (chain,) = chains.find([wait(0, -1, "placed")])
+    assert "rank 0 waited for itself" in str(chain)
+    (chain,) = chains.find([wait(0, -1, "placed"), wait(0, 2)])
+    assert chain.short == "rank 0 -> rank 2"
+
+
+def test_who_only_heard_of_it_waited_for_nobody():
+    """A launch that ended after the group had given up adds nothing to the chain."""
+    assert chains.find([wait(1, -1, "nothing", timed_out=False)]) == []
+    (chain,) = chains.find([wait(0, 2), wait(1, -1, "nothing", timed_out=False)])
+    assert chain.waiters == (0,)
+
+
 def test_everybody_waits_for_one():
     (chain,) = chains.find([wait(rank, 3) for rank in range(8) if rank != 3])
     assert chain.short == "rank 0 -> rank 3"

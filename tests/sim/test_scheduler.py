@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 import mkernel as mk
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.sim.scheduler import Scheduler
 
 from .harness import OP, launch, run, simulate
@@ -229,7 +229,7 @@ def meet(context):
         notify(segment_of(context, peer, tl.int64) + rank, epoch)
     for peer in range(size):
         wait(context, segment_of(context, rank, tl.int64) + peer, epoch, COMPUTE, ARRIVED, peer, 0)
-    finish(context, epoch)
+    finish(context, epoch, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"late": {0: 3000}}, {"late": {1: 500, 2: 5000}}, {"slow": {1: 0.001}}])

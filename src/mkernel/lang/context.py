@@ -12,7 +12,7 @@ The host writes the table in `mkernel.runtime.group`.
 import triton
 import triton.language as tl
 
-from mkernel.lang.trace import BEGUN, ENDED, LAUNCHES, trace, trace_time
+from mkernel.lang.trace import BEGUN, LAUNCHES, trace, trace_time
 
 # Words of the table.
 RANK = tl.constexpr(0)
@@ -23,6 +23,7 @@ RECORDS = tl.constexpr(4)  # address of the wait records, host-visible
 RING = tl.constexpr(5)  # address of the request ring, 0 when the group has one node
 SEGMENT = tl.constexpr(6)  # number of the heap segment that the table describes
 OP = tl.constexpr(7)  # which operator, for the records
+ABORTED = tl.constexpr(8)  # address of this rank's abort flag
 # 14 and 15: where a traced launch writes its events, see lang/trace.py
 TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE addresses of abort flags
 
@@ -60,16 +61,3 @@ def current_epoch(context):
     epoch = tl.load(state_of(context) + EPOCH) + 1
     trace(context, LAUNCHES, BEGUN, 0, epoch, trace_time(context))
     return epoch
-
-
-@triton.jit
-def finish(context, epoch):
-    """Every CTA calls this last. The last of them completes the epoch, so the next launch (or the
-    next replay of a captured graph) counts on from there with no help from the host."""
-    state = state_of(context)
-    tl.debug_barrier()
-    trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))
-    before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
-        tl.atomic_xchg(state + FINISHED, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(state + EPOCH, epoch, sem="release", scope="gpu")

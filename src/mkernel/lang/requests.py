@@ -26,7 +26,7 @@ import triton.language as tl
 
 from mkernel.lang.context import RING
 from mkernel.lang.roles import SEND
-from mkernel.lang.signals import RING_SPACE, SENT, notify, notify_in_loop, wait
+from mkernel.lang.signals import RING_SPACE, SENT, gave_up, notify, notify_in_loop, wait
 from mkernel.lang.trace import POST, trace, trace_time
 
 # Words of the ring's header.
@@ -59,6 +59,9 @@ def post(
     ticket = tl.atomic_add(ring + TAKEN, 1, sem="relaxed", scope="gpu")
     capacity = tl.load(ring + CAPACITY)
     free = wait(context, ring + CONSUMED, ticket - capacity + 1, ROLE, RING_SPACE, peer, ticket)
+    if free:
+        # else the data may be missing, and nobody could tell the peer
+        free = not gave_up(context)
     if free:
         request = ring + HEADER_WORDS + (ticket % capacity) * REQUEST_WORDS
         addressee = peer.to(tl.int64) | (segment.to(tl.int64) << 16) | (source_segment.to(tl.int64) << 40)

@@ -9,19 +9,35 @@ every thread of the waiting CTA after `wait` returned true; reads through tensor
 `acquire_for_descriptors` in between.
 
 Every wait ends. After the group's timeout, or as soon as another CTA of the group has given up, the
-waiter writes down what it waited for (its wait record), and returns false. The one that timed out
-also raises the abort flag of every rank it can reach. A kernel then runs to its end without waiting
-any more, and marks what it could not compute with NaN; the host finds the record and raises
-`mk.CommTimeout`.
+waiter writes down what it waited for (its wait record), raises the abort flag of every rank it can reach,
+and returns false. A kernel then runs to its end without waiting any more, and marks what it could not compute
+with NaN; the host finds the record and raises `mk.CommTimeout`.
+
+Nobody is deceived. A CTA that has given up may still hand on what it never got, and tell others that it is
+there. But the flags were up before. Within the node, whoever takes such data finds its own flag up at the end
+of its launch, and leaves a record (`finish`), even if none of its own waits failed; to other nodes, where the
+flags are out of reach, nothing is sent any more (`post`).
 """
 
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import OP, RANK, RECORD_WORDS, RECORDS, SIZE, TABLE, TIMEOUT
+from mkernel.lang.context import (
+    ABORTED,
+    EPOCH,
+    FINISHED,
+    OP,
+    RANK,
+    RECORD_WORDS,
+    RECORDS,
+    SIZE,
+    TABLE,
+    TIMEOUT,
+    state_of,
+)
 from mkernel.lang.device import barrier, now
 from mkernel.lang.roles import COMPUTE, SEND
-from mkernel.lang.trace import WAIT, trace, trace_time
+from mkernel.lang.trace import ENDED, LAUNCHES, WAIT, trace, trace_time
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
@@ -35,6 +51,7 @@ SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to se
 PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
 FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
+NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
 
 
 @triton.jit
@@ -69,15 +86,13 @@ def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer
 
 @triton.jit
 def gave_up(context):
-    """Has the group given up? Once a wait of this CTA has returned false, it has."""
-    flag = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
-    return tl.load(flag.to(tl.pointer_type(tl.int64)), volatile=True) != 0
+    """Has the group given up? Once a wait of this CTA has returned false, or of one whose signal it took, it has."""
+    return tl.load(tl.load(context + ABORTED).to(tl.pointer_type(tl.int64)), volatile=True) != 0
 
 
 @triton.jit
 def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
-    aborted = aborted.to(tl.pointer_type(tl.int64))
+    aborted = tl.load(context + ABORTED).to(tl.pointer_type(tl.int64))
     timeout = tl.load(context + TIMEOUT)
     start = now(context)
     reason = 0
@@ -89,9 +104,8 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
             reason = TIMED_OUT
         seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
-        _record(context, reason, ROLE, KIND, peer, index, seen, expected, start)
-        if reason == TIMED_OUT:
-            _raise_abort(context)
+        _record(context, reason, ROLE, KIND, peer, index, seen, expected, now(context) - start)
+        _raise_abort(context)
     return seen
 
 
@@ -101,8 +115,7 @@ def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.cons
     since = trace_time(context)
     seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
     if seen < expected:
-        aborted = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
-        aborted = aborted.to(tl.pointer_type(tl.int64))
+        aborted = tl.load(context + ABORTED).to(tl.pointer_type(tl.int64))
         timeout = tl.load(context + TIMEOUT)
         start = now(context)
         reason = 0
@@ -113,16 +126,15 @@ def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.cons
                 reason = TIMED_OUT
             seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
         if seen < expected:
-            _record(context, reason, ROLE, KIND, peer, index, seen, expected, start)
-            if reason == TIMED_OUT:
-                _raise_abort(context)
+            _record(context, reason, ROLE, KIND, peer, index, seen, expected, now(context) - start)
+            _raise_abort(context)
     tl.debug_barrier()  # what one thread has acquired all may read
     trace(context, ROLE, WAIT + KIND, peer, index, since)
     return seen >= expected
 
 
 @triton.jit
-def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, start):
+def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
     # the first wait that a CTA gives up tells the story; later ones only follow from it
@@ -136,7 +148,7 @@ def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index
         tl.store(record + 7, index)
         tl.store(record + 8, seen)
         tl.store(record + 9, expected)
-        tl.store(record + 10, now(context) - start)
+        tl.store(record + 10, nanoseconds)
         # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
         # Triton from pipelining a loop with a wait in it
         tl.atomic_xchg(record, reason, sem="release", scope="sys")
@@ -144,22 +156,34 @@ def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index
 
 @triton.jit
 def _raise_abort(context):
+    # also by those that were told to leave: whoever told them may not have told all yet. What a CTA stores
+    # afterwards comes after the flags, hence the acquire.
     size = tl.load(context + SIZE).to(tl.int32)
     for rank in range(size):
         flag = tl.load(context + TABLE + size + rank)
         if flag != 0:
-            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), 1, sem="release", scope="sys")
+            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), 1, sem="acq_rel", scope="sys")
 
 
 @triton.jit
 def refuse(context, reason, peer, seen, expected):
     """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
     its end, on all ranks, and the group can be used again."""
-    _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, now(context))
+    _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, 0)
 
 
 @triton.jit
-def given_up(context):
-    """Has the group given up? What an earlier launch on this rank should have left may be missing then."""
-    flag = tl.load(context + TABLE + tl.load(context + SIZE) + tl.load(context + RANK))
-    return tl.atomic_add(flag.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys") != 0
+def finish(context, epoch, SIZE: tl.constexpr):
+    """Every CTA calls this last. If the group of SIZE ranks has given up meanwhile, it leaves a record: what it
+    was given may never have been there. The last of them completes the epoch, so the next launch (or the next
+    replay of a captured graph) counts on from there with no help from the host."""
+    state = state_of(context)
+    tl.debug_barrier()
+    if SIZE > 1:
+        if gave_up(context):
+            _record(context, TOLD_TO_LEAVE, COMPUTE, NOTHING, -1, 0, 0, 0, 0)
+    trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))
+    before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.atomic_xchg(state + FINISHED, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(state + EPOCH, epoch, sem="release", scope="gpu")

@@ -53,14 +53,14 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import SEGMENT, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace, push_rows
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.requests import post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND, other_tiles_of, own_tiles_of
-from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait
+from mkernel.lang.signals import ARRIVED, ENTERED, finish, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
@@ -404,7 +404,7 @@ def all_gather_matmul_kernel(
             DTYPE, SIZE, GPUS, False, STAGED, GATHERED_OUT, A_DESCRIPTOR, B_DESCRIPTOR, B_TRANSPOSED, C_DESCRIPTOR,
             PRECISION, TILE_M, TILE_N, TILE_K, GROUP, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 @dataclass(frozen=True, eq=False)

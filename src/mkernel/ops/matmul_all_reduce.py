@@ -72,7 +72,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import SEGMENT, TABLE, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import SEGMENT, TABLE, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import add_to_tile, halves, store_result
@@ -81,7 +81,7 @@ from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_in_loop, wait
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
@@ -537,7 +537,7 @@ def two_level_kernel(
             trace(context, TILES, GATHER, rank, late, LAST)
         if PACED:
             pace(begun, moved, nanoseconds_per_mib)
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 @triton.jit
@@ -581,7 +581,7 @@ def one_shot_kernel(
             BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, TILE_N,
         )  # fmt: skip
         trace(context, TILES, REDUCE, rank, tile, LAST)
-    finish(context, epoch)
+    finish(context, epoch, GPUS)
 
 
 # An exchange inside a node costs about this: a release, a signal seen, a tile read. Assumed, not measured.

@@ -19,7 +19,7 @@ finish before they read; so it cannot deadlock, even if a rank's CTAs run one af
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import halves
@@ -27,7 +27,7 @@ from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, notify, wait
+from mkernel.lang.signals import FINISHED_TILE, finish, notify, wait
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.matmul_all_reduce import (
     _announce_finished,
@@ -125,4 +125,4 @@ def sliced_kernel(
     if PACED:
         gathered = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (OUT.primitive_bitwidth // 8))
         pace(begun, pushed + gathered, nanoseconds_per_mib)
-    finish(context, epoch)
+    finish(context, epoch, SIZE)

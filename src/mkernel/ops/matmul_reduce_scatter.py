@@ -65,7 +65,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import SEGMENT, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import store_result
@@ -74,7 +74,7 @@ from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait
+from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
@@ -383,7 +383,7 @@ def matmul_reduce_scatter_kernel(
             if PACED:
                 pace(start, pushed, nanoseconds_per_mib)
             notify(signal.to(tl.pointer_type(tl.int64)), epoch)
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 def _tile(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:

@@ -30,13 +30,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import grouped
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, gave_up, notify, wait
+from mkernel.lang.signals import PARTIAL, finish, gave_up, notify, wait
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace, trace_time
 from mkernel.ops.matmul_reduce_scatter import _dealt, _pushed_slot, _taken
 from mkernel.runtime.hopper import described, right_operand
@@ -289,7 +289,7 @@ def matmul_reduce_scatter_hopper_kernel(
         [4, 1, 1, 1],
         [216, 72, 72, 72],
     )  # fmt: skip
-    finish(context, epoch)
+    finish(context, epoch, GPUS)
 
 
 def launch(group: Group, plan: Plan, workspace: Workspace, call: Sum) -> Launch:

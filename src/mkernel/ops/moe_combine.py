@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.combining import collect_chunk, homeward, relay_chunk, return_chunk, tokens_of
-from mkernel.lang.context import current_epoch, finish, rank_of
+from mkernel.lang.context import current_epoch, rank_of
 from mkernel.lang.dispatching import fill_with_nan
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.routing import (
@@ -49,7 +49,7 @@ from mkernel.lang.routing import (
     publish,
     routing_is_here,
 )
-from mkernel.lang.signals import given_up
+from mkernel.lang.signals import finish, gave_up
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
@@ -122,7 +122,7 @@ def moe_combine_kernel(
     """The whole operator; see the module's docstring for the steps and the signals."""
     cta = tl.program_id(0)
     epoch = current_epoch(context)
-    if given_up(context):
+    if gave_up(context):
         # the dispatch may not have left its tables
         fill_with_nan(out, tokens, columns, out_stride, out_column_stride, cta, tl.num_programs(0))
     else:
@@ -141,7 +141,7 @@ def moe_combine_kernel(
             landing_at, half,
             DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 # what fits into the registers, with the rows of 8 slots at a time

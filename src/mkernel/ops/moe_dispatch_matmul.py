@@ -62,7 +62,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
 from mkernel.lang.grouped import multiply_rows, store_rows
@@ -86,7 +86,7 @@ from mkernel.lang.routing import (
     routing_is_here,
     schedule_blocks,
 )
-from mkernel.lang.signals import notify, wait
+from mkernel.lang.signals import finish, notify, wait
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
@@ -206,7 +206,7 @@ def moe_dispatch_matmul_kernel(
         context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
         first, end, step, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
     )  # fmt: skip
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 @dataclass(frozen=True, eq=False)

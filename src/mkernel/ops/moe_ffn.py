@@ -53,7 +53,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.combining import collect_chunk, relay_chunk, return_chunk, tokens_of
-from mkernel.lang.context import current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
 from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
@@ -86,7 +86,7 @@ from mkernel.lang.routing import (
     schedule_blocks,
     settled_signal,
 )
-from mkernel.lang.signals import notify, wait, wait_all
+from mkernel.lang.signals import finish, notify, wait, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
@@ -362,7 +362,7 @@ def moe_ffn_kernel(
         )  # fmt: skip
     else:
         fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
-    finish(context, current_epoch(context))
+    finish(context, current_epoch(context), SIZE)
 
 
 @dataclass(frozen=True, eq=False)

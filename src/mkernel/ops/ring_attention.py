@@ -76,7 +76,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.attention import attend, attention_of, key_blocks, keys_below, rows_of, seen_by, seen_by_rank
-from mkernel.lang.context import SEGMENT, current_epoch, finish, rank_of, segment_of
+from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.requests import post
@@ -95,7 +95,7 @@ from mkernel.lang.rounds import (
     slot_row,
     stamp,
 )
-from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -501,7 +501,7 @@ def ring_attention_kernel(
         SIZE, GPUS, SLOTS, CREDITS, PARTS, ZIGZAG, CAUSAL, PACKED, LSE,
         DESCRIPTOR, PRECISION, TILE_M, TILE_N, DIM, LOOKS,
     )  # fmt: skip
-    finish(context, epoch)
+    finish(context, epoch, SIZE)
 
 
 @dataclass(frozen=True, eq=False)

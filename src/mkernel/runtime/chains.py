@@ -105,8 +105,12 @@ def _arrows(
     """From each rank to everybody it waited for, with the wait that says most: one that ran out, the longest."""
     arrows: dict[Party, dict[Party, WaitRecord | None]] = {}
     for record in records:
+        if record.signal == "nothing":
+            continue
         origin: Party = ("rank", record.rank)
-        target: Party = ("proxy", record.rank) if record.signal in FOR_THE_PROXY else ("rank", record.peer)
+        target: Party = ("rank", record.peer) if record.peer >= 0 else origin
+        if record.signal in FOR_THE_PROXY:
+            target = ("proxy", record.rank)
         known = arrows.setdefault(origin, {}).get(target)
         if known is None or (record.timed_out, record.seconds) > (known.timed_out, known.seconds):
             arrows[origin][target] = record

@@ -291,6 +291,7 @@ class Group:
         table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
         table[words.SEGMENT.value] = segment.number
         table[words.OP.value] = records.OPS.index(op)
+        table[words.ABORTED.value] = self._control.addresses[self.rank]
         table += segment.addresses + self._control.addresses
         context = self.world.upload(self.world_rank, table)
         return Workspace(segment, signal_words, half_bytes, state, context)

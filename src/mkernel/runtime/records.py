@@ -26,6 +26,7 @@ SIGNALS = {
     signals.PARTIAL.value: "partial",
     signals.FINISHED_TILE.value: "finished tile",
     signals.FREED.value: "freed",
+    signals.NOTHING.value: "nothing",
     routing.ROUTED.value: "routed",
     routing.COUNTED.value: "counted",
     routing.SCHEDULED.value: "scheduled",
@@ -77,6 +78,8 @@ class WaitRecord:
             "call": f"rank {self.peer} to make the same call",
         }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
         how = "timed out" if self.timed_out else "gave up with the group"
+        if self.signal == "nothing":
+            return f"{self.op}: rank {self.rank} ended its launch after the group had given up: its result may be wrong"
         who = f"role {self.role}, CTA {self.cta}" if self.cta >= 0 else f"its {self.role} code"
         return (
             f"{self.op}: rank {self.rank}, {who} waited {self.seconds:.3g} s for {what}: "
@@ -95,7 +98,8 @@ def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: flo
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:
-    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank."""
+    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank.
+    That a launch ended too late is told, once, if there is nothing else to tell."""
     found = []
     for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
         if row[0] in REFUSALS:
@@ -116,7 +120,8 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
                 seconds=nanoseconds / 1e9,
             )
         )
-    return sorted(found, key=lambda record: (not record.timed_out, record.peer < 0, -record.seconds))
+    waits = [record for record in found if record.signal != "nothing"] or found[:1]
+    return sorted(waits, key=lambda record: (not record.timed_out, record.peer < 0, -record.seconds))
 
 
 def take_refusal(table: torch.Tensor) -> RoutingError | None:

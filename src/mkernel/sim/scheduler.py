@@ -207,8 +207,9 @@ class CtaTask(Task):
 
     def clock(self) -> int:
         self.scheduler.pause(self)
-        self._polled("clock", self.scheduler.clock)
-        return self.scheduler.clock
+        now = self.scheduler.time_now()
+        self._polled("clock", now)
+        return now
 
     def atomic(
         self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
@@ -283,6 +284,10 @@ class Scheduler:
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
         self.times: dict[int, float] = {}  # address of a signal -> the time of whoever raised it last
+
+    def time_now(self) -> int:
+        """What a CTA reads from the clock."""
+        return self.clock
 
     def stamp(self, task: CtaTask) -> int:
         """The time that a trace shows: nanoseconds of a clock that every CTA has for itself, as if all ran at
@@ -376,6 +381,13 @@ class RealTimeScheduler(Scheduler):
         super().__init__(seed, options, builder)
         self.clock = time.monotonic_ns()
         self.on_idle: Callable[[], None] = lambda: None
+
+    def time_now(self) -> int:
+        # It must not be old when a wait begins: the wait would seem to have lasted since then. But it goes on in
+        # steps, since whoever looks at it runs again when it has changed.
+        if time.monotonic_ns() - self.clock > LOOK_AT_CLOCK * 1e9:
+            self.clock = time.monotonic_ns()
+        return self.clock
 
     def stamp(self, task: CtaTask) -> int:
         return time.monotonic_ns()  # of this machine: the same for all its processes
