@@ -131,7 +131,7 @@ BROKEN = {
     "intra passes rows on before they are here": Broken(
         TWO_LEVELS, [(OP, INTRA_WAITS, INTRA_WAITS.replace("epoch", "epoch - 2"))]
     ),
-    "the epoch does not advance": Broken(NODE, [("context", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]),
+    "the epoch does not advance": Broken(NODE, [("signals", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]),
     # rule 2: data first, then signal
     "a signal before its data": Broken(
         NODE,

@@ -105,7 +105,7 @@ RELAXED_NOTIFY = [("signals", 'value, sem="release"', 'value, sem="relaxed"')]
 NO_BARRIER = [("signals", "    barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
 RELAXED_WAIT = [("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"')]
 ONE_HALF = [(OP, "epoch % 2", "epoch % 2 * 0")]
-STAYS = [("context", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]
+STAYS = [("signals", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
