@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mkernel.bench.reduction import operands
 from mkernel.bench.timing import Link, Stopwatch
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
@@ -22,11 +23,9 @@ def measure(
     world = group.world
     assert isinstance(world, CudaWorld)
     rows = m_total // group.size
-    generator = torch.Generator(device).manual_seed(group.rank)
-    a = torch.randn(rows, k, device=device, dtype=dtype, generator=generator)
+    a, w = operands("all_gather_matmul", group.rank, group.size, (m_total, n, k), dtype, device)
     if group.nodes > 1:
         a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent from where it is
-    w = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
     out = torch.empty(m_total, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("a", a)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires
 from mkernel.bench.timing import Link
 from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
@@ -21,9 +21,7 @@ def measure(
     """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
     device, size = group.device, group.size
     k_local, rows = k // size, m // size
-    generator = torch.Generator(device).manual_seed(group.rank)
-    a = torch.randn(m, k_local, device=device, dtype=dtype, generator=generator)
-    w = torch.randn(n, k_local, device=device, dtype=dtype, generator=generator)
+    a, w = operands("matmul_reduce_scatter", group.rank, size, (m, n, k), dtype, device)
     out = torch.empty(rows, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()

@@ -15,7 +15,8 @@ What the figures are compared with, on all ranks' streams at the same time:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,37 +53,58 @@ def _gemm_alone_kernel(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one rank, with their experts and weights, and where its matrices come from."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    generator: torch.Generator
+
+    def matrices(self, *shape: int) -> torch.Tensor:
+        scale = shape[1] ** -0.5
+        return torch.randn(*shape, device=self.x.device, dtype=self.x.dtype, generator=self.generator).mul_(scale)
+
+
+def tokens_of(rank: int, size: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tokens:
+    """What a rank has; `tokens` are its own."""
+    everyone = LONE_WORLD * EXPERTS if size == 1 else size * EXPERTS
+    generator = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype, generator=generator)
+    ids = torch.rand(tokens, everyone, device=device, generator=generator).topk(SLOTS, dim=1).indices
+    weights = torch.rand(tokens, SLOTS, device=device, generator=generator)
+    return Tokens(x, torch.where(ids < size * EXPERTS, ids, -1), weights, generator)
+
+
+def matrix_shapes(op: str, n: int, hidden: int) -> list[tuple[int, int, int]]:
+    """Of the matrices of a rank, in the order in which they are drawn; n is out or inter."""
+    if op == "moe_ffn":
+        return [(EXPERTS, hidden, 2 * n), (EXPERTS, n, hidden)]
+    return [(EXPERTS, hidden, n)]
+
+
+def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
+    ids = torch.cat(list(all_ids))
+    found = [(ids == expert).nonzero() for expert in range(rank * EXPERTS, (rank + 1) * EXPERTS)]
+    counts = torch.tensor([len(part) for part in found], device=ids.device)
+    both = torch.cat(found)
+    return both[:, 0], both[:, 1], counts
+
+
 class Inputs:
     """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
 
-    def __init__(self, group: Group, tokens: int, hidden: int, dtype: torch.dtype):
+    def __init__(self, op: str, group: Group, tokens: int, n: int, hidden: int, dtype: torch.dtype):
         self.group = group
-        self.everyone = LONE_WORLD * EXPERTS if group.size == 1 else group.size * EXPERTS
-        generator = torch.Generator(group.device).manual_seed(group.rank)
-        self.generator = generator
-        self.x = torch.randn(tokens, hidden, device=group.device, dtype=dtype, generator=generator)
-        scores = torch.rand(tokens, self.everyone, device=group.device, generator=generator)
-        ids = scores.topk(SLOTS, dim=1).indices
-        self.ids = torch.where(ids < group.size * EXPERTS, ids, -1)
-        self.weights = torch.rand(tokens, SLOTS, device=group.device, generator=generator)
+        self.mine = tokens_of(group.rank, group.size, tokens, hidden, dtype, group.device)
+        self.x, self.ids, self.weights = self.mine.x, self.mine.ids, self.mine.weights
+        self.matrices = [self.mine.matrices(*shape) for shape in matrix_shapes(op, n, hidden)]
         torch.cuda.current_stream(group.device).synchronize()
         self.xs = group.exchange("x", self.x)
         self.all_ids = group.exchange("ids", self.ids)
         self.all_weights = group.exchange("weights", self.weights)
-
-    def matrices(self, *shape: int) -> torch.Tensor:
-        scale = shape[1] ** -0.5
-        values = torch.randn(*shape, device=self.group.device, dtype=self.x.dtype, generator=self.generator)
-        return values.mul_(scale)
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of this rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
-        first = self.group.rank * EXPERTS
-        ids = torch.cat(list(self.all_ids))
-        found = [(ids == expert).nonzero() for expert in range(first, first + EXPERTS)]
-        counts = torch.tensor([len(part) for part in found], device=ids.device)
-        both = torch.cat(found)
-        return both[:, 0], both[:, 1], counts
 
     def crossings(self) -> tuple[int, int, int]:
         """(tokens that this rank fetches over NVLink, that it sends over the network, and that it would send over the
@@ -135,6 +157,24 @@ def faster_layout(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, count
             best = (start.elapsed_time(end), candidate)
     assert best is not None, "the library multiplies neither layout"
     return best[1]
+
+
+def library_of(
+    matrices: Sequence[torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the library does with rows like these, so many for each expert: one grouped GEMM, or two of them with the
+    activation in between."""
+    sizes, ends = counts.tolist(), counts.cumsum(0).int()
+    first = faster_layout(rows, matrices[0], ends, sizes)
+    if len(matrices) == 1:
+        return lambda arrived: grouped_mm(arrived, first, ends, sizes)
+    second = faster_layout(rows.new_zeros(len(rows), matrices[1].shape[1]), matrices[1], ends, sizes)
+
+    def both(arrived: torch.Tensor) -> torch.Tensor:
+        gate, up = grouped_mm(arrived, first, ends, sizes).chunk(2, dim=1)
+        return grouped_mm(torch.nn.functional.silu(gate) * up, second, ends, sizes)
+
+    return both
 
 
 def _wires(group: Group, inputs: Inputs, element: int, hidden: int) -> tuple[float, float, float]:
@@ -203,25 +243,24 @@ def measure_dispatch(
     group: Group, tokens_total: int, n: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_dispatch_matmul; runs on every rank, the same figures come back on each."""
-    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
-    w = inputs.matrices(EXPERTS, hidden, n)
-    where, _, counts = inputs.rows()
+    inputs = Inputs("moe_dispatch_matmul", group, tokens_total // group.size, n, hidden, dtype)
+    (w,) = inputs.matrices
+    where, _, counts = rows_of(inputs.all_ids, group.rank)
     sizes = counts.tolist()
-    ends = counts.cumsum(0).int()
     rows = torch.cat(list(inputs.xs))[where]
     link = Link(group.device)
     wire_ms, network_ms, plain_ms = _wires(group, inputs, w.element_size(), hidden)
     parts = torch.cat(list(inputs.xs))
-    library_w = faster_layout(rows, w, ends, sizes)
+    multiply = library_of(inputs.matrices, rows, counts)
 
     def library() -> None:
-        grouped_mm(rows, library_w, ends, sizes)
+        multiply(rows)
 
     def host_driven() -> None:
         link.open()
         arrived = parts[where]
         link.hold(int(plain_ms * 1e6))
-        grouped_mm(arrived, library_w, ends, sizes)
+        multiply(arrived)
 
     routing = host.agree(
         "moe_dispatch_matmul", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64,
@@ -269,12 +308,9 @@ def measure_ffn(
     group: Group, tokens_total: int, inter: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_ffn; runs on every rank, the same figures come back on each."""
-    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
-    gate_up = inputs.matrices(EXPERTS, hidden, 2 * inter)
-    down = inputs.matrices(EXPERTS, inter, hidden)
-    where, slot, counts = inputs.rows()
-    sizes = counts.tolist()
-    ends = counts.cumsum(0).int()
+    inputs = Inputs("moe_ffn", group, tokens_total // group.size, inter, hidden, dtype)
+    gate_up, down = inputs.matrices
+    where, slot, counts = rows_of(inputs.all_ids, group.rank)
     parts = torch.cat(list(inputs.xs))
     rows = parts[where]
     weights = torch.cat(list(inputs.all_weights))[where, slot].unsqueeze(1).to(dtype)
@@ -285,13 +321,7 @@ def measure_ffn(
     partials = group.exchange("partial", partial)
     link = Link(group.device)
     wire_ms, network_ms, plain_ms = _wires(group, inputs, out.element_size(), hidden)
-
-    library_gate_up = faster_layout(rows, gate_up, ends, sizes)
-    library_down = faster_layout(rows[:, :inter].contiguous(), down, ends, sizes)
-
-    def experts(arrived: torch.Tensor) -> torch.Tensor:
-        gate, up = grouped_mm(arrived, library_gate_up, ends, sizes).chunk(2, dim=1)
-        return grouped_mm(torch.nn.functional.silu(gate) * up, library_down, ends, sizes)
+    experts = library_of(inputs.matrices, rows, counts)
 
     def library() -> None:
         experts(rows)
@@ -318,7 +348,7 @@ def measure_ffn(
     error = 0.0
     group.launch(launch)
     group.synchronize()
-    error = _ffn_error(inputs, everyones, out)
+    error = ffn_error(inputs.mine, everyones, out)
     group.barrier()
 
     stream = torch.cuda.current_stream(group.device)
@@ -335,7 +365,7 @@ def measure_ffn(
     )
 
 
-def _ffn_error(inputs: Inputs, everyones: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
+def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
     """The largest error of the first tokens against float64, relative to the sum of what is added up."""
     x, ids = inputs.x[:CHECKED_TOKENS].double(), inputs.ids[:CHECKED_TOKENS]
     weights = inputs.weights[:CHECKED_TOKENS].double()

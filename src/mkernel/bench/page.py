@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mkernel import report
-from mkernel.bench import is_right, published
+from mkernel.bench import baselines, is_right, published
 
 BARS = {
     "fused_ms": "fused",
     "host_driven_ms": "host-driven",
-    "nccl_ms": "NCCL, then library",
+    "nccl_ms": "NCCL and library",
+    "symm_mem_ms": "PyTorch symmetric memory",
     "library_ms": "library alone",
     "wire_ms": "link alone",
     "network_ms": "network alone",
@@ -47,7 +48,8 @@ def page(figures: dict[str, Any]) -> str:
         report.text(
             "The floor is the longest of the library's arithmetic alone and each link alone; the floor fraction is "
             "floor / fused: 1 is perfect overlap at the library's speed. Host-driven: the same copies and library "
-            "calls, one after the other, over the same links."
+            "calls, one after the other, over the same links. NCCL and PyTorch's symmetric memory: a process for each "
+            "GPU, over the links that are there."
         )
     )
     for op in dict.fromkeys(result["op"] for result in results):
@@ -73,6 +75,13 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
         report.text(f"{'x'.join(map(str, result['shape']))}: WRONG RESULT", "wrong")
         for result in measured
         if not is_right(result)
+    ]
+    parts += [
+        report.text(
+            f"{'x'.join(map(str, result['shape']))}: {said}", "small" if baselines.is_right(result) else "wrong"
+        )
+        for result in measured
+        for said in baselines.remarks(result)
     ]
     if not measured:
         return parts
