@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mkernel.bench.reduction import worst_of
 from mkernel.bench.timing import Link, Stopwatch
 from mkernel.ops import moe_dispatch_matmul as dispatch_op
 from mkernel.ops import moe_ffn as ffn_op
@@ -102,9 +103,29 @@ class Inputs:
         self.x, self.ids, self.weights = self.mine.x, self.mine.ids, self.mine.weights
         self.matrices = [self.mine.matrices(*shape) for shape in matrix_shapes(op, n, hidden)]
         torch.cuda.current_stream(group.device).synchronize()
-        self.xs = group.exchange("x", self.x)
-        self.all_ids = group.exchange("ids", self.ids)
-        self.all_weights = group.exchange("weights", self.weights)
+        xs = group.exchange("x", self.x)
+        self.all_ids = [ids.to(group.device) for ids in group.exchange("ids", self.ids)]
+        self.all_weights = [weights.to(group.device) for weights in group.exchange("weights", self.weights)]
+        self.parts = torch.cat([x.to(group.device) for x in xs])  # all ranks' tokens
+        self._sides = {x.device: torch.cuda.Stream(x.device) for x in xs if x.device != group.device}
+        self._away = [self._from(source, x) for source, x in enumerate(xs) if x.device != group.device]
+
+    def _from(self, source: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Another GPU's tokens, which of them have an expert here, and where they go in `parts`."""
+        ids, first = self.all_ids[source], self.group.rank * EXPERTS
+        needed = ((ids >= first) & (ids < first + EXPERTS)).any(1).nonzero().flatten()
+        return x, needed.to(x.device), needed + source * len(self.x)
+
+    def fetch(self) -> None:
+        """Copy the tokens that are needed here from other GPUs into `parts`. Where all ranks share a GPU there is
+        nothing to copy: the link's rate stands for it."""
+        stream = torch.cuda.current_stream(self.group.device)
+        for x, there, here in self._away:
+            side = self._sides[x.device]
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):  # not the other rank's own: it has other things to do
+                arrived = x.index_select(0, there).to(self.group.device, non_blocking=True)
+            self.parts.index_copy_(0, here, arrived)
 
     def crossings(self) -> tuple[int, int, int]:
         """(tokens that this rank fetches over NVLink, that it sends over the network, and that it would send over the
@@ -232,7 +253,7 @@ def _figures(
         "sustained_fused_ms": sustained["fused"], "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"], floor) / sustained["fused"],
-        "max_error": error if error == error else float("inf"), "error_bound": bound, "plan": plan,
+        "max_error": error, "error_bound": bound, "plan": plan,
     }  # fmt: skip
     if "gemm" in times:
         result |= {"gemm_ms": times["gemm"], "gemm_against_library": times["library"] / times["gemm"]}
@@ -247,10 +268,9 @@ def measure_dispatch(
     (w,) = inputs.matrices
     where, _, counts = rows_of(inputs.all_ids, group.rank)
     sizes = counts.tolist()
-    rows = torch.cat(list(inputs.xs))[where]
+    rows = inputs.parts[where]
     link = Link(group.device)
     wire_ms, network_ms, plain_ms = _wires(group, inputs, w.element_size(), hidden)
-    parts = torch.cat(list(inputs.xs))
     multiply = library_of(inputs.matrices, rows, counts)
 
     def library() -> None:
@@ -258,7 +278,8 @@ def measure_dispatch(
 
     def host_driven() -> None:
         link.open()
-        arrived = parts[where]
+        inputs.fetch()
+        arrived = inputs.parts[where]
         link.hold(int(plain_ms * 1e6))
         multiply(arrived)
 
@@ -273,7 +294,7 @@ def measure_dispatch(
     group.synchronize()
     assert handle.counts.tolist() == sizes, "the kernel counts other rows than the plain reference"
     exact = torch.cat([part.double() @ m.double() for part, m in zip(rows.split(sizes), w, strict=True)])
-    error = (y[: len(where)].double() - exact).abs().max().item()
+    error = worst_of(group.exchange("errors", (y[: len(where)].double() - exact).abs().max().item()))
     del exact
 
     chosen = (
@@ -311,11 +332,10 @@ def measure_ffn(
     inputs = Inputs("moe_ffn", group, tokens_total // group.size, inter, hidden, dtype)
     gate_up, down = inputs.matrices
     where, slot, counts = rows_of(inputs.all_ids, group.rank)
-    parts = torch.cat(list(inputs.xs))
-    rows = parts[where]
+    rows = inputs.parts[where]
     weights = torch.cat(list(inputs.all_weights))[where, slot].unsqueeze(1).to(dtype)
     tokens = len(inputs.x)
-    partial = torch.zeros(len(parts), hidden, device=group.device, dtype=dtype)
+    partial = torch.zeros(len(inputs.parts), hidden, device=group.device, dtype=dtype)
     out = torch.empty_like(inputs.x)
     torch.cuda.current_stream(group.device).synchronize()
     partials = group.exchange("partial", partial)
@@ -328,14 +348,15 @@ def measure_ffn(
 
     def host_driven() -> None:
         link.open()
-        arrived = parts[where]
+        inputs.fetch()
+        arrived = inputs.parts[where]
         link.hold(int(plain_ms * 1e6))
         done = experts(arrived) * weights
         partial.zero_()
         partial.index_add_(0, where, done)
         link.open()
-        mine = [part[group.rank * tokens : (group.rank + 1) * tokens] for part in partials]
-        torch.stack(mine).sum(0)
+        mine = slice(group.rank * tokens, (group.rank + 1) * tokens)
+        torch.stack([part[mine].to(group.device, non_blocking=True) for part in partials]).sum(0)
         link.hold(int(plain_ms * 1e6))
 
     routing = host.agree("moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config)
@@ -345,11 +366,9 @@ def measure_ffn(
     out.fill_(float("nan"))
     group.synchronize()
     everyones = group.exchange("matrices", (gate_up, down))
-    error = 0.0
     group.launch(launch)
     group.synchronize()
-    error = ffn_error(inputs.mine, everyones, out)
-    group.barrier()
+    error = worst_of(group.exchange("errors", ffn_error(inputs.mine, everyones, out)))
 
     stream = torch.cuda.current_stream(group.device)
     everyone = group.exchange("ready", dict(launch=launch, stream=stream, library=library, host_driven=host_driven))
@@ -375,9 +394,9 @@ def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tens
             share = (weights * (ids == owner * EXPERTS + expert)).sum(1, keepdim=True)
             if not bool(share.any()):
                 continue
-            gate, up = (x @ gate_up[expert].double()).chunk(2, dim=1)
+            gate, up = (x @ gate_up[expert].to(x.device).double()).chunk(2, dim=1)
             inner = torch.nn.functional.silu(gate) * up
-            matrix = down[expert].double()
+            matrix = down[expert].to(x.device).double()
             total += share * (inner @ matrix)
             magnitude += share * (inner.abs() @ matrix.abs())
     error = (out[:CHECKED_TOKENS].double() - total).abs() / magnitude.clamp_min(1e-12)

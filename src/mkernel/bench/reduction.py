@@ -157,7 +157,7 @@ def figures(
         "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"], wire.ms) / sustained["fused"],
-        "max_error": error if error == error else float("inf"),
+        "max_error": error,
         "error_bound": bound,
         "plan": str(plan),
     }
@@ -172,6 +172,11 @@ def operands(
     generator = torch.Generator(device).manual_seed(rank)
     a = torch.randn(rows, depth, device=device, dtype=dtype, generator=generator)
     return a, torch.randn(n, depth, device=device, dtype=dtype, generator=generator)
+
+
+def worst_of(errors: Sequence[float]) -> float:
+    """The largest of all ranks' errors; infinite if one of them is NaN."""
+    return max(errors) if all(error == error for error in errors) else float("inf")
 
 
 def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:

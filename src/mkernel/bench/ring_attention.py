@@ -100,7 +100,7 @@ def measure(
     out.fill_(float("nan"))
     ring_attention(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
     group.synchronize()
-    error = max(group.exchange("error", error_of(sequences, rank, query, out, whole)))
+    error = max(group.exchange("errors", error_of(sequences, rank, query, out, whole)))
     gpus = min(torch.cuda.device_count(), size)
     floor_ms = max(times["library"] / gpus, wire_ms)
     plan = explain(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
