@@ -1,5 +1,6 @@
 """NCCL and PyTorch's symmetric memory beside the fused operators: in processes, over gloo instead of GPUs."""
 
+import contextlib
 import csv
 import json
 import os
@@ -49,6 +50,7 @@ def test_where_they_can_be_measured(monkeypatch, ranks, nodes, gpus, words):
         ("matmul_all_reduce", (64, 64, 64), torch.float16, "bf16 and fp32, not fp16"),
         ("matmul_all_reduce", (65, 63, 64), torch.bfloat16, "m x n must be even"),
         ("moe_ffn", (64, 64, 64), torch.bfloat16, "needs NVSHMEM"),
+        ("a_new_operator", (64, 64), torch.bfloat16, "does not know a_new_operator yet"),
         ("all_gather_matmul", (65, 63, 64), torch.float16, None),
         ("matmul_all_reduce", (65, 63, 64), torch.float32, None),
     ],
@@ -151,6 +153,41 @@ def test_ranks_that_hang_are_ended(tmp_path, monkeypatch):
     are_gone(tmp_path, 2)
 
 
+def test_a_call_is_timed_from_when_all_have_come(monkeypatch):
+    """On a fake GPU: with the cache cleared, after the meeting, and as long as the slowest rank takes."""
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self, stream):
+            done.append("event")
+
+        def elapsed_time(self, end):
+            return 2.0
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+            self.wait_event = self.wait_stream = self.synchronize = lambda *_: None
+
+    for name, fake in (
+        ("Event", Event),
+        ("Stream", Stream),
+        ("stream", lambda _: contextlib.nullcontext()),
+        ("current_stream", lambda: Stream("cpu")),
+        ("_sleep", lambda _: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    cache = SimpleNamespace(zero_=lambda: done.append("clear"))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: cache)
+    peer = SimpleNamespace(exchange=lambda times: [times, [5.0 for _ in times]])
+    watch = baselines.PeerStopwatch(peer, lambda: done.append("meet"))
+    assert watch.bursts({"way": lambda: done.append("call")}, 4) == {"way": 5.0}
+    assert done == ["clear", "meet", "event", "call", "event"] * 8  # four to warm up
+
+
 # -- beside the fused operator
 
 
@@ -217,7 +254,7 @@ def test_the_table_and_the_files(gpus, monkeypatch, capsys, tmp_path, added, cod
         rows = list(csv.DictReader(file))
     assert all(row[key] == ("" if value is None else str(value)) for row in rows for key, value in added.items())
     page = paths["html_path"].read_text()
-    for said in baselines.remarks(added):
+    for said in baselines.remarks(added).values():
         assert f"128x64x64: {said}" in page
     for key in ("nccl_ms", "symm_mem_ms"):
         assert (bench_page.BARS[key] in page) == (added[key] is not None)

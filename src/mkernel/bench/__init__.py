@@ -175,7 +175,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
     if "gemm_ms" in result:
         share = result["gemm_against_library"]
         line += f"\n  the compute role alone, on rows in place: {result['gemm_ms']:.3f} ms, {share:.3f} of the library"
-    return "\n  ".join([line, *baselines.remarks(result)])
+    return "\n  ".join([line, *baselines.remarks(result).values()])
 
 
 # -- files

@@ -8,7 +8,7 @@ of the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,10 @@ def measure(
     """Figures of one library for one shape, to be added to those of the fused operator: NAME_ms, NAME_way,
     NAME_max_error, NAME_status ("measured", "not available", "failed" or "wrong") and, in words, NAME_note."""
     found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
-    refused = LIBRARIES[name].refusal(op, shape, dtype)
+    if op not in problems.OPERATORS:
+        refused: str | None = f"bench/problems.py does not know {op} yet"
+    else:
+        refused = LIBRARIES[name].refusal(op, shape, dtype)
     if refused is not None:
         found["note"] = refused
     else:
@@ -62,20 +65,19 @@ def measure(
     return {f"{name}_{key}": value for key, value in found.items()}
 
 
-def is_right(result: dict[str, Any]) -> bool:
+def is_right(result: dict[str, Any], names: Iterable[str] = tuple(LIBRARIES)) -> bool:
     """Whether what was asked for besides the fused operator could be compared with it."""
-    return all(result.get(f"{name}_status") not in ("failed", "wrong") for name in LIBRARIES)
+    return all(result.get(f"{name}_status") not in ("failed", "wrong") for name in names)
 
 
-def remarks(result: dict[str, Any]) -> list[str]:
-    """What there is to say about the ways of a result, in words."""
-    said = []
+def remarks(result: dict[str, Any]) -> dict[str, str]:
+    """What there is to say about each library of a result, in words."""
+    said = {}
     for name, library in LIBRARIES.items():
         status, way, note = (result.get(f"{name}_{key}") for key in ("status", "way", "note"))
-        if status is None:
-            continue
-        how = {"measured": way, "wrong": "WRONG RESULT"}.get(status, status)
-        said.append(f"{library.TITLE}: {how}{f': {note}' if note else ''}")
+        if status is not None:
+            how = {"measured": way, "wrong": "WRONG RESULT"}.get(status, status)
+            said[name] = f"{library.TITLE}: {how}{f': {note}' if note else ''}"
     return said
 
 

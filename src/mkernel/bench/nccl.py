@@ -80,30 +80,28 @@ def _products(problem: Products, group: dist.ProcessGroup) -> dict[str, Callable
 
 
 def _attention(problem: Attention, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Gathers keys and values. With a causal mask, a rank's rows are one or two pieces of the sequence, each of which
-    sees the keys up to its own end."""
+    """Gathers keys and values, which are laid out by position, so that what is gathered is in place. With a causal
+    mask, a rank's rows are one or two pieces of the sequence, each of which sees the keys up to its own end."""
     query, length = problem.query, problem.query.shape[2]
-    both = torch.stack([problem.key, problem.value])
-    gathered = torch.empty(problem.size, *both.shape, device=both.device, dtype=both.dtype)
-    order = problem.order()
-    sequences = problem.sequences
+    parts = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in (problem.key, problem.value)]
+    whole = [part.new_empty(problem.size * length, *part.shape[1:]) for part in parts]
+    sequences, order = problem.sequences, problem.order()
     cuts = [0, length // 2, length] if sequences.zigzag else [0, length]
-    starts = sequences.positions(problem.rank)
+    positions = sequences.positions(problem.rank).tolist()
 
     def call() -> torch.Tensor:
-        _all_gather(gathered.view(-1), both.view(-1), group=group)
-        # [rank, key or value, batch, heads, position, dim] -> all positions side by side
-        keys, values = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        if sequences.zigzag:
-            keys, values = keys[:, :, order], values[:, :, order]
-        if not sequences.causal:
-            return ring_attention.cudnn(query, keys, values, False)
+        for part, gathered in zip(parts, whole):
+            _all_gather(gathered, part, group=group)
+        if not sequences.causal:  # in any order
+            key, value = (gathered.permute(1, 2, 0, 3) for gathered in whole)
+            return ring_attention.cudnn(query, key, value, False)
+        key, value = ((gathered[order] if sequences.zigzag else gathered).permute(1, 2, 0, 3) for gathered in whole)
         pieces = []
         for first, last in pairwise(cuts):
-            end = int(starts[first]) + last - first
+            end = positions[last - 1] + 1
             mask = causal_lower_right(last - first, end)
             pieces.append(
-                F.scaled_dot_product_attention(query[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask)
+                F.scaled_dot_product_attention(query[:, :, first:last], key[:, :, :end], value[:, :, :end], mask)
             )
         return torch.cat(pieces, 2)
 

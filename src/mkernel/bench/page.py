@@ -76,13 +76,10 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
         for result in measured
         if not is_right(result)
     ]
-    parts += [
-        report.text(
-            f"{'x'.join(map(str, result['shape']))}: {said}", "small" if baselines.is_right(result) else "wrong"
-        )
-        for result in measured
-        for said in baselines.remarks(result)
-    ]
+    for result in measured:
+        for name, said in baselines.remarks(result).items():
+            style = "small" if baselines.is_right(result, [name]) else "wrong"
+            parts.append(report.text(f"{'x'.join(map(str, result['shape']))}: {said}", style))
     if not measured:
         return parts
     columns = {key: name for key, name in COLUMNS.items() if any(result.get(key) is not None for result in measured)}

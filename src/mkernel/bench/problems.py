@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,6 +17,10 @@ from mkernel.bench.reduction import operands
 from mkernel.operators import Shape
 from mkernel.runtime.sequences import Sequences
 
+OPERATORS = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention", "moe_dispatch_matmul",
+    "moe_ffn",
+)  # fmt: skip
 ROWS = 4096  # of a product that is checked at a time: float64 takes a lot of memory
 
 
@@ -51,12 +56,13 @@ class Products:
             raise RuntimeError(f"the result is {tuple(result.shape)} instead of {(rows, self.n)}")
         gathered = torch.cat([a for a, _ in everyone]) if self.op == "all_gather_matmul" else None
         worst = 0.0
+        exact: Any
         for first in range(0, rows, ROWS):
             some = slice(begin + first, begin + min(first + ROWS, rows))
             if gathered is not None:
                 exact = gathered[some].double() @ self.w.double().t()
             else:
-                exact = torch.stack([a[some].double() @ w.double().t() for a, w in everyone]).sum(0)
+                exact = sum(a[some].double() @ w.double().t() for a, w in everyone)
             worst = _larger(worst, (result[first : first + ROWS].double() - exact).abs().max().item())
         return worst
 
@@ -140,6 +146,7 @@ def make(
     op: str, rank: int, size: int, shape: Shape, dtype: torch.dtype, device: torch.device, options: Sequence[str]
 ) -> Problem:
     """What a rank has to compute."""
+    assert op in OPERATORS, op
     if op == "ring_attention":
         return Attention(rank, size, shape, dtype, device, "causal" in options, "zigzag" in options)
     if op in ("moe_dispatch_matmul", "moe_ffn"):
