@@ -58,9 +58,13 @@ def test_where_they_can_be_measured(monkeypatch, ranks, nodes, gpus, words):
 def test_what_symmetric_memory_has_not(monkeypatch, op, shape, dtype, words):
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     monkeypatch.setattr(peers, "run", lambda *_, **__: {"status": "measured", "ms": 1.5})
-    figures = baselines.measure("symm_mem", op, shape, ranks=2, dtype=dtype, bound=1.0, repeats=4)
+    figures = baselines.measure("symm_mem", op, shape, ranks=2, dtype=dtype, bound=1.0, fused_ms=1.0, repeats=4)
     if words is None:
-        assert (figures["symm_mem_status"], figures["symm_mem_ms"]) == ("measured", 1.5)
+        assert (figures["symm_mem_status"], figures["symm_mem_ms"], figures["symm_mem_speedup"]) == (
+            "measured",
+            1.5,
+            1.5,
+        )
     else:
         assert figures["symm_mem_status"] == "not available"
         assert words in figures["symm_mem_note"]
@@ -78,7 +82,7 @@ def test_no_process_reports(monkeypatch):
 
     monkeypatch.setattr(peers, "run", run)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    shape, options = (64, 64, 64), dict(ranks=2, dtype=torch.bfloat16, bound=1.0, repeats=4)
+    shape, options = (64, 64, 64), dict(ranks=2, dtype=torch.bfloat16, bound=1.0, fused_ms=1.0, repeats=4)
     figures = baselines.measure("nccl", "all_gather_matmul", shape, **options)
     assert (figures["nccl_status"], figures["nccl_note"]) == ("failed", "rank 1: ValueError: no")
     assert not baselines.is_right(figures)
@@ -192,13 +196,26 @@ def test_a_call_is_timed_from_when_all_have_come(monkeypatch):
 
 
 def figures_of(name, **changes):
-    found = {"ms": 3.75, "way": "that way", "max_error": 0.4, "status": "measured", "note": ""} | changes
+    found = {
+        "ms": 3.75,
+        "speedup": 1.25,
+        "way": "that way",
+        "max_error": 0.4,
+        "status": "measured",
+        "note": "",
+    } | changes
     return {f"{name}_{key}": value for key, value in found.items()}
 
 
-NOT_THERE = figures_of("symm_mem", ms=None, way=None, max_error=None, status="not available", note="no operator")
-BROKEN = figures_of("nccl", ms=None, way=None, max_error=None, status="failed", note="rank 1: ValueError: no")
-WRONG = figures_of("symm_mem", ms=4.5, status="wrong", note="another way is wrong by 7")
+NOT_THERE = figures_of(
+    "symm_mem", ms=None, speedup=None, way=None, max_error=None, status="not available", note="no operator"
+)
+BROKEN = figures_of(
+    "nccl", ms=None, speedup=None, way=None, max_error=None, status="failed", note="rank 1: ValueError: no"
+)
+WRONG = figures_of("symm_mem", ms=4.5, speedup=1.5, status="wrong", note="another way is wrong by 7")
+
+FASTER = "NCCL: that way takes 1.25 times the fused time\n"
 
 
 @pytest.fixture
@@ -225,7 +242,7 @@ def test_they_are_measured_after_the_fused_operator(gpus, monkeypatch):
         "ring_attention", [(1, 2, 16, 4)], ranks=4, dtype=torch.bfloat16, link=None, repeats=8,
         against=("symm_mem", "host", "nccl"), options=("causal",),
     )  # fmt: skip
-    given = dict(ranks=4, dtype=torch.bfloat16, bound=2.5, repeats=8, options=("causal",))
+    given = dict(ranks=4, dtype=torch.bfloat16, bound=2.5, fused_ms=3.0, repeats=8, options=("causal",))
     assert asked == [(name, "ring_attention", (1, 2, 16, 4), given) for name in ("nccl", "symm_mem")]
     assert figures["fused_ms"] == 3.0
     assert figures["nccl_ms"] == figures["symm_mem_ms"] == 3.75
@@ -234,9 +251,13 @@ def test_they_are_measured_after_the_fused_operator(gpus, monkeypatch):
 @pytest.mark.parametrize(
     ("added", "code", "words"),
     [
-        (figures_of("nccl") | NOT_THERE, 0, ("NCCL: that way\n", "symm_mem: not available: no operator\n", " 3.750")),
-        (BROKEN | figures_of("symm_mem"), 1, ("NCCL: failed: rank 1: ValueError: no\n", "symm_mem: that way\n")),
-        (figures_of("nccl") | WRONG, 1, ("symm_mem: WRONG RESULT: another way is wrong by 7\n", " 4.500")),
+        (figures_of("nccl") | NOT_THERE, 0, (FASTER, "symm_mem: not available: no operator\n", " 3.750")),
+        (BROKEN | figures_of("symm_mem", note="n"), 1, ("NCCL: failed: rank 1: ValueError: no\n", "time; n\n")),
+        (
+            figures_of("nccl") | WRONG,
+            1,
+            (FASTER, "symm_mem: WRONG RESULT: another way is wrong by 7; that way takes 1.50 times", "4.500"),
+        ),
     ],
 )
 def test_the_table_and_the_files(gpus, monkeypatch, capsys, tmp_path, added, code, words):

@@ -64,8 +64,8 @@ def run(
         for name in baselines.LIBRARIES:
             if name in against:
                 result |= baselines.measure(
-                    name, op, shape, ranks=ranks, dtype=dtype, bound=result["error_bound"], repeats=repeats,
-                    options=options,
+                    name, op, shape, ranks=ranks, dtype=dtype, bound=result["error_bound"],
+                    fused_ms=result["fused_ms"], repeats=repeats, options=options,
                 )  # fmt: skip
         results.append(result)
     return results

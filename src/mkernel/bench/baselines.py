@@ -8,6 +8,7 @@ of the last.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,11 +44,13 @@ def measure(
     ranks: int,
     dtype: torch.dtype,
     bound: float,
+    fused_ms: float,
     repeats: int,
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Figures of one library for one shape, to be added to those of the fused operator: NAME_ms, NAME_way,
-    NAME_max_error, NAME_status ("measured", "not available", "failed" or "wrong") and, in words, NAME_note."""
+    """Figures of one library for one shape, to be added to those of the fused operator, whose `bound` it has to keep:
+    NAME_ms, NAME_speedup (how much faster the fused one is), NAME_way, NAME_max_error, NAME_status ("measured", "not
+    available", "failed" or "wrong") and, in words, NAME_note."""
     found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
     if op not in problems.OPERATORS:
         refused: str | None = f"bench/problems.py does not know {op} yet"
@@ -56,12 +59,14 @@ def measure(
     if refused is not None:
         found["note"] = refused
     else:
+        gc.collect()
         torch.cuda.empty_cache()  # the processes need what this one has only kept
         arguments = (name, op, shape, dtype, bound, repeats, tuple(options))
         try:
             found |= peers.run(measure_on_rank, ranks, *arguments, seconds=SECONDS)
         except PeerFailure as problem:
             found |= {"status": "failed", "note": str(problem)}
+    found["speedup"] = found["ms"] / fused_ms if found["ms"] is not None else None
     return {f"{name}_{key}": value for key, value in found.items()}
 
 
@@ -74,10 +79,12 @@ def remarks(result: dict[str, Any]) -> dict[str, str]:
     """What there is to say about each library of a result, in words."""
     said = {}
     for name, library in LIBRARIES.items():
-        status, way, note = (result.get(f"{name}_{key}") for key in ("status", "way", "note"))
+        status, way, note, faster = (result.get(f"{name}_{key}") for key in ("status", "way", "note", "speedup"))
         if status is not None:
-            how = {"measured": way, "wrong": "WRONG RESULT"}.get(status, status)
-            said[name] = f"{library.TITLE}: {how}{f': {note}' if note else ''}"
+            timed = f"{way} takes {faster:.2f} times the fused time" if faster is not None else ""
+            words = "; ".join(filter(None, (timed, note) if status == "measured" else (note, timed)))
+            how = {"measured": "", "wrong": "WRONG RESULT: "}.get(status, f"{status}: ")
+            said[name] = f"{library.TITLE}: {how}{words}"
     return said
 
 

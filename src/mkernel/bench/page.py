@@ -24,6 +24,8 @@ FRACTIONS = {
 COLUMNS = {
     **{key: f"{name}, ms" for key, name in BARS.items()},
     "speedup": "against host-driven",
+    "nccl_speedup": "against NCCL",
+    "symm_mem_speedup": "against symmetric memory",
     "floor_fraction": "floor fraction",
     "sustained_floor_fraction": "sustained",
     "published_ms": "published, ms",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def run(function: Callable[..., None], ranks: int, *arguments: Any, seconds: flo
 
 
 def _rank(rank: int, function: Callable[..., None], ranks: int, port: int, limit: timedelta, arguments: Any) -> None:
+    multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # never outlive the parent
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     try:
         store.set(f"at/{rank}", "starting")
