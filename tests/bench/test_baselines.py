@@ -138,7 +138,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
 
 
 def test_a_rank_that_is_killed(tmp_path):
-    with pytest.raises(peers.PeerFailure, match=r"^rank 0 ended: SIGKILL; rank 0: out of memory$"):
+    with pytest.raises(peers.PeerFailure, match=r"^process 0 terminated with signal SIGKILL; rank 0: out of memory$"):
         peers.run(gloo_ranks.be_killed, 1, tmp_path, seconds=120)
     are_gone(tmp_path, 1)
 

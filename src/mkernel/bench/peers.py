@@ -67,11 +67,9 @@ def run(function: Callable[..., None], ranks: int, *arguments: Any, seconds: flo
             if time.monotonic() >= deadline:
                 failure = f"it took longer than {seconds:g} s; {_whereabouts(store, ranks)}"
                 break
-    except multiprocessing.ProcessExitedException as ended:
-        failure = _first_failure(store) or (
-            f"rank {ended.error_index} ended: {ended.signal_name or f'exit code {ended.exit_code}'}; "
-            f"{_whereabouts(store, ranks)}"
-        )
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as ended:
+        reason = str(ended).strip().splitlines()[-1]
+        failure = _first_failure(store) or f"{reason}; {_whereabouts(store, ranks)}"
     finally:
         for process in context.processes:
             if process.is_alive():

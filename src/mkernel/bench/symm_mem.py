@@ -1,16 +1,15 @@
 """The way over PyTorch's symmetric memory: the operators of torch.ops.symm_mem, a process for each GPU.
 
-| operator | there |
-|---|---|
-| all_gather_matmul | fused_all_gather_matmul |
-| matmul_reduce_scatter | fused_matmul_reduce_scatter |
-| matmul_all_reduce | the library's GEMM into symmetric memory, then one_shot_all_reduce, two_shot_all_reduce_ or, with multicast, multimem_all_reduce_: the fastest counts |
-| moe_dispatch_matmul | all_to_all_vdev_2d, which needs NVSHMEM, then the library's grouped GEMM |
-| moe_ffn | the same, the second GEMM, and all_to_all_vdev_2d_offset back |
-| ring_attention | nothing |
+- all_gather_matmul: fused_all_gather_matmul.
+- matmul_reduce_scatter: fused_matmul_reduce_scatter.
+- matmul_all_reduce: the library's GEMM into symmetric memory, then one_shot_all_reduce, two_shot_all_reduce_ or, with
+  multicast, multimem_all_reduce_; the fastest counts.
+- moe_dispatch_matmul: all_to_all_vdev_2d, which needs NVSHMEM, then the library's grouped GEMM.
+- moe_ffn: the same, the second GEMM, and all_to_all_vdev_2d_offset back.
+- ring_attention: there is none.
 
 A token goes once to each of its experts. All counts are known beforehand, as they are to the host-driven way.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -52,7 +51,9 @@ def prepare(problem: Problem, peer: Peer) -> Ways:
     name = group.group_name
     ops, a, b = torch.ops.symm_mem, problem.a, problem.w.t()
     meeting = _shared(1, device=problem.device, dtype=torch.int32)
-    handle = symmetric_memory.rendezvous(meeting, group)
+
+    def meet() -> None:
+        symmetric_memory.rendezvous(meeting, group).barrier()
 
     def gather() -> torch.Tensor:
         return ops.fused_all_gather_matmul(a, [b], 0, name, return_A=False)[1][0]
@@ -61,9 +62,9 @@ def prepare(problem: Problem, peer: Peer) -> Ways:
         return ops.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
 
     if problem.op == "all_gather_matmul":
-        return Ways(handle.barrier, {"fused_all_gather_matmul": gather})
+        return Ways(meet, {"fused_all_gather_matmul": gather})
     if problem.op == "matmul_reduce_scatter":
-        return Ways(handle.barrier, {"fused_matmul_reduce_scatter": scatter})
+        return Ways(meet, {"fused_matmul_reduce_scatter": scatter})
     product = _shared(problem.m, problem.n, device=problem.device, dtype=problem.dtype)
 
     def reduced(operator: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -75,7 +76,7 @@ def prepare(problem: Problem, peer: Peer) -> Ways:
         calls["multimem_all_reduce_"] = reduced(ops.multimem_all_reduce_)
     else:
         notes.append("multimem_all_reduce_ left out: no multicast between these GPUs")
-    return Ways(handle.barrier, calls, notes)
+    return Ways(meet, calls, notes)
 
 
 def _shared(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
