@@ -217,8 +217,7 @@ def test_every_operator_has_its_case(name):
         (["bench", "--shape", "64x64x64"], "a shape needs an operator"),
         (["bench", "all_gather_matmul", "--shape", "64x64x64", "--shapes", "small"], "not both"),
         (["bench", "--shapes", "large"], "'small', 'paper' or a file; large can not be read"),
-        (["bench", "--against", "mpi"], "there is no way 'mpi'; there are: host, nccl"),
-        (["bench", "--against", "symm_mem"], "need a process for each rank"),
+        (["bench", "--against", "mpi"], "there is no way 'mpi'; there are: host, nccl, symm_mem"),
         (["bench", "moe_ffn", "--causal"], "moe_ffn has no such option"),
         (["bench", "--zigzag"], "all_gather_matmul has no such option"),
         (["bench", "ring_attention", "--nodes", "2"], "measured on one node only"),
@@ -300,10 +299,14 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     paths = dict(json_path=json_path, csv_path=csv_path, html_path=html_path)
     assert options == default | dict(ranks=2, dtype="fp16", link=100.0) | paths
 
-    run("bench", "--unpaced", "--against", "host, nccl")
+    run("bench", "--unpaced")
+    assert calls.pop()[1] == default | dict(link=None, network=None)
+    run("bench", "--against", "host, nccl,symm_mem")  # over links that are not paced, unless asked for
     wanted, options = calls.pop()
     assert {one.op for one in wanted} == set(operators.here())
-    assert options == default | dict(link=None, network=None, against=("host", "nccl"))
+    assert options == default | dict(link=None, network=None, against=("host", "nccl", "symm_mem"))
+    run("bench", "--against", "symm_mem", "--link", "100")
+    assert calls.pop()[1] == default | dict(link=100.0, against=("symm_mem",))
 
     run("bench", "moe_ffn", "--nodes", "2")
     assert calls.pop()[1] == default | dict(nodes=2)

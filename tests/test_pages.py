@@ -19,7 +19,10 @@ def browser():
 
 RESULTS = [
     result() | {"shape": [16384, 2048, 8192]},
-    result(shape=(8192, 512, 8192), fused_ms=0.9, floor_fraction=0.71, nccl_ms=1.6)
+    result(
+        shape=(8192, 512, 8192), fused_ms=0.9, floor_fraction=0.71, nccl_ms=1.6, symm_mem_ms=1.4, symm_mem_speedup=1.56
+    )
+    | {"symm_mem_status": "measured", "symm_mem_way": "fused_all_gather_matmul"}
     | {"shape": [8192, 512, 8192], "published_size": 8192, "published_ms": 0.741, "published_floor_fraction": 0.31},
     result("matmul_reduce_scatter", (4096, 4096, 4096), emulated=False, ranks=2, gpus=2) | {"shape": [4096] * 3},
     result("matmul_reduce_scatter", (64, 64, 64), max_error=float("inf")) | {"shape": [64] * 3},
@@ -44,6 +47,8 @@ def test_a_report_loads_without_errors_and_without_the_network(bench_report):
         "Emulated figures",
         "16384x2048x8192, 1x4 ranks, emulated",
         "4096x4096x4096, 1x2 ranks",
+        "8192x512x8192: symm_mem: fused_all_gather_matmul takes 1.56 times the fused time",
+        "against symmetric memory",
         "64x64x64: WRONG RESULT",
         "64x64x128 failed: rank 0 <b>waited</b> </script>",
         "UC Berkeley",

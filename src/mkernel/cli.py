@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
+WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
 
 main = typer.Typer(
@@ -133,7 +134,9 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            metavar="host,nccl", help="What to compare with: host-driven copies (always), and NCCL on several GPUs."
+            metavar="host,nccl,symm_mem",
+            help="What to compare with: host-driven copies (always); NCCL, and PyTorch's symmetric-memory operators, "
+            "both with a GPU for each rank, and with links unpaced unless --link is given.",
         ),
     ] = "host",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
@@ -156,9 +159,10 @@ def bench(
     csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
 ) -> None:
-    """Measure operators on the GPUs that are here, beside the library and the host-driven way.
+    """Measure operators on the GPUs that are here, beside the library, the host-driven way and, on several GPUs, NCCL
+    and PyTorch's symmetric memory.
 
-    The exit code is 1 if a result is wrong, or if there is no GPU.
+    The exit code is 1 if a result is wrong, if a measurement failed, or if there is no GPU.
     """
     for name, rate in (("--link", link), ("--network", network)):
         if rate is not None and unpaced:
@@ -175,6 +179,8 @@ def bench(
             raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
         if nodes > 1 and not one.several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
+    # the other ways go over the links that are there: what is compared with them should, too
+    unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
 
     try:
@@ -199,14 +205,8 @@ def bench(
 def _ways(against: str) -> tuple[str, ...]:
     ways = tuple(way.strip() for way in against.split(",") if way.strip())
     for way in ways:
-        if way == "symm_mem":
-            raise typer.BadParameter(
-                "PyTorch's symmetric-memory operators need a process for each rank, and this command has all ranks in "
-                "one: they are not measured",
-                param_hint="--against",
-            )
-        if way not in ("host", "nccl"):
-            raise typer.BadParameter(f"there is no way {way!r}; there are: host, nccl", param_hint="--against")
+        if way not in WAYS:
+            raise typer.BadParameter(f"there is no way {way!r}; there are: {', '.join(WAYS)}", param_hint="--against")
     return ways
 
 

@@ -1,11 +1,9 @@
 """Benchmarks, without measuring: what is asked for, what is printed and written, what is said beside it."""
 
-import contextlib
 import csv
 import inspect
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from figures import result
 
 import mkernel as mk
 from mkernel import bench, operators
-from mkernel.bench import nccl, published, shapes
 from mkernel.bench import page as bench_page
+from mkernel.bench import published, shapes
 from mkernel.bench.shapes import Wanted
 
 GATHER, SCATTER = operators.ALL[:2]
@@ -176,7 +174,7 @@ def fake(monkeypatch):
 
     def run(op, wanted, **options):
         asked.append((op, wanted, options))
-        return [result(op, wanted[0]) | ({"nccl_ms": 3.7} if "nccl" in options["against"] else {})]
+        return [result(op, wanted[0])]
 
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -250,87 +248,3 @@ def test_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main([], **OPTIONS) == 1
     assert "needs a GPU" in capsys.readouterr().out
-
-
-# -- NCCL
-
-
-@pytest.mark.parametrize(
-    ("op", "ranks", "nodes", "gpus", "words"),
-    [
-        ("ring_attention", 2, 1, 2, "not for ring_attention"),
-        ("all_gather_matmul", 2, 2, 4, "a process for each rank"),
-        ("all_gather_matmul", 4, 1, 1, "here are 1 for 4"),
-        ("all_gather_matmul", 1, 1, 1, "2 or more ranks"),
-        ("all_gather_matmul", 2, 1, 2, None),
-    ],
-)
-def test_where_nccl_can_be_measured(monkeypatch, op, ranks, nodes, gpus, words):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    refused = nccl.refusal(op, ranks, nodes)
-    assert (refused is None) if words is None else (words in refused)
-
-
-def test_bench_refuses_nccl_before_it_measures(fake, capsys):
-    wanted = [Wanted("all_gather_matmul", (64, 64, 64))]
-    assert bench.main(wanted, **OPTIONS, against=("host", "nccl")) == 2
-    assert "--against nccl: NCCL needs a GPU for each" in capsys.readouterr().out
-    assert not fake
-
-
-@pytest.mark.parametrize("op", nccl.OPERATORS)
-def test_what_nccl_is_asked_to_do(monkeypatch, op):
-    """On fake GPUs: the right collective, on tensors of the right shapes, that give the right result."""
-    import torch.cuda.nccl as library
-
-    size, m, n, k = 2, 8, 4, 6
-    streams = [SimpleNamespace(device=index, synchronize=lambda: None) for index in range(size)]
-
-    def all_gather(inputs, outputs, streams):
-        for output in outputs:
-            output.copy_(torch.cat(inputs))
-
-    def reduce_scatter(inputs, outputs, streams):
-        for part, output in zip(sum(inputs).chunk(size), outputs):
-            output.copy_(part)
-
-    def all_reduce(inputs, outputs, streams):
-        for output in outputs:
-            output.copy_(sum(inputs))
-
-    for function in (all_gather, reduce_scatter, all_reduce):
-        monkeypatch.setattr(library, function.__name__, function)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-
-    class FakeStopwatch:
-        def __init__(self, streams):
-            pass
-
-        def bursts(self, calls, repeats):
-            calls["nccl"]()
-            return {"nccl": 1.5}
-
-    monkeypatch.setattr(nccl, "Stopwatch", FakeStopwatch)
-    given = []
-
-    def gather(rank):
-        def exchange(what, value):
-            if isinstance(value, float):
-                return [1.5]
-            given.append(value)
-            return given
-
-        return SimpleNamespace(size=size, device=torch.device("cpu"), rank=rank, exchange=exchange)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[len(given)])
-    for rank in reversed(range(size)):  # rank 0 comes last, and drives both
-        assert nccl.measure(gather(rank), op, (m, n, k), torch.float32, 4) == 1.5
-    _, a, w, _, out = zip(*given)
-    if op == "all_gather_matmul":
-        expected = [torch.cat(a) @ each.t() for each in w]
-    else:
-        total = sum(x @ y.t() for x, y in zip(a, w))
-        expected = total.chunk(size) if op == "matmul_reduce_scatter" else [total] * size
-    for actual, wanted in zip(out, expected):
-        torch.testing.assert_close(actual, wanted)

@@ -7,7 +7,8 @@ import torch
 
 import mkernel as mk
 from mkernel import bench, operators
-from mkernel.bench import shapes
+from mkernel.bench import baselines, shapes
+from mkernel.bench.reduction import bound_of
 
 SHOWN = (
     "fused_ms", "library_ms", "wire_ms", "network_ms", "host_driven_ms", "speedup", "floor_fraction",
@@ -24,6 +25,22 @@ def test_bench_measures_what_tables_and_pages_show(operator):
     assert result["max_error"] <= result["error_bound"]
     assert result["emulated"] == (torch.cuda.device_count() < 2 or result["link_gb_per_s"] is not None)
     assert (result["ranks"], result["nodes"], result["gpus"]) == (2, 1, torch.cuda.device_count())
+
+
+@pytest.mark.parametrize("name", baselines.LIBRARIES)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_other_ways_in_processes(name, op, monkeypatch):
+    """With one GPU both processes take it: then the times mean nothing, but the results do."""
+    if torch.cuda.device_count() < 2:
+        if name == "nccl":
+            pytest.skip("NCCL wants a GPU for each rank")
+        for variable in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"):
+            monkeypatch.setenv(variable, "1")
+    bound = bound_of(512, 256, 2, torch.bfloat16)
+    options = dict(ranks=2, dtype=torch.bfloat16, bound=bound, fused_ms=1.0, repeats=4)
+    figures = baselines.measure(name, op, (512, 512, 512), **options)
+    assert figures[f"{name}_status"] == "measured", figures
+    assert figures[f"{name}_ms"] > 0
 
 
 def test_bench_writes_its_files(tmp_path, capsys):

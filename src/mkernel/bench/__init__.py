@@ -1,4 +1,4 @@
-"""Benchmarks: an operator beside the library and beside the host-driven way, in one run."""
+"""Benchmarks: an operator beside the library, the host-driven way, NCCL and PyTorch's symmetric memory, in one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import triton
 
 from mkernel import operators
-from mkernel.bench import nccl, published
+from mkernel.bench import baselines, published
 from mkernel.bench.shapes import Wanted
 from mkernel.operators import Shape
 from mkernel.report import finite
@@ -45,8 +45,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's
     NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
-    share of its SMs. None does not pace. `against`: "nccl" for that way, too. `options`: those of the operator
-    that are on."""
+    share of its SMs. None does not pace. `against`: other ways to measure too, "nccl" and "symm_mem"; they go over
+    the links that are really there. `options`: those of the operator that are on."""
     measure = operators.here()[op].measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
@@ -56,16 +56,18 @@ def run(
     )
 
     def on_rank(group: Group, shape: Shape) -> dict[str, Any]:
-        result = measure(group, *shape, dtype, config, repeats, **dict.fromkeys(options, True))
-        if "nccl" in against:
-            result["nccl_ms"] = nccl.measure(group, op, shape, dtype, repeats)
-        return result
+        return measure(group, *shape, dtype, config, repeats, **dict.fromkeys(options, True))
 
     results = []
     for shape in shapes:
-        results.append(
-            spawn(on_rank, shape, nodes=nodes, gpus_per_node=ranks, device="cuda", links=links, timeout=TIMEOUT)[0]
-        )
+        result = spawn(on_rank, shape, nodes=nodes, gpus_per_node=ranks, device="cuda", links=links, timeout=TIMEOUT)[0]
+        for name in baselines.LIBRARIES:
+            if name in against:
+                result |= baselines.measure(
+                    name, op, shape, ranks=ranks, dtype=dtype, bound=result["error_bound"],
+                    fused_ms=result["fused_ms"], repeats=repeats, options=options,
+                )  # fmt: skip
+        results.append(result)
     return results
 
 
@@ -99,10 +101,10 @@ def main(
     if not torch.cuda.is_available():
         print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
         return 1
-    if "nccl" in against:
-        for refused in filter(None, (nccl.refusal(one.op, ranks, nodes) for one in wanted)):
-            print(f"mkernel bench: --against nccl: {refused}")
-            return 2
+    besides = [name for name in baselines.LIBRARIES if name in against]
+    if besides and (refused := baselines.refusal(ranks, nodes)):
+        print(f"mkernel bench: --against {','.join(besides)}: {refused}")
+        return 2
     print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
     if any(one.row for one in wanted):
         here = published.place(nodes, ranks, torch.cuda.device_count())
@@ -127,11 +129,11 @@ def main(
         results.append(result)
         print(_line(one, result, against), flush=True)
         _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
-    return 0 if all(is_right(result) for result in results) else 1
+    return 0 if all(is_right(result) and baselines.is_right(result) for result in results) else 1
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    """False also for an error that is NaN, which is None in JSON."""
+    """Of the fused operator. False also for an error that is NaN, which is None in JSON."""
     if "failed" in result or result["max_error"] is None:
         return False
     return result["max_error"] <= result["error_bound"]
@@ -145,7 +147,8 @@ PUBLISHED = {"published ms": "published_ms", "its floor fraction": "published_fl
 
 
 def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
-    times = TIMES | {"host-driven": "host_driven_ms"} | ({"NCCL": "nccl_ms"} if "nccl" in against else {})
+    besides = {library.TITLE: f"{name}_ms" for name, library in baselines.LIBRARIES.items() if name in against}
+    times = TIMES | {"host-driven": "host_driven_ms"} | besides
     return (
         times
         | FRACTIONS
@@ -172,7 +175,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
     if "gemm_ms" in result:
         share = result["gemm_against_library"]
         line += f"\n  the compute role alone, on rows in place: {result['gemm_ms']:.3f} ms, {share:.3f} of the library"
-    return line
+    return "\n  ".join([line, *baselines.remarks(result).values()])
 
 
 # -- files

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires
 from mkernel.bench.timing import Link
 from mkernel.ops.matmul_all_reduce import explain, matmul_all_reduce, prepare
 from mkernel.runtime.config import Config
@@ -21,9 +21,7 @@ def measure(
     """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
     device, size, gpus = group.device, group.size, group.gpus_per_node
     k_local = k // size
-    generator = torch.Generator(device).manual_seed(group.rank)
-    a = torch.randn(m, k_local, device=device, dtype=dtype, generator=generator)
-    w = torch.randn(n, k_local, device=device, dtype=dtype, generator=generator)
+    a, w = operands("matmul_all_reduce", group.rank, size, (m, n, k), dtype, device)
     out = torch.empty(m, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()

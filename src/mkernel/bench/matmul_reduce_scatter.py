@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires, worst_of
 from mkernel.bench.timing import Link
 from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
@@ -21,9 +21,7 @@ def measure(
     """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
     device, size = group.device, group.size
     k_local, rows = k // size, m // size
-    generator = torch.Generator(device).manual_seed(group.rank)
-    a = torch.randn(m, k_local, device=device, dtype=dtype, generator=generator)
-    w = torch.randn(n, k_local, device=device, dtype=dtype, generator=generator)
+    a, w = operands("matmul_reduce_scatter", group.rank, size, (m, n, k), dtype, device)
     out = torch.empty(rows, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
@@ -52,8 +50,7 @@ def measure(
     everyone = group.exchange("inputs", (a, w))
     exact = sum(x[mine_of].to(device).double() @ y.to(device).double().t() for x, y in everyone)
     error = (out.double() - exact).abs().max().item()
-    errors = group.exchange("errors", error)
-    worst = max(errors) if all(value == value for value in errors) else float("nan")
+    worst = worst_of(group.exchange("errors", error))
     bound = bound_of(k, k_local, size, dtype)
     plan = explain(a, w.t(), out=out, config=config)
     return figures("matmul_reduce_scatter", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)

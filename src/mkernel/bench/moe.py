@@ -15,13 +15,15 @@ What the figures are compared with, on all ranks' streams at the same time:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from mkernel.bench.reduction import worst_of
 from mkernel.bench.timing import Link, Stopwatch
 from mkernel.ops import moe_dispatch_matmul as dispatch_op
 from mkernel.ops import moe_ffn as ffn_op
@@ -52,37 +54,78 @@ def _gemm_alone_kernel(
     )  # fmt: skip
 
 
-class Inputs:
-    """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one rank, with their experts and weights, and where its matrices come from."""
 
-    def __init__(self, group: Group, tokens: int, hidden: int, dtype: torch.dtype):
-        self.group = group
-        self.everyone = LONE_WORLD * EXPERTS if group.size == 1 else group.size * EXPERTS
-        generator = torch.Generator(group.device).manual_seed(group.rank)
-        self.generator = generator
-        self.x = torch.randn(tokens, hidden, device=group.device, dtype=dtype, generator=generator)
-        scores = torch.rand(tokens, self.everyone, device=group.device, generator=generator)
-        ids = scores.topk(SLOTS, dim=1).indices
-        self.ids = torch.where(ids < group.size * EXPERTS, ids, -1)
-        self.weights = torch.rand(tokens, SLOTS, device=group.device, generator=generator)
-        torch.cuda.current_stream(group.device).synchronize()
-        self.xs = group.exchange("x", self.x)
-        self.all_ids = group.exchange("ids", self.ids)
-        self.all_weights = group.exchange("weights", self.weights)
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    generator: torch.Generator
 
     def matrices(self, *shape: int) -> torch.Tensor:
         scale = shape[1] ** -0.5
-        values = torch.randn(*shape, device=self.group.device, dtype=self.x.dtype, generator=self.generator)
-        return values.mul_(scale)
+        return torch.randn(*shape, device=self.x.device, dtype=self.x.dtype, generator=self.generator).mul_(scale)
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of this rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
-        first = self.group.rank * EXPERTS
-        ids = torch.cat(list(self.all_ids))
-        found = [(ids == expert).nonzero() for expert in range(first, first + EXPERTS)]
-        counts = torch.tensor([len(part) for part in found], device=ids.device)
-        both = torch.cat(found)
-        return both[:, 0], both[:, 1], counts
+
+def tokens_of(rank: int, size: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tokens:
+    """What a rank has; `tokens` are its own."""
+    everyone = LONE_WORLD * EXPERTS if size == 1 else size * EXPERTS
+    generator = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype, generator=generator)
+    ids = torch.rand(tokens, everyone, device=device, generator=generator).topk(SLOTS, dim=1).indices
+    weights = torch.rand(tokens, SLOTS, device=device, generator=generator)
+    return Tokens(x, torch.where(ids < size * EXPERTS, ids, -1), weights, generator)
+
+
+def matrix_shapes(op: str, n: int, hidden: int) -> list[tuple[int, int, int]]:
+    """Of the matrices of a rank, in the order in which they are drawn; n is out or inter."""
+    if op == "moe_ffn":
+        return [(EXPERTS, hidden, 2 * n), (EXPERTS, n, hidden)]
+    return [(EXPERTS, hidden, n)]
+
+
+def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
+    ids = torch.cat(list(all_ids))
+    found = [(ids == expert).nonzero() for expert in range(rank * EXPERTS, (rank + 1) * EXPERTS)]
+    counts = torch.tensor([len(part) for part in found], device=ids.device)
+    both = torch.cat(found)
+    return both[:, 0], both[:, 1], counts
+
+
+class Inputs:
+    """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
+
+    def __init__(self, op: str, group: Group, tokens: int, n: int, hidden: int, dtype: torch.dtype):
+        self.group = group
+        self.mine = tokens_of(group.rank, group.size, tokens, hidden, dtype, group.device)
+        self.x, self.ids, self.weights = self.mine.x, self.mine.ids, self.mine.weights
+        self.matrices = [self.mine.matrices(*shape) for shape in matrix_shapes(op, n, hidden)]
+        torch.cuda.current_stream(group.device).synchronize()
+        xs = group.exchange("x", self.x)
+        self.all_ids = [ids.to(group.device) for ids in group.exchange("ids", self.ids)]
+        self.all_weights = [weights.to(group.device) for weights in group.exchange("weights", self.weights)]
+        self.parts = torch.cat([x.to(group.device) for x in xs])  # all ranks' tokens
+        self._sides = {x.device: torch.cuda.Stream(x.device) for x in xs if x.device != group.device}
+        self._away = [self._from(source, x) for source, x in enumerate(xs) if x.device != group.device]
+
+    def _from(self, source: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Another GPU's tokens, which of them have an expert here, and where they go in `parts`."""
+        ids, first = self.all_ids[source], self.group.rank * EXPERTS
+        needed = ((ids >= first) & (ids < first + EXPERTS)).any(1).nonzero().flatten()
+        return x, needed.to(x.device), needed + source * len(self.x)
+
+    def fetch(self) -> None:
+        """Copy the tokens that are needed here from other GPUs into `parts`. Where all ranks share a GPU there is
+        nothing to copy: the link's rate stands for it."""
+        stream = torch.cuda.current_stream(self.group.device)
+        for x, there, here in self._away:
+            side = self._sides[x.device]
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):  # not the other rank's own: it has other things to do
+                arrived = x.index_select(0, there).to(self.group.device, non_blocking=True)
+            self.parts.index_copy_(0, here, arrived)
 
     def crossings(self) -> tuple[int, int, int]:
         """(tokens that this rank fetches over NVLink, that it sends over the network, and that it would send over the
@@ -135,6 +178,24 @@ def faster_layout(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, count
             best = (start.elapsed_time(end), candidate)
     assert best is not None, "the library multiplies neither layout"
     return best[1]
+
+
+def library_of(
+    matrices: Sequence[torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the library does with rows like these, so many for each expert: one grouped GEMM, or two of them with the
+    activation in between."""
+    sizes, ends = counts.tolist(), counts.cumsum(0).int()
+    first = faster_layout(rows, matrices[0], ends, sizes)
+    if len(matrices) == 1:
+        return lambda arrived: grouped_mm(arrived, first, ends, sizes)
+    second = faster_layout(rows.new_zeros(len(rows), matrices[1].shape[1]), matrices[1], ends, sizes)
+
+    def both(arrived: torch.Tensor) -> torch.Tensor:
+        gate, up = grouped_mm(arrived, first, ends, sizes).chunk(2, dim=1)
+        return grouped_mm(torch.nn.functional.silu(gate) * up, second, ends, sizes)
+
+    return both
 
 
 def _wires(group: Group, inputs: Inputs, element: int, hidden: int) -> tuple[float, float, float]:
@@ -192,7 +253,7 @@ def _figures(
         "sustained_fused_ms": sustained["fused"], "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"], floor) / sustained["fused"],
-        "max_error": error if error == error else float("inf"), "error_bound": bound, "plan": plan,
+        "max_error": error, "error_bound": bound, "plan": plan,
     }  # fmt: skip
     if "gemm" in times:
         result |= {"gemm_ms": times["gemm"], "gemm_against_library": times["library"] / times["gemm"]}
@@ -203,25 +264,24 @@ def measure_dispatch(
     group: Group, tokens_total: int, n: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_dispatch_matmul; runs on every rank, the same figures come back on each."""
-    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
-    w = inputs.matrices(EXPERTS, hidden, n)
-    where, _, counts = inputs.rows()
+    inputs = Inputs("moe_dispatch_matmul", group, tokens_total // group.size, n, hidden, dtype)
+    (w,) = inputs.matrices
+    where, _, counts = rows_of(inputs.all_ids, group.rank)
     sizes = counts.tolist()
-    ends = counts.cumsum(0).int()
-    rows = torch.cat(list(inputs.xs))[where]
+    rows = inputs.parts[where]
     link = Link(group.device)
     wire_ms, network_ms, plain_ms = _wires(group, inputs, w.element_size(), hidden)
-    parts = torch.cat(list(inputs.xs))
-    library_w = faster_layout(rows, w, ends, sizes)
+    multiply = library_of(inputs.matrices, rows, counts)
 
     def library() -> None:
-        grouped_mm(rows, library_w, ends, sizes)
+        multiply(rows)
 
     def host_driven() -> None:
         link.open()
-        arrived = parts[where]
+        inputs.fetch()
+        arrived = inputs.parts[where]
         link.hold(int(plain_ms * 1e6))
-        grouped_mm(arrived, library_w, ends, sizes)
+        multiply(arrived)
 
     routing = host.agree(
         "moe_dispatch_matmul", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64,
@@ -234,7 +294,7 @@ def measure_dispatch(
     group.synchronize()
     assert handle.counts.tolist() == sizes, "the kernel counts other rows than the plain reference"
     exact = torch.cat([part.double() @ m.double() for part, m in zip(rows.split(sizes), w, strict=True)])
-    error = (y[: len(where)].double() - exact).abs().max().item()
+    error = worst_of(group.exchange("errors", (y[: len(where)].double() - exact).abs().max().item()))
     del exact
 
     chosen = (
@@ -269,43 +329,34 @@ def measure_ffn(
     group: Group, tokens_total: int, inter: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_ffn; runs on every rank, the same figures come back on each."""
-    inputs = Inputs(group, tokens_total // group.size, hidden, dtype)
-    gate_up = inputs.matrices(EXPERTS, hidden, 2 * inter)
-    down = inputs.matrices(EXPERTS, inter, hidden)
-    where, slot, counts = inputs.rows()
-    sizes = counts.tolist()
-    ends = counts.cumsum(0).int()
-    parts = torch.cat(list(inputs.xs))
-    rows = parts[where]
+    inputs = Inputs("moe_ffn", group, tokens_total // group.size, inter, hidden, dtype)
+    gate_up, down = inputs.matrices
+    where, slot, counts = rows_of(inputs.all_ids, group.rank)
+    rows = inputs.parts[where]
     weights = torch.cat(list(inputs.all_weights))[where, slot].unsqueeze(1).to(dtype)
     tokens = len(inputs.x)
-    partial = torch.zeros(len(parts), hidden, device=group.device, dtype=dtype)
+    partial = torch.zeros(len(inputs.parts), hidden, device=group.device, dtype=dtype)
     out = torch.empty_like(inputs.x)
     torch.cuda.current_stream(group.device).synchronize()
     partials = group.exchange("partial", partial)
     link = Link(group.device)
     wire_ms, network_ms, plain_ms = _wires(group, inputs, out.element_size(), hidden)
-
-    library_gate_up = faster_layout(rows, gate_up, ends, sizes)
-    library_down = faster_layout(rows[:, :inter].contiguous(), down, ends, sizes)
-
-    def experts(arrived: torch.Tensor) -> torch.Tensor:
-        gate, up = grouped_mm(arrived, library_gate_up, ends, sizes).chunk(2, dim=1)
-        return grouped_mm(torch.nn.functional.silu(gate) * up, library_down, ends, sizes)
+    experts = library_of(inputs.matrices, rows, counts)
 
     def library() -> None:
         experts(rows)
 
     def host_driven() -> None:
         link.open()
-        arrived = parts[where]
+        inputs.fetch()
+        arrived = inputs.parts[where]
         link.hold(int(plain_ms * 1e6))
         done = experts(arrived) * weights
         partial.zero_()
         partial.index_add_(0, where, done)
         link.open()
-        mine = [part[group.rank * tokens : (group.rank + 1) * tokens] for part in partials]
-        torch.stack(mine).sum(0)
+        mine = slice(group.rank * tokens, (group.rank + 1) * tokens)
+        torch.stack([part[mine].to(group.device, non_blocking=True) for part in partials]).sum(0)
         link.hold(int(plain_ms * 1e6))
 
     routing = host.agree("moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config)
@@ -315,11 +366,9 @@ def measure_ffn(
     out.fill_(float("nan"))
     group.synchronize()
     everyones = group.exchange("matrices", (gate_up, down))
-    error = 0.0
     group.launch(launch)
     group.synchronize()
-    error = _ffn_error(inputs, everyones, out)
-    group.barrier()
+    error = worst_of(group.exchange("errors", ffn_error(inputs.mine, everyones, out)))
 
     stream = torch.cuda.current_stream(group.device)
     everyone = group.exchange("ready", dict(launch=launch, stream=stream, library=library, host_driven=host_driven))
@@ -335,7 +384,7 @@ def measure_ffn(
     )
 
 
-def _ffn_error(inputs: Inputs, everyones: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
+def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
     """The largest error of the first tokens against float64, relative to the sum of what is added up."""
     x, ids = inputs.x[:CHECKED_TOKENS].double(), inputs.ids[:CHECKED_TOKENS]
     weights = inputs.weights[:CHECKED_TOKENS].double()
@@ -345,9 +394,9 @@ def _ffn_error(inputs: Inputs, everyones: Sequence[tuple[torch.Tensor, torch.Ten
             share = (weights * (ids == owner * EXPERTS + expert)).sum(1, keepdim=True)
             if not bool(share.any()):
                 continue
-            gate, up = (x @ gate_up[expert].double()).chunk(2, dim=1)
+            gate, up = (x @ gate_up[expert].to(x.device).double()).chunk(2, dim=1)
             inner = torch.nn.functional.silu(gate) * up
-            matrix = down[expert].double()
+            matrix = down[expert].to(x.device).double()
             total += share * (inner @ matrix)
             magnitude += share * (inner.abs() @ matrix.abs())
     error = (out[:CHECKED_TOKENS].double() - total).abs() / magnitude.clamp_min(1e-12)

@@ -1,81 +1,132 @@
-"""The way over NCCL: its collective before or after the library's GEMM, for the operators that multiply.
+"""The way over NCCL: its collectives before and after the library's GEMM or attention, a process for each GPU.
 
-All ranks are in this process, so NCCL is too: torch.cuda.nccl drives all GPUs from one thread. That needs a
-GPU for each rank.
+Tokens of the mixture of experts go once to each of their experts, as rows of an all-to-all; all counts are known
+beforehand, as they are to the host-driven way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from mkernel.bench.timing import Stopwatch
-from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group
+from mkernel.bench import moe, ring_attention
+from mkernel.bench.peers import Peer
+from mkernel.bench.problems import Attention, Experts, Problem, Products, Ways
+from mkernel.operators import Shape
 
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+TITLE = "NCCL"
+BACKEND = "nccl"
 
-
-def refusal(op: str, ranks: int, nodes: int) -> str | None:
-    """Why it can not be measured here; None if it can."""
-    if op not in OPERATORS:
-        return f"NCCL's way is there for {', '.join(OPERATORS)}, not for {op}"
-    if nodes > 1:
-        return "NCCL between nodes needs a process for each rank; mkernel bench has all ranks in one"
-    if ranks < 2 or ranks > torch.cuda.device_count():
-        return f"NCCL needs a GPU for each of 2 or more ranks; here are {torch.cuda.device_count()} for {ranks}"
-    return None
+# what they are called in newer PyTorch, where the old names warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def measure(group: Group, op: str, shape: tuple[int, ...], dtype: torch.dtype, repeats: int) -> float:
-    """Median milliseconds in bursts; runs on every rank, the same figure comes back on each."""
-    if op not in OPERATORS:
-        raise ArgumentError(f"NCCL's way is there for {', '.join(OPERATORS)}, not for {op}")
-    m, n, k = shape
-    size, device = group.size, group.device
+def refusal(op: str, shape: Shape, dtype: torch.dtype) -> str | None:
+    """Why it can not be measured; None if it can."""
+    return None if dist.is_nccl_available() else "this PyTorch was built without NCCL"
 
-    def tensor(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device, dtype=dtype)
 
-    if op == "all_gather_matmul":
-        a, w, middle, out = tensor(m // size, k), tensor(n, k), tensor(m, k), tensor(m, n)
+def prepare(problem: Problem, peer: Peer) -> Ways:
+    """What NCCL does, on every rank."""
+    group = dist.new_group(backend=BACKEND)
+    if isinstance(problem, Products):
+        calls = _products(problem, group)
+    elif isinstance(problem, Attention):
+        calls = {"all_gather, then attention": _attention(problem, group)}
     else:
-        rows = m // size if op == "matmul_reduce_scatter" else m
-        a, w, middle, out = tensor(m, k // size), tensor(n, k // size), tensor(m, n), tensor(rows, n)
-    stream = torch.cuda.current_stream(device)
-    stream.synchronize()
-    everyone: list[Any] = group.exchange("NCCL", (stream, a, w, middle, out))
-    took = 0.0
-    if group.rank == 0:
-        took = _time(op, everyone, repeats)
-    return group.exchange("NCCL", took)[0]
+        calls = {"all_to_all, then grouped GEMM": _experts(problem, group)}
+    one = torch.ones(1, device=problem.device)
+    return Ways(lambda: dist.all_reduce(one, group=group), calls)
 
 
-def _time(op: str, everyone: list[Any], repeats: int) -> float:
-    import torch.cuda.nccl as nccl
+def _products(problem: Products, group: dist.ProcessGroup) -> dict[str, Callable[[], torch.Tensor]]:
+    a, b, size = problem.a, problem.w.t(), problem.size
 
-    streams, a, w, middle, out = (list(part) for part in zip(*everyone))
+    def like(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, device=problem.device, dtype=problem.dtype)
 
-    def multiply(left: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-        for stream, x, y, z in zip(streams, left, w, into):
-            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-                torch.mm(x, y.t(), out=z)
+    out = like(problem.m // size if problem.op == "matmul_reduce_scatter" else problem.m, problem.n)
+    if problem.op == "all_gather_matmul":
+        gathered = like(problem.m, problem.k)
 
-    def call() -> None:
-        if op == "all_gather_matmul":
-            nccl.all_gather(a, middle, streams=streams)
-            multiply(middle, out)
-        elif op == "matmul_reduce_scatter":
-            multiply(a, middle)
-            nccl.reduce_scatter(middle, out, streams=streams)
-        else:
-            multiply(a, middle)
-            nccl.all_reduce(middle, out, streams=streams)
+        def gather_first() -> torch.Tensor:
+            _all_gather(gathered, a, group=group)
+            return torch.mm(gathered, b, out=out)
 
-    call()
-    for stream in streams:
-        stream.synchronize()
-    calls: dict[str, Callable[[], object]] = {"nccl": call}
-    return Stopwatch(streams).bursts(calls, repeats)["nccl"]
+        return {"all_gather, then GEMM": gather_first}
+
+    if problem.op == "matmul_reduce_scatter":
+        product = like(problem.m, problem.n)
+
+        def scatter_last() -> torch.Tensor:
+            torch.mm(a, b, out=product)
+            _reduce_scatter(out, product, group=group)
+            return out
+
+        return {"GEMM, then reduce_scatter": scatter_last}
+
+    def reduce_last() -> torch.Tensor:
+        torch.mm(a, b, out=out)
+        dist.all_reduce(out, group=group)
+        return out
+
+    return {"GEMM, then all_reduce": reduce_last}
+
+
+def _attention(problem: Attention, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Gathers keys and values, which are laid out by position, so that what is gathered is in place. With a causal
+    mask, a rank's rows are one or two pieces of the sequence, each of which sees the keys up to its own end."""
+    query, length = problem.query, problem.query.shape[2]
+    parts = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in (problem.key, problem.value)]
+    whole = [part.new_empty(problem.size * length, *part.shape[1:]) for part in parts]
+    sequences, order = problem.sequences, problem.order()
+    cuts = [0, length // 2, length] if sequences.zigzag else [0, length]
+    positions = sequences.positions(problem.rank).tolist()
+
+    def call() -> torch.Tensor:
+        for part, gathered in zip(parts, whole):
+            _all_gather(gathered, part, group=group)
+        if not sequences.causal:  # in any order
+            key, value = (gathered.permute(1, 2, 0, 3) for gathered in whole)
+            return ring_attention.cudnn(query, key, value, False)
+        key, value = ((gathered[order] if sequences.zigzag else gathered).permute(1, 2, 0, 3) for gathered in whole)
+        pieces = []
+        for first, last in pairwise(cuts):
+            end = positions[last - 1] + 1
+            mask = causal_lower_right(last - first, end)
+            pieces.append(
+                F.scaled_dot_product_attention(query[:, :, first:last], key[:, :, :end], value[:, :, :end], mask)
+            )
+        return torch.cat(pieces, 2)
+
+    return call
+
+
+def _experts(problem: Experts, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    size, rank = problem.size, problem.rank
+    leaving = problem.counts[rank].view(size, moe.EXPERTS).sum(1).tolist()
+    arriving = problem.arriving(rank)
+    received = arriving.sum(1).tolist()
+    # rows arrive by source, then expert; they are computed by expert, then source
+    numbers = torch.arange(sum(received), device=arriving.device).split(arriving.flatten().tolist())
+    by_expert = torch.cat([numbers[s * moe.EXPERTS + e] for e in range(moe.EXPERTS) for s in range(size)])
+    by_source = torch.argsort(by_expert)
+    rows = problem.mine.x.new_empty(sum(received), problem.hidden)
+    returned = problem.mine.x.new_empty(len(problem.token), problem.hidden)
+    compute = moe.library_of(problem.matrices, rows, arriving.sum(0))
+
+    def call() -> torch.Tensor:
+        dist.all_to_all_single(rows, problem.mine.x[problem.token], received, leaving, group=group)
+        done = compute(rows[by_expert])
+        if problem.op == "moe_dispatch_matmul":
+            return done
+        dist.all_to_all_single(returned, done[by_source], leaving, received, group=group)
+        return problem.combined(returned)
+
+    return call

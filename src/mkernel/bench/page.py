@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mkernel import report
-from mkernel.bench import is_right, published
+from mkernel.bench import baselines, is_right, published
 
 BARS = {
     "fused_ms": "fused",
     "host_driven_ms": "host-driven",
-    "nccl_ms": "NCCL, then library",
+    "nccl_ms": "NCCL and library",
+    "symm_mem_ms": "PyTorch symmetric memory",
     "library_ms": "library alone",
     "wire_ms": "link alone",
     "network_ms": "network alone",
@@ -23,6 +24,8 @@ FRACTIONS = {
 COLUMNS = {
     **{key: f"{name}, ms" for key, name in BARS.items()},
     "speedup": "against host-driven",
+    "nccl_speedup": "against NCCL",
+    "symm_mem_speedup": "against symmetric memory",
     "floor_fraction": "floor fraction",
     "sustained_floor_fraction": "sustained",
     "published_ms": "published, ms",
@@ -47,7 +50,8 @@ def page(figures: dict[str, Any]) -> str:
         report.text(
             "The floor is the longest of the library's arithmetic alone and each link alone; the floor fraction is "
             "floor / fused: 1 is perfect overlap at the library's speed. Host-driven: the same copies and library "
-            "calls, one after the other, over the same links."
+            "calls, one after the other, over the same links. NCCL and PyTorch's symmetric memory: a process for each "
+            "GPU, over the links that are there."
         )
     )
     for op in dict.fromkeys(result["op"] for result in results):
@@ -74,6 +78,10 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
         for result in measured
         if not is_right(result)
     ]
+    for result in measured:
+        for name, said in baselines.remarks(result).items():
+            style = "small" if baselines.is_right(result, [name]) else "wrong"
+            parts.append(report.text(f"{'x'.join(map(str, result['shape']))}: {said}", style))
     if not measured:
         return parts
     columns = {key: name for key, name in COLUMNS.items() if any(result.get(key) is not None for result in measured)}

@@ -1,4 +1,4 @@
-"""What the benchmarks of matmul_reduce_scatter and matmul_all_reduce share: the host-driven way, and timing.
+"""What the benchmarks of matmul_reduce_scatter and matmul_all_reduce share: inputs, the host-driven way, and timing.
 
 The host-driven way is the library's GEMM, then a reduction under the same links. It is a good one: a
 single kernel reads all ranks' products and adds them in fp32, and its time counts only where it is
@@ -157,10 +157,26 @@ def figures(
         "sustained_library_ms": sustained["library"],
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"], wire.ms) / sustained["fused"],
-        "max_error": error if error == error else float("inf"),
+        "max_error": error,
         "error_bound": bound,
         "plan": str(plan),
     }
+
+
+def operands(
+    op: str, rank: int, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and w, the transposed b, of a rank; also of all_gather_matmul. A shape is that of all ranks together."""
+    m, n, k = shape
+    rows, depth = (m // size, k) if op == "all_gather_matmul" else (m, k // size)
+    generator = torch.Generator(device).manual_seed(rank)
+    a = torch.randn(rows, depth, device=device, dtype=dtype, generator=generator)
+    return a, torch.randn(n, depth, device=device, dtype=dtype, generator=generator)
+
+
+def worst_of(errors: Sequence[float]) -> float:
+    """The largest of all ranks' errors; infinite if one of them is NaN."""
+    return max(errors) if all(error == error for error in errors) else float("inf")
 
 
 def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:

@@ -23,9 +23,22 @@ ROWS_CHECKED = 16  # of each rank and head, in float64
 _one_at_a_time = threading.Lock()  # which kernel torch takes is a setting of the process, and ranks are threads
 
 
-def _cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+def cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
     with _one_at_a_time, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+
+def heads_of(
+    rank: int, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of a rank."""
+    batch, heads, positions, dim = shape
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(batch, heads, positions // size, dim, device=device, dtype=dtype, generator=generator)
+
+    return draw(), draw(), draw()
 
 
 def measure(
@@ -39,10 +52,7 @@ def measure(
         repeats = min(repeats, 8)
     size, rank, device = group.size, group.rank, group.device
     length = positions // size
-    generator = torch.Generator(device).manual_seed(rank)
-    query, key, value = (
-        torch.randn(batch, heads, length, dim, device=device, dtype=dtype, generator=generator) for _ in range(3)
-    )
+    query, key, value = heads_of(rank, size, (batch, heads, positions, dim), dtype, device)
     out = torch.empty_like(query)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("parts", (query, key, value))
@@ -62,7 +72,7 @@ def measure(
     def library() -> None:
         # the whole problem in one call, on all SMs: nobody's rate is better
         if rank == 0:
-            _cudnn(whole[0], whole[1], whole[2], causal)
+            cudnn(whole[0], whole[1], whole[2], causal)
 
     def host_driven() -> None:
         link.open()
@@ -71,9 +81,9 @@ def measure(
             gathered[1][:, :, source * length : (source + 1) * length].copy_(v)
         link.hold(int(wire_ms * 1e6))
         if causal:  # balanced over the ranks, as no layout is in this way: a share of the heads
-            _cudnn(whole[0][:, share], whole[1][:, share], whole[2][:, share], True)
+            cudnn(whole[0][:, share], whole[1][:, share], whole[2][:, share], True)
         else:
-            _cudnn(query, gathered[0], gathered[1], False)
+            cudnn(query, gathered[0], gathered[1], False)
 
     stream = torch.cuda.current_stream(device)
     host_driven()
@@ -90,7 +100,7 @@ def measure(
     out.fill_(float("nan"))
     ring_attention(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
     group.synchronize()
-    error = max(group.exchange("error", _error(sequences, rank, query, out, whole)))
+    error = max(group.exchange("errors", error_of(sequences, rank, query, out, whole)))
     gpus = min(torch.cuda.device_count(), size)
     floor_ms = max(times["library"] / gpus, wire_ms)
     plan = explain(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
@@ -126,7 +136,7 @@ def measure(
     }
 
 
-def _error(
+def error_of(
     sequences: Sequences, rank: int, query: torch.Tensor, out: torch.Tensor, whole: Sequence[torch.Tensor]
 ) -> float:
     """The largest error of some rows, in bounds: eps times the weighted mean of |value|, and 2^-18."""

@@ -1,4 +1,5 @@
-"""Timing several ranks that share this process: one call on every rank's stream, timed together.
+"""Timing several ranks that share this process: one call on every rank's stream, timed together. (`baselines` times
+ranks in processes of their own with the same stopwatch.)
 
 Rank 0 drives the streams of all ranks, so that no hand-over between threads is in the measurement.
 Calls follow each other without the host waiting for any of them. Each call is timed from a common
@@ -67,6 +68,7 @@ class Stopwatch:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self._main):
                 self._cache.zero_()
+                self.meet()
             start.record(self._main)
             for stream in self.streams:
                 stream.wait_event(start)
@@ -77,6 +79,9 @@ class Stopwatch:
             spans.append((start, end))
         self._main.synchronize()
         return [start.elapsed_time(end) for start, end in spans[repeats:]]
+
+    def meet(self) -> object:
+        """Holds the start until all ranks are there. Nothing to do where they all are in this process."""
 
     def bursts(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
         """The median time of each call at full clocks, in short bursts by turns."""

@@ -1,0 +1,150 @@
+"""NCCL and PyTorch's symmetric memory beside the fused operator: started, checked, timed.
+
+All ranks of a fused call are threads of this process. These ways have a process for each GPU, as programs that use
+them do, so each measurement starts its own; see `peers`. Their inputs are those of the fused call, their results are
+checked as its result is, and a wrong one is not timed. A call is timed from when all ranks have come to it to the end
+of the last.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mkernel.bench import nccl, peers, problems, symm_mem
+from mkernel.bench.peers import Peer, PeerFailure
+from mkernel.bench.timing import Stopwatch
+from mkernel.operators import Shape
+
+LIBRARIES = {"nccl": nccl, "symm_mem": symm_mem}
+SECONDS = 300.0  # for the processes of one measurement: to start, check and time
+
+
+def refusal(ranks: int, nodes: int) -> str | None:
+    """Why none of them can be measured here, and what would work; None if they can."""
+    gpus = torch.cuda.device_count()
+    if nodes > 1:
+        return f"it is measured inside of one machine, got --nodes {nodes}; with --nodes 1 it can be"
+    if ranks < 2:
+        return f"it needs 2 or more ranks, got --ranks {ranks}"
+    if ranks > gpus:
+        works = f"--ranks {gpus} or fewer would work" if gpus > 1 else "--against host works with one"
+        return f"it needs a GPU for each rank, and here are {gpus} for {ranks}; {works}"
+    return None
+
+
+def measure(
+    name: str,
+    op: str,
+    shape: Shape,
+    *,
+    ranks: int,
+    dtype: torch.dtype,
+    bound: float,
+    fused_ms: float,
+    repeats: int,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Figures of one library for one shape, to be added to those of the fused operator, whose `bound` it has to keep:
+    NAME_ms, NAME_speedup (how much faster the fused one is), NAME_way, NAME_max_error, NAME_status ("measured", "not
+    available", "failed" or "wrong") and, in words, NAME_note."""
+    found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
+    if op not in problems.OPERATORS:
+        refused: str | None = f"bench/problems.py does not know {op} yet"
+    else:
+        refused = LIBRARIES[name].refusal(op, shape, dtype)
+    if refused is not None:
+        found["note"] = refused
+    else:
+        gc.collect()
+        torch.cuda.empty_cache()  # the processes need what this one has only kept
+        arguments = (name, op, shape, dtype, bound, repeats, tuple(options))
+        try:
+            found |= peers.run(measure_on_rank, ranks, *arguments, seconds=SECONDS)
+        except PeerFailure as problem:
+            found |= {"status": "failed", "note": str(problem)}
+    found["speedup"] = found["ms"] / fused_ms if found["ms"] is not None else None
+    return {f"{name}_{key}": value for key, value in found.items()}
+
+
+def is_right(result: dict[str, Any], names: Iterable[str] = tuple(LIBRARIES)) -> bool:
+    """Whether what was asked for besides the fused operator could be compared with it."""
+    return all(result.get(f"{name}_status") not in ("failed", "wrong") for name in names)
+
+
+def remarks(result: dict[str, Any]) -> dict[str, str]:
+    """What there is to say about each library of a result, in words."""
+    said = {}
+    for name, library in LIBRARIES.items():
+        status, way, note, faster = (result.get(f"{name}_{key}") for key in ("status", "way", "note", "speedup"))
+        if status is not None:
+            timed = f"{way} takes {faster:.2f} times the fused time" if faster is not None else ""
+            words = "; ".join(filter(None, (timed, note) if status == "measured" else (note, timed)))
+            how = {"measured": "", "wrong": "WRONG RESULT: "}.get(status, f"{status}: ")
+            said[name] = f"{library.TITLE}: {how}{words}"
+    return said
+
+
+# -- in the process of a rank
+
+
+def measure_on_rank(
+    peer: Peer, name: str, op: str, shape: Shape, dtype: torch.dtype, bound: float, repeats: int,
+    options: Sequence[str],
+) -> None:  # fmt: skip
+    """Check and time every way of a library; the fastest that is right is reported."""
+    device = device_of(peer.rank)
+    peer.say("making inputs")
+    problem = problems.make(op, peer.rank, peer.size, shape, dtype, device, options)
+    ways = LIBRARIES[name].prepare(problem, peer)
+    notes, right, wrong = list(ways.notes), {}, False
+    for way, call in ways.calls.items():
+        peer.say(f"checking {way}")
+        try:
+            ways.meet()
+            error, failure = problem.error(call()), ""
+        except RuntimeError as problem_of_way:
+            error, failure = float("inf"), str(problem_of_way).strip().partition("\n")[0]
+            peer.say(f"{way} failed: {failure}")
+        error = max(each if each == each else float("inf") for each in peer.exchange(error))
+        failures = [each for each in peer.exchange(failure) if each]
+        if failures:
+            notes.append(f"{way} failed: {failures[0]}")
+        elif error > bound:
+            wrong = True
+            notes.append(f"{way} is wrong by {error:.2g}, where {bound:.2g} is allowed; it was not timed")
+        else:
+            right[way] = error
+    found: dict[str, Any] = {"status": "wrong" if wrong else "measured" if right else "failed"}
+    if right:
+        stopwatch = PeerStopwatch(peer, ways.meet)
+        peer.say(f"timing {', '.join(right)}")
+        times = stopwatch.bursts({way: ways.calls[way] for way in right}, repeats)
+        best = min(times, key=lambda way: times[way])
+        found |= {"ms": times[best], "way": best, "max_error": right[best]}
+        notes += [f"{way} takes {took:.3f} ms" for way, took in times.items() if way != best]
+    peer.report(found | {"note": "; ".join(notes)})
+
+
+def device_of(rank: int) -> torch.device:
+    """The GPU of a rank, made the current one."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class PeerStopwatch(Stopwatch):
+    """Times the calls of a rank in its own process; the slowest rank's time is that of all."""
+
+    def __init__(self, peer: Peer, meet: Callable[[], object]):
+        super().__init__([torch.cuda.current_stream()])
+        self._peer, self._meet = peer, meet
+
+    def meet(self) -> object:
+        return self._meet()
+
+    def time(self, call: Callable[[], object], repeats: int) -> list[float]:
+        return [max(times) for times in zip(*self._peer.exchange(super().time(call, repeats)))]

@@ -1,0 +1,108 @@
+"""A process for each rank, for the ways that need one: NCCL and PyTorch's symmetric memory.
+
+`run` starts them, as torchrun would, and always ends them: when one fails, when they take too long, when this
+process is interrupted. What a rank reports, where it is and why it failed is in a store in this process, so that
+it is known whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+POLL = 0.5  # seconds from one look at the clock to the next
+GRACE = 1.0  # seconds for the others to end by themselves when one has failed
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a rank knows of the others, in its own process. The default process group is gloo's."""
+
+    rank: int
+    size: int
+    store: dist.Store
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's values, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def say(self, what: str) -> None:
+        """What this rank does now, for the message if it never ends."""
+        self.store.set(f"at/{self.rank}", what)
+
+    def report(self, value: Any) -> None:
+        """What `run` returns, from rank 0."""
+        if self.rank == 0:
+            self.store.set("report", json.dumps(value))
+
+
+class PeerFailure(Exception):
+    """Why there is no report: what a rank raised, what ended it, or who was where when the time was over."""
+
+
+def run(function: Callable[..., None], ranks: int, *arguments: Any, seconds: float) -> Any:
+    """Call function(peer, *arguments) in a new process for each rank; what was reported.
+
+    The function must be importable by its name. No process is left when this returns or raises.
+    """
+    deadline = time.monotonic() + seconds
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    given = (function, ranks, store.port, limit, arguments)
+    context = multiprocessing.start_processes(_rank, given, ranks, join=False, daemon=True, start_method="spawn")
+    failure = ""
+    try:
+        while not context.join(POLL, grace_period=GRACE):
+            if time.monotonic() >= deadline:
+                failure = f"it took longer than {seconds:g} s; {_whereabouts(store, ranks)}"
+                break
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as ended:
+        reason = str(ended).strip().splitlines()[-1]
+        failure = _first_failure(store) or f"{reason}; {_whereabouts(store, ranks)}"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    if store.check(["report"]):
+        return json.loads(store.get("report"))
+    raise PeerFailure(failure or "no rank reported anything")
+
+
+def _rank(rank: int, function: Callable[..., None], ranks: int, port: int, limit: timedelta, arguments: Any) -> None:
+    multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # never outlive the parent
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    try:
+        store.set(f"at/{rank}", "starting")
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=ranks, timeout=limit)
+        function(Peer(rank, ranks, store), *arguments)
+        dist.destroy_process_group()
+    except Exception as problem:
+        # who fails first is the cause: the others fail because it has left
+        place = store.add("failures", 1)
+        lines = str(problem).strip().splitlines() or [""]
+        store.set(f"failure/{place}", f"rank {rank}: {type(problem).__name__}: {lines[0]}")
+        os._exit(1)  # without waiting for a GPU that waits for the others
+    os._exit(0)
+
+
+def _first_failure(store: dist.Store) -> str:
+    return store.get("failure/1").decode() if store.check(["failure/1"]) else ""
+
+
+def _whereabouts(store: dist.Store, ranks: int) -> str:
+    places = [f"at/{rank}" for rank in range(ranks)]
+    found = [store.get(place).decode() if store.check([place]) else "not started" for place in places]
+    return ", ".join(f"rank {rank}: {what}" for rank, what in enumerate(found))
