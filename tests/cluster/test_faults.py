@@ -54,7 +54,7 @@ def test_killed_process_in_one_node():
 
 
 def test_killed_process_in_another_node():
-    results = run_ranks(PROGRAM.format(timeout=6.0, gpus_per_node=2, victim=3), 4)
+    results = run_ranks(PROGRAM.format(timeout=10.0, gpus_per_node=2, victim=3), 4)
     check(results, victim=3)
     counterpart = results[1][0]
     assert "TransportError" in counterpart, counterpart
