@@ -128,6 +128,21 @@ def test_ranks_must_call_alike():
     run(work, cluster=(1, 2))
 
 
+@pytest.mark.parametrize("known", [0, 1], ids=lambda rank: f"rank {rank} does what is known")
+def test_ranks_must_call_alike_also_later(known):
+    """One rank calls as before, which is known to be alike; the other one does not."""
+    ids, w = torch.arange(2).expand(4, 2), torch.ones(1, 16, 8)
+
+    def work(group):
+        mk.moe_dispatch_matmul(torch.ones(4, 16), ids, w)
+        k = 2 if group.rank == known else 1
+        with pytest.raises(mk.ArgumentError, match=r"must call it alike.*k=2.*k=1|must call it alike.*k=1.*k=2"):
+            mk.moe_dispatch_matmul(torch.ones(4, 16), ids[:, :k], w)
+        mk.moe_dispatch_matmul(torch.ones(4, 16), ids, w)  # the group can be used again
+
+    run(work, cluster=(1, 2))
+
+
 def test_explain():
     def work(group):
         x, ids, w = torch.ones(64, 32), torch.zeros(64, 2, dtype=torch.int64), torch.ones(3, 32, 32)

@@ -220,6 +220,24 @@ def test_a_rank_that_does_not_come_is_named(what):
         assert re.search(r"for ranks? \[?1\b", message), message
 
 
+def test_a_group_that_waited_in_vain_is_not_used_again():
+    """The ranks would count their calls differently, and take an old one for a new one."""
+
+    def rank(group):
+        if group.rank == 1:
+            with pytest.raises(mk.ArgumentError, match="a must have 2 dimensions"):
+                mk.all_gather_matmul(torch.ones(4), torch.ones(16, 4))
+            return
+        with pytest.raises(mk.CommTimeout) as first:
+            mk.all_gather_matmul(torch.ones(4, 16), torch.ones(16, 4))
+        with pytest.raises(mk.CommTimeout) as second:
+            group.barrier()
+        assert first.value.records == second.value.records
+        assert works(group.subset([0, 2]))
+
+    simulate(rank, gpus=3, timeout=SOON)
+
+
 def test_a_rank_that_stops_coming_is_named_by_the_kernel():
     def rank(group):
         assert works(group)

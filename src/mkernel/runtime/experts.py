@@ -294,11 +294,12 @@ def agree(
     rank's have not."""
     tokens, k = topk_ids.shape
     given = config.chunk_rows if config is not None else None
-    group.agree(op, hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, chunk_rows=given, **more)
-    total = group.size * max_tokens if max_tokens is not None else 0
-    most = max_tokens
-    if most is None:
-        everyones = group.exchange(op, tokens)
+    alike = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, chunk_rows=given, **more)
+    if max_tokens is not None:
+        group.agree(op, **alike)
+        most, total = max_tokens, group.size * max_tokens
+    else:
+        everyones = group.tell(op, tokens, **alike)
         most, total = max(everyones), sum(everyones)
     return sized(group, topk_ids, experts, capacity, max(most, 1), total, config)
 

@@ -219,12 +219,16 @@ class Group:
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank gives a value and gets all of them. Blocks; for set-up only."""
+        if self._broken is not None:
+            self.check()
         self._exchanges += 1
         key = (self.name, self._exchanges)
         try:
             given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
         except CommTimeout as late:
             late.group = self.name
+            # ranks do not count alike any more: what one told late would be taken for something else
+            self._broken = self._broken or late
             raise
         for rank, (called, _) in enumerate(given):
             if called != what:
@@ -236,17 +240,23 @@ class Group:
 
     def agree(self, what: str, **values: Hashable) -> None:
         """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""
+        if (what, tuple(values.items())) not in self._agreed:
+            self.tell(what, None, **values)
+
+    def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
+        """What each rank told. Raise unless all of them give the same other values, as `agree` does."""
         key = (what, tuple(values.items()))
-        if key in self._agreed:
-            return
-        for rank, theirs in enumerate(self.exchange(what, key)):
+        told = self.exchange(what, (key, value))
+        for rank, (theirs, _) in enumerate(told):
             if theirs != key:
                 raise ArgumentError(
                     f"{what}: all ranks of the group must call it alike; rank {self.rank} has "
                     f"{_words(key)}, rank {rank} has {_words(theirs)}"
                 )
-        self._agreed.add(key)
-        self.fresh = True
+        if key not in self._agreed:
+            self._agreed.add(key)
+            self.fresh = True
+        return [value for _, value in told]
 
     def planned(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
         """The plan that was made for this key, or a new one. Plans are kept: the same object comes
