@@ -159,12 +159,15 @@ def test_silent_process_is_named_and_the_others_go_on(tmp_path):
 
 def test_nodes_must_divide_the_ranks(tmp_path):
     program = """
+        import os
         import mkernel as mk
 
-        try:
-            mk.init(gpus_per_node=2)
-        except mk.ArgumentError as refusal:
-            assert "does not divide" in str(refusal)
-            print("refused")
+        by_rank = None if os.environ["RANK"] == "1" else 3
+        for given, words in [(2, "divides the 3 ranks"), ("3", "whole number"), (by_rank, "by rank: 3, None, 3")]:
+            try:
+                mk.init(gpus_per_node=given)
+            except mk.ArgumentError as refusal:
+                assert words in str(refusal), refusal
+                print("refused")
     """
-    assert torchrun(tmp_path, program, 3).count("refused") == 3
+    assert torchrun(tmp_path, program, 3).count("refused") == 9

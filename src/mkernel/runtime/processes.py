@@ -43,14 +43,18 @@ class Processes(Networked):
         size = dist.get_world_size(process_group)
         self._store = dist.PrefixStore(_job_name(), dist.distributed_c10d._get_default_store())
         self._last_name: dict[tuple[int, ...], str] = {}
+        told = self.exchange(self.rank, range(size), "hosts", "mk.init", (host_name(), gpus_per_node), timeout)
+        hosts, given = zip(*told)
+        if any(theirs != gpus_per_node for theirs in given):
+            raise ArgumentError(f"gpus_per_node must be the same on every rank; by rank: {', '.join(map(str, given))}")
         if gpus_per_node is not None:
-            if gpus_per_node < 1 or size % gpus_per_node:
+            if not isinstance(gpus_per_node, int) or gpus_per_node < 1 or size % gpus_per_node:
                 raise ArgumentError(
-                    f"gpus_per_node is {gpus_per_node}, which does not divide the {size} ranks of the group"
+                    f"gpus_per_node must be a whole number that divides the {size} ranks of the group; "
+                    f"got {gpus_per_node!r}"
                 )
             self._nodes = [rank // gpus_per_node for rank in range(size)]
         else:
-            hosts = self.exchange(self.rank, range(size), "hosts", "mk.init", host_name(), timeout)
             self._nodes = [hosts.index(host) for host in hosts]
         self._transport = connect.wish_of(transport)
 
