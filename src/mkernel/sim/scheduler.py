@@ -178,7 +178,8 @@ class CtaTask(Task):
         self.last_load = (address, result.tobytes())
         if self.spins > SPINS:
             self.scheduler.pause(self)
-            self._polled(address, int(result.view(np.uint8).sum()))
+            # not as a word that is watched from outside: it may have another size
+            self._polled(("load", address), int(result.view(np.uint8).sum()))
 
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self.polled.clear()
