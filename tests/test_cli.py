@@ -88,6 +88,8 @@ def test_trace_writes_a_file_for_perfetto_and_a_page(tmp_path):
             "m_total of all_gather_matmul (65) must be divisible by the number of ranks (4)",
         ),
         (["all_gather_matmul", "--out", "no/such/folder.json"], "there is no folder"),
+        (["all_gather_matmul", "--out", "page.html"], "the page that goes beside the file; write --out page.json"),
+        (["all_gather_matmul", "8x4294967296x8"], "sizes may be at most 2147483647"),
         (["all_gather_matmul", "--events", "0"], "--events"),
         (["all_gather_matmul", "--device", "cuda"], "torch sees no GPU"),
     ],
@@ -96,6 +98,31 @@ def test_trace_refuses(arguments, message):
     result = run("trace", *arguments)
     assert result.exit_code == 2
     assert message in words(result)
+
+
+def test_trace_of_a_read_only_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)  # root may write anything
+    result = run("trace", "matmul_all_reduce", "--out", str(tmp_path / "a.json"))
+    assert result.exit_code == 2
+    assert "can not be written" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (OSError(28, "No space left on device", "trace.json"), "No space left on device: 'trace.json'"),
+        (RuntimeError("[enforce fail] can't allocate memory\nframe #0: what"), "not enough memory for that: [enforce"),
+    ],
+)
+def test_what_the_machine_lacks_is_told_in_a_line(monkeypatch, problem, message):
+    def fail(*_, **__):
+        raise problem
+
+    monkeypatch.setattr("mkernel.tracing.command.run", fail)
+    result = run("trace", "matmul_all_reduce", "--device", "cpu")
+    assert result.exit_code == 1
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1
 
 
 def test_version():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
 WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
 
 main = typer.Typer(
     help="Distributed GPU operators for PyTorch, each of them one persistent kernel per rank.",
@@ -100,7 +104,7 @@ def demo(
     default_nodes, default_gpus = (1, 4) if chosen == "cuda" else (2, 2)
     from mkernel import demo as demonstration
 
-    try:
+    with _failures_in_words():
         code = demonstration.run(
             nodes or default_nodes,
             gpus_per_node or default_gpus,
@@ -109,8 +113,6 @@ def demo(
             Console(highlight=False),
             html=str(html) if html is not None else None,
         )
-    except MKernelError as problem:
-        raise _failed(problem) from problem
     raise typer.Exit(code)
 
 
@@ -183,7 +185,7 @@ def bench(
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
 
-    try:
+    with _failures_in_words():
         code = benchmarks.main(
             wanted,
             ranks=ranks,
@@ -197,8 +199,6 @@ def bench(
             csv_path=csv,
             html_path=html,
         )
-    except MKernelError as problem:
-        raise _failed(problem) from problem
     raise typer.Exit(code)
 
 
@@ -303,6 +303,8 @@ def _check_file(path: Path | None, option: str) -> None:
         return
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"{path} can not be written", param_hint=option)
     if option == "--html" and importlib.util.find_spec("plotly") is None:
         raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
 
@@ -335,15 +337,19 @@ def trace(
     from mkernel.workloads import DTYPES
 
     workload, parsed = _workload(op, shapes, ranks * nodes)
-    if not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {out.absolute().parent}", param_hint="--out")
+    _check_file(out, "--out")
+    if out.suffix == ".html":
+        raise typer.BadParameter(
+            f"{out} is the name of the page that goes beside the file; write --out {out.with_suffix('.json')}",
+            param_hint="--out",
+        )
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
     if chosen == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
     default = workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)
     from mkernel.tracing import command
 
-    try:
+    with _failures_in_words():
         traced = command.run(
             workload,
             parsed or [default],
@@ -357,8 +363,6 @@ def trace(
             seed=seed,
         )
         command.show(traced, out, out.with_suffix(".html"), Console(highlight=False))
-    except MKernelError as problem:
-        raise _failed(problem) from problem
 
 
 @main.command()
@@ -395,7 +399,7 @@ def tune(
 
     # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
     shared = torch.cuda.device_count() < ranks * nodes and not unpaced
-    try:
+    with _failures_in_words():
         command.run(
             workload,
             parsed or [workload.on_gpu],
@@ -406,8 +410,6 @@ def tune(
             seconds=seconds,
             console=Console(highlight=False),
         )
-    except MKernelError as problem:
-        raise _failed(problem) from problem
 
 
 def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
@@ -437,9 +439,23 @@ def _links(ranks: int, nodes: int, link: float | None, network: float | None) ->
     )
 
 
-def _failed(problem: MKernelError) -> typer.Exit:
-    typer.echo(f"mkernel: {problem}", err=True)
-    return typer.Exit(1)
+@contextlib.contextmanager
+def _failures_in_words() -> Iterator[None]:
+    """What is no mistake in this package ends in a line, and exit code 1, instead of a traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # nobody reads any more: typer knows what to do
+    except (MKernelError, OSError) as problem:
+        words = str(problem)
+    except RuntimeError as problem:
+        if not any(sign in str(problem) for sign in OUT_OF_MEMORY):
+            raise
+        words = f"there is not enough memory for that: {str(problem).splitlines()[0]}"
+    else:
+        return
+    typer.echo(f"mkernel: {words}", err=True)
+    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

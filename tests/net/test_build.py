@@ -72,3 +72,15 @@ def test_a_cache_that_can_not_be_written(small, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(TransportError, match="Set XDG_CACHE_HOME"):
         builder.build("small.so")
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TransportError, match="no home folder: set XDG_CACHE_HOME"):
+        builder.cache_directory()
+    assert not list(tmp_path.iterdir())  # not in a folder that is called ~

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mkernel as mk
-from mkernel.runtime import tuned
+from mkernel.runtime import cache, tuned
 from mkernel.runtime.tuned import Table, Tunable, bucket
 from mkernel.tuning.spaces import families_of
 from mkernel.workloads import WORKLOADS, tunable, workload_of
@@ -42,6 +42,19 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert tuned.path() == tmp_path / "mine.json"
 
 
+def test_nothing_is_tuned_for_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv(tuned.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache.Path, "home", without_a_home)
+    with pytest.raises(mk.MKernelError, match="no home folder: set XDG_CACHE_HOME"):
+        tuned.path()
+    assert tuned._what_is_known() == {}
+
+
+def without_a_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_what_is_written_is_read(file):
     assert tuned.read(file) == {}
     tuned.write(file, {"a": ENTRY})
@@ -53,7 +66,17 @@ def test_what_is_written_is_read(file):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": 1}', '{"format": 2, "entries": {}}', '{"format": 1, "entries": {"a": {}}}', "\x00\xff"],
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 2, "entries": {}}',
+        '{"format": 1, "entries": {"a": {}}}',
+        "\x00\xff",
+        "[" * 10**5,
+    ],
+    ids=lambda text: text[:30],
 )
 def test_a_damaged_file_is_reported_once_and_ignored(file, text):
     file.parent.mkdir()

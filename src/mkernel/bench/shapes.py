@@ -12,6 +12,8 @@ from mkernel.bench import published
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.errors import ArgumentError
 
+LARGEST = 2**31 - 1  # kernels count in 32 bits
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -33,6 +35,8 @@ def parse(text: str, operator: Operator, ranks: int) -> Shape:
             f"{text!r} is no shape of {operator.name}; write {' x '.join(operator.dimensions)} as "
             f"{len(operator.dimensions)} whole numbers, 1 or more: {example}"
         )
+    if max(shape) > LARGEST:
+        raise ArgumentError(f"{text}: sizes may be at most {LARGEST}")
     check(shape, operator, ranks)
     return shape
 

@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mkernel.runtime.errors import TransportError
+from mkernel.runtime import cache
+from mkernel.runtime.errors import MKernelError, TransportError
 
 NATIVE = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-pthread", "-Wall", "-Wextra")
@@ -45,8 +46,10 @@ def compiler() -> list[str]:
 
 def cache_directory() -> Path:
     """Where what was built is kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    directory = Path(base) / "mkernel"
+    try:
+        directory = cache.folder()
+    except MKernelError as error:
+        raise TransportError(f"the network layer is compiled into the user's cache, and {error}") from error
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.runtime import cache
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.planning import check_given
@@ -56,9 +57,7 @@ def path() -> Path:
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
-    # an empty or a relative path means nothing there
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mkernel" / "tuned.json"
+    return cache.folder() / "tuned.json"
 
 
 def read(file: Path) -> Entries:
@@ -67,7 +66,7 @@ def read(file: Path) -> Entries:
         return _parse(file.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         _report(
             f"mkernel: the file of tuned configurations {file} is ignored, because it can not be read: {problem}. "
             f"`mkernel tune` writes a new one; calls take the default configuration until then"
@@ -101,7 +100,7 @@ def write(file: Path, entries: Entries) -> None:
         with contextlib.suppress(FileNotFoundError):
             try:
                 kept = _parse(file.read_text())
-            except ValueError:
+            except (ValueError, RecursionError):
                 os.replace(file, file.with_name(file.name + ".damaged"))
         text = json.dumps({"format": FORMAT, "entries": {**kept, **entries}}, indent=1, sort_keys=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name + ".")
@@ -152,8 +151,16 @@ def table_of(group: Group) -> Table:
     """The table of a new group. Collective on GPUs; elsewhere nothing is tuned."""
     if group.device.type != "cuda":
         return Table("", {})
-    mine = Table(place_of(group), read(path())) if group.rank == 0 else None
+    mine = Table(place_of(group), _what_is_known()) if group.rank == 0 else None
     return group.exchange("tuned configurations", mine)[0]
+
+
+def _what_is_known() -> Entries:
+    try:
+        file = path()
+    except MKernelError:  # there is no place for such a file, so there is none
+        return {}
+    return read(file)
 
 
 def place_of(group: Group) -> str:

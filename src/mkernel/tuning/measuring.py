@@ -56,6 +56,7 @@ def tune(
     tunable = workload.tunable
     if tunable is None:
         raise ArgumentError(f"{workload.op} is not tuned; those that are: {', '.join(workloads.tunable())}")
+    tuned.write(tuned.path(), {})  # what could not be kept in the end is not measured
 
     def on_rank(group: Group) -> Found | None:
         call = workload.make(group, shape, dtype)
