@@ -224,3 +224,48 @@ def test_grad_mode_is_a_ranks_own():
     expected = [(True, rank == 0, True) for rank in range(3)]
     assert mk.spawn(on_rank, nodes=1, gpus_per_node=3, device="cpu", seed=2) == expected
     assert torch.is_grad_enabled()
+
+
+def test_inference_mode_is_a_ranks_own():
+    def fn(group):
+        before = torch.is_inference_mode_enabled()
+        with torch.inference_mode(group.rank == 0):
+            group.barrier()
+            inside = torch.is_inference_mode_enabled()
+            group.barrier()
+        return before, inside, torch.is_inference_mode_enabled()
+
+    assert mk.spawn(fn, gpus_per_node=2, device="cpu") == [(False, True, False), (False, False, False)]
+    assert not torch.is_inference_mode_enabled()
+    with torch.inference_mode():
+        assert mk.spawn(fn, gpus_per_node=2, device="cpu") == [(True, True, True), (True, False, True)]
+        assert torch.is_inference_mode_enabled()
+
+
+def test_operators_in_and_outside_of_inference_mode():
+    """What they keep from call to call is written to in both."""
+
+    def calls(group):
+        a, q = torch.ones(4, 4), torch.ones(1, 1, 4, 64)
+        ids, weights = torch.full((4, 1), group.rank), torch.ones(4, 1)
+        y, handle = mk.moe_dispatch_matmul(a, ids, torch.ones(1, 4, 2))
+        return [
+            float(result.sum())
+            for result in (
+                mk.all_gather_matmul(mk.empty(4, 4, dtype=torch.float32).fill_(1), a),
+                mk.matmul_reduce_scatter(a, a),
+                mk.matmul_all_reduce(a, a),
+                mk.ring_attention(q, q, q),
+                mk.moe_combine(y, handle, weights),
+                mk.moe_ffn(a, ids, weights, torch.ones(1, 4, 2), torch.ones(1, 1, 4)),
+            )
+        ]
+
+    def fn(group):
+        with torch.inference_mode():
+            inside = calls(group)
+        outside = calls(group)
+        with torch.inference_mode():
+            return inside == outside == calls(group)
+
+    assert mk.spawn(fn, gpus_per_node=2, device="cpu") == [True, True]

@@ -173,8 +173,7 @@ def rows_of_tile(group: Group, rows: int, columns: int, dtype: torch.dtype, tile
 def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
     """The descriptor that lang/grouped.py stores through, of what `rows_of_tile` gave."""
     stride = rows.stride(0)
-    whole = rows._base
-    assert whole is not None
+    whole = rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), 0)  # with what lies in front
     block = [1, tile_m, tile_n]
     return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], block)
 

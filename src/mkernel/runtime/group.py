@@ -70,6 +70,7 @@ class Group:
     `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this group.
     """
 
+    @torch.inference_mode(False)  # outside of it, too, the group will be used
     def __init__(self, world: World, members: Sequence[int], world_rank: int, *, timeout: float, name: Hashable):
         self.world = world
         self.members = tuple(members)
@@ -289,6 +290,7 @@ class Group:
         self._workspaces[key] = workspace
         return workspace
 
+    @torch.inference_mode(False)
     def _make_workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
         segment = self.heap.allocate(-(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes)
         state = self.world.upload(self.world_rank, [0] * 8)

@@ -48,6 +48,7 @@ class Heap:
         """Bytes that this rank's segments hold now."""
         return sum(segment.memory.numel() for segment in self._segments.values())
 
+    @torch.inference_mode(False)  # outside of it, too, the memory will be written to
     def allocate(self, nbytes: int) -> Segment:
         """A new segment of zeroed bytes. Collective."""
         group = self._group

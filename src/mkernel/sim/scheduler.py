@@ -105,10 +105,12 @@ class HostTask(Task):
         self.deadline = float("inf")
         self.waits_for = ""
         self.grad_enabled = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
 
     def run(self) -> None:
-        torch.set_grad_enabled(self.grad_enabled)
-        self.result = self.function()
+        with torch.inference_mode(self.inference):
+            torch.set_grad_enabled(self.grad_enabled)
+            self.result = self.function()
 
     def ready(self) -> bool:
         return self.scheduler.clock >= self.deadline or self.condition()
@@ -117,8 +119,10 @@ class HostTask(Task):
         """Let others run until the condition holds. False if the time was over first."""
         self.condition, self.waits_for = condition, waits_for
         self.deadline = self.scheduler.clock + seconds * 1e9
-        grad_enabled = torch.is_grad_enabled()  # torch keeps it for the thread, which all ranks share
-        self.scheduler.hub.switch()
+        # torch keeps both for the thread, which all ranks share
+        grad_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(False):
+            self.scheduler.hub.switch()
         torch.set_grad_enabled(grad_enabled)
         self.condition, self.deadline = (lambda: True), float("inf")
         return condition()

@@ -388,7 +388,10 @@ def spawn(
             return run
 
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it was, when the last rank has ended
+            with (  # as they were, when the last rank has ended
+                torch.set_grad_enabled(torch.is_grad_enabled()),
+                torch.inference_mode(torch.is_inference_mode_enabled()),
+            ):
                 return world.run([of(rank) for rank in everyone])
         except Exception as failure:
             how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
