@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from attention import Case, assert_attention, call, exact, plain_ring
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
+from mkernel.ops.ring_attention import PACKED_PLANS_KEPT, prepare
 
 SMALL = mk.Config(tile_m=16, tile_n=16)
 MASKS = [(False, "contiguous"), (True, "contiguous"), (True, "zigzag"), (False, "zigzag")]
@@ -492,3 +495,19 @@ def test_anything(cluster, length, heads, dtype, masks, cuts, steps, seed):
         call(group, case, config=small(steps=steps))
 
     run(work, cluster=cluster, seed=seed)
+
+
+def test_other_documents_run_the_same_binary_and_are_soon_forgotten():
+    """In training they are new at every step."""
+
+    def work(group):
+        tensors = [torch.ones(1, 1, 96, 64)] * 4
+        variants, first = set(), None
+        for step in range(2 * PACKED_PLANS_KEPT):
+            launch = prepare(group, *tensors, None, True, None, "contiguous", (0, step + 1, 96), None)
+            variants.add(launch.variant)
+            first = first or weakref.ref(launch.arguments["spans"])
+            del launch
+        return len(variants), first()
+
+    assert run(work, cluster=(1, 1)) == [(1, None)]

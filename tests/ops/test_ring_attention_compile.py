@@ -39,10 +39,11 @@ def built(cluster=(1, 1), config=None, capability=90, lse=False, paced=False, he
                 group, query, key, key, torch.empty_like(query), out_lse, shape.causal, None, shape.layout,
                 shape.documents, config,
             )  # fmt: skip
-        return launch
+            ((plan,),) = (plans.values() for plans in group._plans.values())
+        return launch, plan
 
-    launch = run(work, cluster=cluster)[0]
-    return compile_launch(launch, capability), launch.variant[0]
+    launch, plan = run(work, cluster=cluster)[0]
+    return compile_launch(launch, capability), plan
 
 
 TRITON = mk.Config(warps=8)  # a configuration that the Gluon kernel does not have

@@ -8,6 +8,7 @@ import torch
 import mkernel as mk
 from mkernel.runtime.group import current, set_current
 from mkernel.sim.scheduler import Options
+from mkernel.sim.world import SimWorld
 
 SOON = 1e-3
 
@@ -299,6 +300,40 @@ def test_agree_asks_only_about_what_is_new():
         return again - before, group._exchanges - again
 
     assert simulate(rank) == [(0, 1)] * 2
+
+
+def test_agreements_are_forgotten_together(monkeypatch):
+    """Sizes, or documents, may be new at every call: what was agreed on must not grow for ever."""
+    monkeypatch.setattr("mkernel.runtime.group.AGREEMENTS_KEPT", 3)
+
+    def rank(group):
+        for turn in range(10):
+            group.agree("op", m=turn)
+            group.agree("op", m=turn // 2)
+        return len(group._agreed)
+
+    for known in simulate(rank, gpus=3):
+        assert known <= 3
+
+
+def test_a_captured_workspace_is_kept_when_a_larger_one_is_made(monkeypatch):
+    """A graph that is replayed later writes into it, on all ranks."""
+    capturing = []
+    monkeypatch.setattr(SimWorld, "capturing", lambda world, rank: bool(capturing))
+
+    def rank(group):
+        small = group.workspace("all_gather_matmul", 8, 64)
+        capturing.append(group.rank)
+        assert group.workspace("all_gather_matmul", 8, 64) is small
+        group.barrier()
+        capturing.clear()
+        group.barrier()
+        large = group.workspace("all_gather_matmul", 8, 4096)
+        assert group.workspace("all_gather_matmul", 16, 4096) is not large
+        mk.empty(8)  # gives back what all ranks have dropped
+        return [workspace.segment.number in dict(group.heap.segments()) for workspace in (small, large)]
+
+    assert simulate(rank) == [[True, False]] * 2
 
 
 # -- the current group

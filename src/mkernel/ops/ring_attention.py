@@ -67,7 +67,7 @@ other. Waiting for chunk after chunk: see _everything_is_here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, Scratch, Workspace, current
+from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, current
 from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import Sequences, documents_of, scheduled
 from mkernel.runtime.world import Launch
@@ -110,6 +110,7 @@ LAYOUTS = ("contiguous", "zigzag")
 STRIDES = ("batch", "head", "row", "column")
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
+PACKED_PLANS_KEPT = 32  # such a plan holds 16 bytes of device memory for every row
 
 
 @triton.jit
@@ -753,7 +754,7 @@ def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], bloc
 
 def _launch(
     group: Group, plan: Plan, workspace: Workspace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor | None, scale: float,
+    out: torch.Tensor, lse: torch.Tensor | None, scale: float, variant: Hashable,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan."""
     heads, length, dim = query.shape[1:]
@@ -818,7 +819,7 @@ def _launch(
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=4) if gluon else dict(num_warps=c.warps, num_stages=c.stages),
-        variant=(plan, lse is not None, workspace.signal_words),
+        variant=variant,
         scratch=Scratch(workspace, foreign if size > 1 else [], whole=True),
     )
 
@@ -980,12 +981,15 @@ def prepare(
     documents: tuple[int, ...] | None, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    tensors = query, key, value, out
-    cut = (is_causal, layout_of_ranks, documents, config, matmul_precision(query.dtype))
+    layouts = tuple(layout(tensor) for tensor in (query, key, value, out))
+    cut = ("ring_attention", layouts, is_causal, layout_of_ranks, config, matmul_precision(query.dtype))
     decided = group.planned(
-        ("ring_attention", *(layout(tensor) for tensor in tensors), *cut),
+        # documents may be others at every call, and such a plan has memory of its own: it stays on its stream
+        (*cut, documents, group.world.stream_key(group.world_rank) if documents is not None else None),
         lambda: plan(group, query, key, value, out, is_causal, layout_of_ranks, documents, config),
+        kept=PLANS_KEPT if documents is None else PACKED_PLANS_KEPT,
     )
+    group.keep_if_captured(decided)
     size = group.size
     stamps = size * decided.window + decided.window * decided.slots * decided.chunks
     workspace = group.workspace(
@@ -994,7 +998,9 @@ def prepare(
         half_bytes=_buffer_bytes(decided, query) // 2,
     )
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    return _launch(group, decided, workspace, query, key, value, out, lse, scale)
+    # documents are data to the kernel, and their plans shall not be kept for as long as its binary
+    variant = (cut, documents is not None, decided.config, lse is not None, workspace.signal_words)
+    return _launch(group, decided, workspace, query, key, value, out, lse, scale, variant)
 
 
 def _buffer_bytes(plan: Plan, query: torch.Tensor) -> int:

@@ -40,6 +40,7 @@ from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, exchange_addresses
 
 CLOCK_READINGS = 20  # of which the quickest counts
+VARIANTS_KNOWN = 4096
 
 
 class CudaRanks(Networked):
@@ -115,6 +116,8 @@ class CudaRanks(Networked):
         with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
             compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
             compiled._init_handles()
+        if len(self._loaded) >= VARIANTS_KNOWN:
+            self._loaded.clear()  # they stay loaded; to ask again costs a little
         self._loaded.add(key)
 
     def start(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:

@@ -21,6 +21,7 @@ from mkernel.runtime.world import Launch, World
 
 RING_CAPACITY = 256  # requests; a power of two
 PLANS_KEPT = 1024
+AGREEMENTS_KEPT = 1024
 
 Plan = TypeVar("Plan")
 
@@ -87,7 +88,8 @@ class Group:
         self._closed = False
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
-        self._plans: dict[Hashable, Any] = {}
+        self._plans: dict[int, dict[Hashable, Any]] = {}
+        self._captured: list[Any] = []  # what captured graphs will use when they are replayed
         self.tracer: Tracer | None = None  # what writes down the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
         self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
@@ -255,18 +257,21 @@ class Group:
                     f"{_words(key)}, rank {rank} has {_words(theirs)}"
                 )
         if key not in self._agreed:
+            if len(self._agreed) >= AGREEMENTS_KEPT:
+                self._agreed.clear()  # on all ranks at the same call, since all agreed on the same
             self._agreed.add(key)
             self.fresh = True
         return [value for _, value in told]
 
-    def planned(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan that was made for this key, or a new one. Plans are kept: the same object comes
-        back for the same key."""
-        plan = self._plans.get(key)
+    def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
+        """The plan that was made for this key, or a new one. Plans are kept, so many of a kind: the same object
+        comes back for the same key."""
+        plans = self._plans.setdefault(kept, {})
+        plan = plans.get(key)
         if plan is None:
-            if len(self._plans) >= PLANS_KEPT:
-                self._plans.clear()
-            plan = self._plans[key] = make()
+            if len(plans) >= kept:
+                plans.clear()
+            plan = plans[key] = make()
         return plan
 
     def workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
@@ -275,6 +280,7 @@ class Group:
         key = (op, self.world.stream_key(self.world_rank))
         have = self._workspaces.get(key)
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
+            self.keep_if_captured(have)
             return have
         if self.world.capturing(self.world_rank):
             raise ArgumentError(
@@ -284,11 +290,17 @@ class Group:
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
             half_bytes = max(half_bytes, have.half_bytes)
-            self.heap.drop(have.segment)
+            if have not in self._captured:
+                self.heap.drop(have.segment)
         half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT
         workspace = self._make_workspace(op, signal_words, half_bytes)
         self._workspaces[key] = workspace
         return workspace
+
+    def keep_if_captured(self, used: Any) -> None:
+        """Keep what a launch uses for as long as the group lives, if the launch is being captured into a graph."""
+        if self.world.capturing(self.world_rank) and used not in self._captured:
+            self._captured.append(used)
 
     @torch.inference_mode(False)
     def _make_workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
