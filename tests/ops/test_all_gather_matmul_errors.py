@@ -32,7 +32,22 @@ def refused(make, *words, error=mk.ArgumentError, cluster=(1, 2), op=mk.all_gath
     run(work, cluster=cluster)
 
 
+class Shell(torch.Tensor):
+    """A tensor around others, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, *shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_):
+        raise NotImplementedError
+
+
 REFUSED_TENSORS = {
+    "a is sparse": ((zeros(4, 4).to_sparse(), zeros(4, 4)), {}, ["a has the layout torch.sparse_coo", "to_dense()"]),
+    "b is a shell": ((zeros(4, 4), Shell(4, 4)), {}, ["b is a Shell", "of a DTensor b.to_local()"]),
+    "a is negated": ((zeros(4, 4, dtype=torch.complex64).conj().imag, zeros(4, 4)), {}, ["pass a.resolve_neg()"]),
     "a is no tensor": (([[1.0]], zeros(1, 1)), {}, ["a must be a torch.Tensor", "list"]),
     "b is no tensor": ((zeros(1, 1), None), {}, ["b must be a torch.Tensor", "NoneType"]),
     "out is no tensor": ((zeros(1, 1), zeros(1, 1)), {"out": 3}, ["out must be a torch.Tensor", "int"]),

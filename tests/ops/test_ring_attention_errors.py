@@ -48,6 +48,8 @@ REFUSED = {
     ),
     "expanded out": (SAME, {"out": zeros(1, 1, 8, 64).expand(1, 2, 8, 64)}, ["out is an expanded tensor"]),
     "cu_seqlens of floats": (SAME, {"cu_seqlens": torch.zeros(3)}, ["cu_seqlens must be a tensor of whole numbers"]),
+    "cu_seqlens in a list, of floats": (SAME, {"cu_seqlens": [0, 7.9, 16]}, ["sequence of whole numbers", "7.9"]),
+    "cu_seqlens is a length": (SAME, {"cu_seqlens": 16}, ["cu_seqlens must be a tensor or a sequence", "got 16"]),
     "cu_seqlens too short": (SAME, {"cu_seqlens": [0]}, ["cu_seqlens must be the boundaries", "from 0 to 16"]),
     "cu_seqlens of a rank": (SAME, {"cu_seqlens": [0, 8]}, ["from 0 to 16 (world * seq_local)", "got 0, ..., 8"]),
     "cu_seqlens shrinks": (SAME, {"cu_seqlens": [0, 9, 5, 16]}, ["growing"]),

@@ -101,7 +101,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, current
-from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import Sequences, documents_of, scheduled
 from mkernel.runtime.world import Launch
 
@@ -844,6 +844,7 @@ def _check(
             raise ArgumentError(f"{name} must be [batch, heads, seq_local, dim], got shape {tuple(tensor.shape)}")
         if tensor.device != group.device:
             raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+        check_plain(name, tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ArgumentError(
                 f"{name} requires grad, and ring_attention has no backward pass: call it under torch.no_grad(), "

@@ -14,7 +14,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.heap import ALIGNMENT
-from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors
+from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors
 
 MOST_SLOTS = 16
 LINE = 64  # bytes that rows in a workspace are aligned to
@@ -213,6 +213,7 @@ def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int)
         raise ArgumentError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
     if tensor.device != group.device:
         raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+    check_plain(name, tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ArgumentError(
             f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "

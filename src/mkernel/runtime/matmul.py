@@ -10,7 +10,7 @@ import torch
 
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import DTYPES, describable, descriptor, overlap
+from mkernel.runtime.operands import DTYPES, check_plain, describable, descriptor, overlap
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
@@ -22,6 +22,7 @@ def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int 
         raise ArgumentError(f"{name} must have {dimensions} dimension{plural}, got shape {tuple(tensor.shape)}")
     if tensor.device != group.device:
         raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+    check_plain(name, tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ArgumentError(
             f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "

@@ -8,8 +8,23 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mkernel.runtime.errors import ArgumentError
+
 DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 BYTES = 16  # what a descriptor's base and strides must be divisible by
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that has no memory of its own, or other values there than it shows."""
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{name} has the layout {tensor.layout}; pass a dense tensor: {name}.to_dense()")
+    if tensor.numel() and not tensor.data_ptr():
+        raise ArgumentError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own; pass a plain tensor, of a DTensor "
+            f"{name}.to_local()"
+        )
+    if tensor.is_neg():
+        raise ArgumentError(f"{name} is a view of the negative of what is in memory; pass {name}.resolve_neg()")
 
 
 def has_descriptors(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -121,7 +122,12 @@ def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] 
                 f"{tuple(cu_seqlens.shape)}"
             )
         cu_seqlens = cu_seqlens.tolist()
-    bounds = tuple(int(bound) for bound in cu_seqlens)
+    try:
+        bounds = tuple(operator.index(bound) for bound in cu_seqlens)
+    except TypeError as problem:
+        raise ArgumentError(
+            f"cu_seqlens must be a tensor or a sequence of whole numbers, got {cu_seqlens!r}"
+        ) from problem
     whole = group.size * length
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in pairwise(bounds)):
         shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
