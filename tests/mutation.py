@@ -8,12 +8,13 @@ from pathlib import Path
 
 import mkernel
 
+OP = "op"  # among the names of files: the operator's own
 _numbers = itertools.count()
 
 
 def mutated(folder, op, *replacements):
     """Copy lang/ and ops/<op>.py into a package in `folder`, applying (file, old, new) replacements;
-    `file` is a name like "signals" or the operator's. Returns the copied operator's module."""
+    `file` is a name like "signals", or OP. Returns the copied operator's module."""
     source = Path(mkernel.__file__).parent
     name = f"mutant_{next(_numbers)}"
     package = Path(folder) / name
@@ -22,7 +23,8 @@ def mutated(folder, op, *replacements):
     files = {path.stem: path for path in (source / "lang").glob("*.py") if path.stem != "__init__"}
     files[op] = source / "ops" / f"{op}.py"
     texts = {stem: path.read_text() for stem, path in files.items()}
-    for stem, old, new in replacements:
+    for file, old, new in replacements:
+        stem = op if file == OP else file
         assert old in texts[stem], f"{stem}.py does not contain {old!r}"
         texts[stem] = texts[stem].replace(old, new)
     for stem, text in texts.items():
