@@ -1,7 +1,7 @@
-"""Deliberately broken copies of an operator: the device vocabulary and the operator's file are copied
-under another name, with texts replaced, and imported from there."""
+"""Deliberately broken copies: files are copied under another name, with texts replaced, and imported from there."""
 
-import importlib
+import importlib.util
+import inspect
 import itertools
 import sys
 from pathlib import Path
@@ -34,3 +34,17 @@ def mutated(folder, op, *replacements):
         return importlib.import_module(f"{name}.{op}")
     finally:
         sys.path.remove(str(folder))
+
+
+def changed(folder, module, *replacements):
+    """The module with (old, new) replacements in its source, each in one place; what it imports is as it is."""
+    source = inspect.getsource(module)
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{module.__name__} must contain {old!r} once"
+        source = source.replace(old, new)
+    path = Path(folder) / f"broken_{module.__name__.rsplit('.', 1)[-1]}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
