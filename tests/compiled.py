@@ -13,8 +13,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
-SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
-REGISTERS = 65536  # of an SM
 
 
 class Compiled:

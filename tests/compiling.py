@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -12,6 +13,7 @@ from triton.compiler import ASTSource
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
 REGISTERS = 65536  # of an SM
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Compiled:
@@ -46,6 +48,21 @@ def constants_of(kernel) -> list[str]:
     return [name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)]
 
 
+def source_with(kernel, types, constants, aligned, kind=ASTSource):
+    """A kernel with `types` and `constants` of its arguments by name; those in `aligned` are divisible by 16."""
+    place = kernel.arg_names.index
+    return kind(
+        kernel,
+        signature={name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
+        constexprs={(place(name),): value for name, value in constants.items()},
+        attrs={(place(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+
+
+def built(source, folder: Path, capability=90, **options) -> Compiled:
+    return Compiled(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), folder)
+
+
 def compiled(kernel, types, constants, *, unaligned=(), capability=90, folder: Path, **options) -> Compiled:
     """A kernel compiled as a launch would: `types` of its arguments (integers that are not named are
     i32), `constants` by name. Triton makes constants of arguments that are None or 1, and knows which
@@ -53,10 +70,4 @@ def compiled(kernel, types, constants, *, unaligned=(), capability=90, folder: P
     assert set(constants_of(kernel)) <= set(constants)
     types = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     aligned = [name for name, kind in types.items() if name not in unaligned and not kind.startswith("tensordesc")]
-    source = ASTSource(
-        kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return Compiled(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), folder)
+    return built(source_with(kernel, types, constants, aligned), folder, capability, **options)

@@ -37,6 +37,11 @@ def run(function, *args, cluster=(1, 2), seed=0, timeout=TIMEOUT, **options):
     return mk.spawn(function, *args, nodes=nodes, gpus_per_node=gpus, device="cpu", seed=seed, timeout=timeout, sim=sim)
 
 
+def cluster_name(value):
+    """For the names of tests: nodes x GPUs, or None for what is no cluster."""
+    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) and len(value) == 2 else None
+
+
 @dataclass(frozen=True)
 class Case:
     """The shape of a call; n may be one number per rank. `turn` numbers the calls of a test."""

@@ -1,19 +1,20 @@
-"""Deliberately broken copies of an operator: the device vocabulary and the operator's file are copied
-under another name, with texts replaced, and imported from there."""
+"""Deliberately broken copies: files are copied under another name, with texts replaced, and imported from there."""
 
-import importlib
+import importlib.util
+import inspect
 import itertools
 import sys
 from pathlib import Path
 
 import mkernel
 
+OP = "op"  # among the names of files: the operator's own
 _numbers = itertools.count()
 
 
 def mutated(folder, op, *replacements):
     """Copy lang/ and ops/<op>.py into a package in `folder`, applying (file, old, new) replacements;
-    `file` is a name like "signals" or the operator's. Returns the copied operator's module."""
+    `file` is a name like "signals", or OP. Returns the copied operator's module."""
     source = Path(mkernel.__file__).parent
     name = f"mutant_{next(_numbers)}"
     package = Path(folder) / name
@@ -22,7 +23,8 @@ def mutated(folder, op, *replacements):
     files = {path.stem: path for path in (source / "lang").glob("*.py") if path.stem != "__init__"}
     files[op] = source / "ops" / f"{op}.py"
     texts = {stem: path.read_text() for stem, path in files.items()}
-    for stem, old, new in replacements:
+    for file, old, new in replacements:
+        stem = op if file == OP else file
         assert old in texts[stem], f"{stem}.py does not contain {old!r}"
         texts[stem] = texts[stem].replace(old, new)
     for stem, text in texts.items():
@@ -32,3 +34,17 @@ def mutated(folder, op, *replacements):
         return importlib.import_module(f"{name}.{op}")
     finally:
         sys.path.remove(str(folder))
+
+
+def changed(folder, module, *replacements):
+    """The module with (old, new) replacements in its source, each in one place; what it imports is as it is."""
+    source = inspect.getsource(module)
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{module.__name__} must contain {old!r} once"
+        source = source.replace(old, new)
+    path = Path(folder) / f"broken_{module.__name__.rsplit('.', 1)[-1]}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded

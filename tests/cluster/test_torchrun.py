@@ -14,6 +14,15 @@ def torchrun(tmp_path, program, ranks):
     return processes.torchrun(script, ranks)
 
 
+def assert_right(tmp_path, program, nodes, gpus_per_node):
+    """The program, with the cluster's shape filled in, says on every rank that it was right. In one node, all ranks
+    are on one host; several nodes on one machine talk over TCP."""
+    ranks = nodes * gpus_per_node
+    given = gpus_per_node if nodes > 1 else None
+    program = program.format(ranks=ranks, nodes=nodes, gpus_per_node=given)
+    assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
+
+
 CALLS = """
     import torch
     import mkernel as mk
@@ -38,11 +47,7 @@ CALLS = """
 
 @pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), (2, 2), (3, 1)])
 def test_calls(tmp_path, nodes, gpus_per_node):
-    """In one node, all ranks are on one host; several nodes on one machine talk over TCP."""
-    ranks = nodes * gpus_per_node
-    given = gpus_per_node if nodes > 1 else None
-    program = CALLS.format(ranks=ranks, nodes=nodes, gpus_per_node=given)
-    assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
+    assert_right(tmp_path, CALLS, nodes, gpus_per_node)
 
 
 def test_a_trace_over_processes(tmp_path):
@@ -122,10 +127,7 @@ REDUCTIONS = """
 
 @pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 3), (2, 2)])
 def test_reductions(tmp_path, nodes, gpus_per_node):
-    ranks = nodes * gpus_per_node
-    given = gpus_per_node if nodes > 1 else None
-    program = REDUCTIONS.format(ranks=ranks, nodes=nodes, gpus_per_node=given)
-    assert torchrun(tmp_path, program, ranks).count("right on rank") == ranks
+    assert_right(tmp_path, REDUCTIONS, nodes, gpus_per_node)
 
 
 def test_silent_process_is_named_and_the_others_go_on(tmp_path):

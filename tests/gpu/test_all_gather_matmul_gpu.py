@@ -1,14 +1,14 @@
 """all_gather_matmul on a GPU: several ranks share it."""
 
 import gc
-import importlib.util
-import inspect
+import importlib
 import sys
 import time
 
 import pytest
 import torch
 from harness import check, everyones, randn
+from mutation import changed
 
 import mkernel as mk
 import mkernel.ops
@@ -197,31 +197,19 @@ def test_rank_that_stays_away_is_named():
     cuda(on_rank, ranks=2, timeout=0.5)
 
 
-def broken(folder, module, old, new):
-    """The module with one place of its source changed."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1
-    path = folder / f"broken_{module.__name__.rsplit('.', 1)[-1]}.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize("kernel", ["portable", "hopper"])
 def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, monkeypatch, kernel):
     function, config = mk.all_gather_matmul, None
     if kernel == "hopper":
         sending = "notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)"
         module = importlib.import_module("mkernel.ops.all_gather_matmul_hopper")
-        changed = broken(tmp_path, module, sending, f"if chunk != 1:\n                {sending}")
-        monkeypatch.setattr(mkernel.ops, "all_gather_matmul_hopper", changed)
+        broken = changed(tmp_path, module, (sending, f"if chunk != 1:\n                {sending}"))
+        monkeypatch.setattr(mkernel.ops, "all_gather_matmul_hopper", broken)
     else:
         sending = "notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)"
         module = sys.modules["mkernel.ops.all_gather_matmul"]
-        changed = broken(tmp_path, module, sending, f"if chunk != 1:\n                {sending}")
-        function, config = changed.all_gather_matmul, mk.Config(stages=3)
+        broken = changed(tmp_path, module, (sending, f"if chunk != 1:\n                {sending}"))
+        function, config = broken.all_gather_matmul, mk.Config(stages=3)
 
     def on_rank(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)

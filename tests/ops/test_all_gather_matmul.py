@@ -15,6 +15,7 @@ from helpers import (
     assert_product,
     assert_same,
     call,
+    cluster_name,
     lay_out,
     run,
     time_limit,
@@ -32,11 +33,7 @@ SEVERAL = [cluster for cluster in CLUSTERS if cluster != (1, 1)]
 NODES = [cluster for cluster in CLUSTERS if cluster[0] > 1]
 
 
-def name_of(value):
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) and len(value) == 2 else None
-
-
-over_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=name_of)
+over_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 
 
 # -- many schedules
@@ -50,7 +47,7 @@ def test_schedules(cluster, seed):
 
 
 @pytest.mark.parametrize("shape", LARGER_SHAPES)
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], ids=cluster_name)
 def test_several_tiles(cluster, shape):
     run(call, Case(*shape, torch.bfloat16), cluster=cluster, seed=sum(shape))
 
@@ -63,7 +60,7 @@ def test_ctas_one_after_the_other(cluster, resident):
 
 
 @pytest.mark.parametrize("config", [mk.Config(join_tiles=2), mk.Config(intra_ctas=2, send_ctas=2)])
-@pytest.mark.parametrize("cluster", [(2, 2), (3, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(2, 2), (3, 1)], ids=cluster_name)
 def test_ctas_one_after_the_other_with_helpers(cluster, config):
     def work(group):
         for turn in range(3):
@@ -73,7 +70,7 @@ def test_ctas_one_after_the_other_with_helpers(cluster, config):
 
 
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}, {"late": {0: 3000}, "slow": {1: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
 def test_stragglers(cluster, options):
     def work(group):
         for turn in range(4):
@@ -134,7 +131,7 @@ def test_ranks_may_share_a_tensor():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "plain"])
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_layout_of_a(cluster, layout, dtype):
     case = Case(18, 9, 24, dtype)
 
@@ -242,7 +239,7 @@ def test_return_gathered(cluster, layout):
     run(work, cluster=cluster)
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_return_gathered_without_columns(cluster):
     case = Case(11, 0, 7)
 
@@ -258,7 +255,7 @@ def test_return_gathered_without_columns(cluster):
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0), (0, 5, 0)])
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 2)], ids=cluster_name)
 def test_empty(cluster, shape):
     case = Case(*shape)
 
@@ -273,7 +270,7 @@ def test_empty(cluster, shape):
 
 
 @pytest.mark.parametrize("n", [(0, 5, 9), (5, 0, 0), (1, 33, 64)])
-@pytest.mark.parametrize("cluster", [(1, 3), (3, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 3), (3, 1)], ids=cluster_name)
 def test_n_differs(cluster, n):
     def work(group):
         for turn in range(3):
@@ -292,7 +289,7 @@ def test_n_differs_on_a_large_device():
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1)], ids=cluster_name)
 def test_a_rank_without_columns_does_not_run_ahead(cluster, seed):
     """A rank with n = 0 needs no rows, but they come all the same: rule 3 holds for it, too."""
 
@@ -317,7 +314,7 @@ def test_the_workspace_grows_under_a_rank_without_columns(seed):
 
 
 @pytest.mark.parametrize("k", [16, 7])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
 def test_a_in_the_heap(cluster, k):
     case = Case(20, 5, k, torch.bfloat16)
 
@@ -331,7 +328,7 @@ def test_a_in_the_heap(cluster, k):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
 def test_a_may_be_overwritten_after_the_call(cluster, seed):
     """The network must have read a when the launch is over."""
     case = Case(20, 5, 16)
@@ -348,7 +345,7 @@ def test_a_may_be_overwritten_after_the_call(cluster, seed):
 
 
 @pytest.mark.parametrize("offset", [8, 1])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
 def test_a_in_the_middle_of_a_segment(cluster, offset):
     """Offset 1: contiguous rows in the heap, but not aligned."""
     case = Case(9, 5, 16, torch.bfloat16)
@@ -396,7 +393,7 @@ def test_many_calls(cluster, calls):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids=cluster_name)
 def test_shapes_alternate(cluster, slow):
     """The numbers of chunks differ from call to call: the two halves of signals must stay apart."""
     config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=1)
@@ -409,7 +406,7 @@ def test_shapes_alternate(cluster, slow):
         run(work, cluster=cluster, seed=seed, slow={slow: 0.02})
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
 def test_shapes_dtypes_and_configurations_alternate(cluster):
     configs = [None, mk.Config(chunk_rows=3), mk.Config(tile_m=16, chunk_rows=7)]
 
@@ -534,7 +531,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: ", ".join(f"{n}={v}" for n, v in vars(c).items() if v))
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 2)], ids=cluster_name)
 def test_config(cluster, config):
     run(lambda group: call(group, Case(35, 20, 17), config=config), cluster=cluster, seed=1)
 
@@ -554,7 +551,7 @@ def test_ranks_may_have_different_configurations():
 
 
 @pytest.mark.parametrize("heap", [False, True])
-@pytest.mark.parametrize("cluster", [*NODES, (1, 3)], ids=name_of)
+@pytest.mark.parametrize("cluster", [*NODES, (1, 3)], ids=cluster_name)
 def test_each_row_crosses_between_two_nodes_once(cluster, heap):
     case = Case(10, 5, 24, torch.bfloat16)
     nodes, gpus = cluster
@@ -627,7 +624,7 @@ def test_explain_the_heap():
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 6), (5, 0, 6), (5, 6, 0)])
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_explain_empty(cluster, shape):
     m, n, k = shape
 

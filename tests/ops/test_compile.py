@@ -1,15 +1,13 @@
 """all_gather_matmul as machine code, with no GPU: tensor cores, TMA, wide copies, nothing spilled."""
 
-import inspect
 import re
-import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from compiling import NAMES, REGISTERS, SHARED_MEMORY, built, constants_of, source_with
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -18,36 +16,12 @@ from mkernel.ops.all_gather_matmul import all_gather_matmul_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
 # What a rank of such a group runs.
 ONE_RANK = dict(SIZE=1, GPUS=1, SENDERS=0, INTRAS=0)
 FOUR_RANKS = dict(SIZE=4, GPUS=4, SENDERS=0, INTRAS=3)
 TWO_NODES = dict(SIZE=4, GPUS=2, SENDERS=1, INTRAS=2)
 STAGED = dict(FOUR_RANKS, SENDERS=1, STAGED=True, FLAT=False)
 GATHERED = dict(FOUR_RANKS, GATHERED_OUT=True)
-
-
-class Compiled:
-    """A kernel's PTX, and what its machine code needs."""
-
-    def __init__(self, compiled, folder: Path):
-        self.ptx: str = compiled.asm["ptx"]
-        self.shared: int = compiled.metadata.shared
-        cubin = folder / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        done = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
-        usage = next(line for line in done.stdout.splitlines() if "REG:" in line)
-        self.usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
-
-    @property
-    def spills(self) -> bool:
-        return self.usage["LOCAL"] > 0 or self.usage["STACK"] > 0
-
-
-def constants_of(kernel) -> list[str]:
-    return [name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)]
 
 
 def source_of(dtype: torch.dtype, tiles, described: bool, **chosen) -> ASTSource:
@@ -88,12 +62,7 @@ def source_of(dtype: torch.dtype, tiles, described: bool, **chosen) -> ASTSource
         name for name, kind in types.items()
         if name not in constants and name not in whole and not kind.startswith("tensordesc")
     ]  # fmt: skip
-    return ASTSource(
-        kernel,
-        signature={name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    return source_with(kernel, types, constants, aligned)
 
 
 @pytest.fixture(scope="session")
@@ -103,12 +72,9 @@ def build(tmp_path_factory):
     @cache
     def kept(dtype, capability, described, n, chosen):
         tiles = default_tiles(torch.device("cuda"), dtype, n, described)
-        compiled = triton.compile(
-            source_of(dtype, tiles, described, **dict(chosen)),
-            target=GPUTarget("cuda", capability, 32),
-            options=dict(num_warps=tiles.warps, num_stages=tiles.stages),
-        )
-        return Compiled(compiled, tmp_path_factory.mktemp("compiled"))
+        source = source_of(dtype, tiles, described, **dict(chosen))
+        folder = tmp_path_factory.mktemp("compiled")
+        return built(source, folder, capability, num_warps=tiles.warps, num_stages=tiles.stages)
 
     def build(dtype, chosen, *, capability=90, described=True, n=8192, **more):
         return kept(dtype, capability, described, n, tuple(sorted((chosen | more).items())))
@@ -126,8 +92,6 @@ GROUPS = {
     "everything at once": dict(TWO_NODES, STAGED=True, FLAT=False, GATHERED_OUT=True, PACED=True),
     "b not transposed": dict(FOUR_RANKS, B_TRANSPOSED=False),
 }
-SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
-REGISTERS = 65536  # of an SM
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)

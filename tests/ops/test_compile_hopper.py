@@ -4,17 +4,13 @@ import re
 
 import pytest
 import torch
-import triton
-from test_compile import NAMES, Compiled
-from triton.backends.compiler import GPUTarget
+from compiling import NAMES, SHARED_MEMORY, built, source_with
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from mkernel.lang.hopper import STORED, TILE_K, TILE_M, TILE_N
 from mkernel.ops.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
 from mkernel.runtime.operands import DTYPES
-
-SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have on Hopper
 
 
 def source_of(dtype: torch.dtype, **constants) -> GluonASTSource:
@@ -32,12 +28,7 @@ def source_of(dtype: torch.dtype, **constants) -> GluonASTSource:
         b=operand(*columns), c=operand(TILE_M.value // 2, STORED.value),
     )  # fmt: skip
     aligned = ["context", "a", "a_stride", "m", "n", "k", "row_stride", "data_start", "half"]
-    return GluonASTSource(
-        kernel,
-        signature={argument: "constexpr" if argument in constants else types[argument] for argument in types},
-        constexprs={(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
-        attrs={(kernel.arg_names.index(argument),): [["tt.divisibility", 16]] for argument in aligned},
-    )
+    return source_with(kernel, types, constants, aligned, GluonASTSource)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +42,7 @@ def source_of(dtype: torch.dtype, **constants) -> GluonASTSource:
 )
 def test_tensor_cores_tma_and_no_spills(tmp_path, dtype, gpus, transposed, paced):
     source = source_of(dtype, B_TRANSPOSED=transposed, GPUS=gpus, GROUP=8, PACED=paced)
-    compiled = Compiled(
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)), tmp_path
-    )  # fmt: skip
+    compiled = built(source, tmp_path, num_warps=4)
     assert not compiled.spills
     assert compiled.shared <= SHARED_MEMORY
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in compiled.ptx

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from compiling import REGISTERS, SHARED_MEMORY, compiled
+from compiling import NAMES, REGISTERS, SHARED_MEMORY, compiled
 
 from mkernel.ops.matmul_all_reduce import one_shot_kernel, two_level_kernel
 from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
@@ -13,7 +13,6 @@ from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles, settings_of_sum
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS = {
     "reduce_scatter": matmul_reduce_scatter_kernel,
     "all_reduce": two_level_kernel,

@@ -8,11 +8,9 @@ import pytest
 import test_compile
 import test_compile_hopper
 import torch
-import triton
 import triton.language as tl
-from compiling import SHARED_MEMORY, Compiled, compiled
+from compiling import SHARED_MEMORY, built, compiled, source_with
 from mutation import mutated
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -48,18 +46,13 @@ def summing_on_hopper(module, context, folder, monkeypatch):
         context=context, data_start="i64", half="i64", a=operand(128, 64), b=operand(256, 64), c=operand(64, 128)
     )
     aligned = ("context", "rows", "n", "k", "data_start", "half")
-    source = GluonASTSource(
-        kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    source = source_with(kernel, types, constants, aligned, GluonASTSource)
     return from_source(source, context, folder, num_warps=4)
 
 
 def from_source(source, context, folder, **options):
     source.signature = {**source.signature, "context": context}
-    return Compiled(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), folder)
+    return built(source, folder, **options)
 
 
 def summing(kernel, **group):

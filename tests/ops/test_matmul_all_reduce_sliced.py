@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import sys
 
 import pytest
 import torch
 from helpers import DTYPES, assert_same, run
+from mutation import changed
 from sums import Sum, call, choose
 
 import mkernel as mk
@@ -86,14 +85,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    old, new = BROKEN[name]
-    source = inspect.getsource(matmul_all_reduce_sliced)
-    assert source.count(old) == 1
-    path = tmp_path / "sliced.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("broken_sliced", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = changed(tmp_path, matmul_all_reduce_sliced, BROKEN[name])
     monkeypatch.setitem(sys.modules, matmul_all_reduce_sliced.__name__, module)
     assert all_reduce._kernel.__globals__["LARGEST_SLICED"] > 0
     for seed in range(20):

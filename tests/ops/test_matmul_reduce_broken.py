@@ -1,53 +1,44 @@
-"""matmul_reduce_scatter and matmul_all_reduce with every rule of synchronisation broken on purpose: each broken
-kernel must be caught within a few seeds, and the kernels as they are must pass with the same seeds. Then
-peers that never come."""
+"""matmul_reduce_scatter and matmul_all_reduce with every rule of synchronisation broken on purpose. Then peers that
+never come."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import pytest
 import torch
+from broken import ANY, RELAXED_NOTIFY, RELAXED_WAIT, WRONG, Broken, SimulatedCalls, assert_caught
 from helpers import Canary, assert_same, run
-from mutation import mutated
+from mutation import OP, mutated
 from sums import SMALL, WAYS, Sum, call, check, choose, mine, name_of
 
 import mkernel as mk
-from mkernel.runtime import group as runtime_group
 
-SEEDS = 20
-WRONG = AssertionError  # a wrong result
 SCATTER, REDUCE, SHOT, SLICED = WAYS
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """Calls on a simulated cluster. slow, resident: options of the simulator; ctas: of a launch; ring:
-    requests that it holds."""
+class Scenario(SimulatedCalls):
+    """way: the operator, and how it sums."""
 
     way: str
-    cluster: tuple[int, int]
+    _: KW_ONLY
     calls: int = 3
     rows: int = 70
     n: int = 5
-    slow: int | None = None
-    resident: int | None = None
     ctas: int = 2
-    ring: int = 256
     dtype: torch.dtype = torch.bfloat16
 
-    def run(self, op, seed):
-        slow = {} if self.slow is None else {self.slow: 0.02}
-        with pytest.MonkeyPatch.context() as patch:
-            choose(self.way, patch)
-            if op is not None:  # the copy has switches of its own
-                choose(self.way, patch, op)
-            patch.setattr(runtime_group, "RING_CAPACITY", self.ring)
-            results = run(
-                self.work, op, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow, resident=self.resident,
-                ctas=self.ctas,
-            )  # fmt: skip
+    @property
+    def op(self):
+        return name_of(self.way)
+
+    def prepare(self, module, patch):
+        choose(self.way, patch)
+        choose(self.way, patch, module)  # a copy has switches of its own
+
+    def run(self, module, seed):
+        results = super().run(module, seed)
         if self.way != SCATTER:
             for turns in zip(*results):
                 for other in turns[1:]:
@@ -55,55 +46,21 @@ class Scenario:
 
     def work(self, group, op):
         case = Sum(self.rows, self.n, 8, self.dtype)
-        function = None if op is None else getattr(op, name_of(self.way))
-        return [call(group, self.way, case, turn, op=function, config=SMALL) for turn in range(self.calls)]
+        return [call(group, self.way, case, turn, op=op, config=SMALL) for turn in range(self.calls)]
 
 
 # three tiles of every rank's rows on two CTAs: one is left over
-NODE = Scenario(SCATTER, (1, 2))
-NETWORK = Scenario(SCATTER, (2, 1))
-TWO_LEVELS = Scenario(SCATTER, (2, 2), calls=2, rows=40)
+NODE = Scenario((1, 2), SCATTER)
+NETWORK = Scenario((2, 1), SCATTER)
+TWO_LEVELS = Scenario((2, 2), SCATTER, calls=2, rows=40)
 # several blocks of every CTA: finished tiles are gathered in the loop, and behind it
-AR_NODE = Scenario(REDUCE, (1, 2), n=20, calls=2)
-AR_NETWORK = Scenario(REDUCE, (2, 1), ctas=1)
-AR_TWO_LEVELS = Scenario(REDUCE, (2, 2), rows=50, n=40, ctas=1, calls=2)
-ONE_SHOT = Scenario(SHOT, (1, 3), rows=24)
+AR_NODE = Scenario((1, 2), REDUCE, n=20, calls=2)
+AR_NETWORK = Scenario((2, 1), REDUCE, ctas=1)
+AR_TWO_LEVELS = Scenario((2, 2), REDUCE, rows=50, n=40, ctas=1, calls=2)
+ONE_SHOT = Scenario((1, 3), SHOT, rows=24)
 
-
-@functools.cache
-def passes_unbroken(scenario, seed):
-    scenario.run(None, seed)
-    return True
-
-
-def failure_of(broken, scenario, expected):
-    """How the broken operator fails first; the unbroken one passes with all seeds up to that."""
-    for seed in range(SEEDS):
-        assert passes_unbroken(scenario, seed)
-        try:
-            scenario.run(broken, seed)
-        except expected as failure:
-            return failure
-    raise LookupError(f"nobody noticed in {SEEDS} schedules")
-
-
-@dataclass(frozen=True)
-class Broken:
-    """replacements: (file, old, new), OP being the operator's; expected: how it shows; record: what the wait
-    record must say."""
-
-    scenario: Scenario
-    replacements: list[tuple[str, str, str]]
-    expected: type | tuple[type, ...] = WRONG
-    record: dict[str, object] = field(default_factory=dict)
-
-
-OP = "op"
-ANY = (WRONG, mk.CommTimeout, mk.SimulatorError)
 RELEASES = "notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)"
-RELAXED_NOTIFY = [("signals", 'value, sem="release"', 'value, sem="relaxed"')]
 NO_BARRIER = [("signals", "    barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
-RELAXED_WAIT = [("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"')]
 ONE_HALF = [(OP, "epoch % 2", "epoch % 2 * 0")]
 STAYS = [("signals", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]
 
@@ -183,12 +140,12 @@ BROKEN = {
     "one shot: no release": Broken(ONE_SHOT, RELAXED_NOTIFY),
     "one shot: no acquire": Broken(ONE_SHOT, RELAXED_WAIT),
     # rule 3: buffers are reused when their readers are done
-    "one half for all epochs": Broken(Scenario(SCATTER, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
-    "one half for all epochs, over the network": Broken(Scenario(SCATTER, (2, 1), calls=6, slow=1, rows=20), ONE_HALF),
-    "all-reduce: one half for all epochs": Broken(Scenario(REDUCE, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
-    "one shot: one half for all epochs": Broken(Scenario(SHOT, (1, 2), calls=6, slow=1, rows=20), ONE_HALF),
+    "one half for all epochs": Broken(Scenario((1, 2), SCATTER, calls=6, slow=1, rows=20), ONE_HALF),
+    "one half for all epochs, over the network": Broken(Scenario((2, 1), SCATTER, calls=6, slow=1, rows=20), ONE_HALF),
+    "all-reduce: one half for all epochs": Broken(Scenario((1, 2), REDUCE, calls=6, slow=1, rows=20), ONE_HALF),
+    "one shot: one half for all epochs": Broken(Scenario((1, 2), SHOT, calls=6, slow=1, rows=20), ONE_HALF),
     "a slot of the ring is reused before it was taken": Broken(
-        Scenario(SCATTER, (2, 1), ring=2, rows=256, calls=1),
+        Scenario((2, 1), SCATTER, ring=2, rows=256, calls=1),
         [("requests", "    if free:\n", "    if free | True:\n"),
          ("requests", "ticket - capacity + 1, ROLE", "ticket * 0, ROLE")],
         ANY,
@@ -202,7 +159,7 @@ BROKEN = {
         {"signal": "partial"},
     ),
     "tiles that are left over are dealt from the other end": Broken(
-        Scenario(SCATTER, (1, 2), resident=1),
+        Scenario((1, 2), SCATTER, resident=1),
         [(OP, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
         mk.CommTimeout,
         {"signal": "partial"},
@@ -212,19 +169,19 @@ BROKEN = {
         mk.CommTimeout,
     ),
     "all-reduce: tiles are gathered before the own one is finished": Broken(
-        Scenario(REDUCE, (1, 2), n=20, resident=1),
+        Scenario((1, 2), REDUCE, n=20, resident=1),
         [(OP, "LAG: tl.constexpr = 2 if SEVERAL else 1", "LAG: tl.constexpr = 0")],
         (mk.CommTimeout, WRONG),
     ),
     # sums in a fixed order: the same bits on every rank
     "all-reduce: every node begins with itself": Broken(
-        Scenario(REDUCE, (3, 1), rows=20, ctas=1, calls=1, dtype=torch.float32),
+        Scenario((3, 1), REDUCE, rows=20, ctas=1, calls=1, dtype=torch.float32),
         [(OP, "slot = _slot(context, rank, start, _sum_slot(node, block, owned, GPUS), DTYPE",
           "slot = _slot(context, rank, start, _sum_slot((node + rank // GPUS) % (SIZE // GPUS), block, owned, GPUS), "
           "DTYPE")],
     ),
     "one shot: every rank begins with itself": Broken(
-        Scenario(SHOT, (1, 3), rows=24, calls=1, dtype=torch.float32),
+        Scenario((1, 3), SHOT, rows=24, calls=1, dtype=torch.float32),
         [(OP, "start, source * tiles + tile, DTYPE", "start, (source + rank) % GPUS * tiles + tile, DTYPE")],
     ),
     # memory
@@ -245,31 +202,20 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken(name, tmp_path):
-    broken = BROKEN[name]
-    file = name_of(broken.scenario.way)
-    replacements = [(file if where == OP else where, old, new) for where, old, new in broken.replacements]
-    module = mutated(tmp_path, file, *replacements)
-    failure = failure_of(module, broken.scenario, broken.expected)
-    if broken.record:
-        record = failure.record
-        assert record.timed_out
-        assert record.op == file
-        assert record.peer != record.rank
-        assert {name: getattr(record, name) for name in broken.record} == broken.record
-        assert f"signal '{record.signal}' is {record.seen}, expected {record.expected}" in str(failure)
+    assert_caught(BROKEN[name], tmp_path)
 
 
 @pytest.mark.parametrize("scenario", [NODE, TWO_LEVELS, AR_NODE, AR_TWO_LEVELS, ONE_SHOT])
 def test_an_unbroken_copy_passes(scenario, tmp_path):
     """Copying alone breaks nothing."""
-    scenario.run(mutated(tmp_path, name_of(scenario.way)), seed=0)
+    scenario.run(mutated(tmp_path, scenario.op), seed=0)
 
 
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("way", [SCATTER, REDUCE])
 def test_a_full_ring_is_waited_for(way, ring):
     for cluster in ((3, 1), (2, 2)):
-        Scenario(way, cluster, rows=36, n=20, ring=ring, calls=2).run(None, seed=ring)
+        Scenario(cluster, way, rows=36, n=20, ring=ring, calls=2).run_unbroken(seed=ring)
 
 
 # -- peers that never come

@@ -1,16 +1,11 @@
 """The mixture-of-experts kernels as machine code, with no GPU: tensor cores, TMA, wide copies, no spills."""
 
-import inspect
 import re
-import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiling import NAMES, REGISTERS, SHARED_MEMORY, built, constants_of, source_with
 
 from mkernel.ops.moe_combine import COPY_BYTES, moe_combine_kernel
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
@@ -18,8 +13,6 @@ from mkernel.ops.moe_ffn import moe_ffn_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KERNELS = {
     "moe_dispatch_matmul": moe_dispatch_matmul_kernel,
     "moe_combine": moe_combine_kernel,
@@ -30,26 +23,6 @@ ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4)
 FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4)
 TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4)
 GROUPS = {"one rank": ONE_RANK, "four ranks": FOUR_RANKS, "two nodes": TWO_NODES}
-SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
-REGISTERS = 65536  # of an SM
-
-
-class Compiled:
-    """A kernel's PTX, and what its machine code needs."""
-
-    def __init__(self, compiled, folder: Path):
-        self.ptx: str = compiled.asm["ptx"]
-        self.shared: int = compiled.metadata.shared
-        cubin = folder / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        done = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
-        usage = next(line for line in done.stdout.splitlines() if "REG:" in line)
-        self.usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
-
-    @property
-    def spills(self) -> bool:
-        return self.usage["LOCAL"] > 0 or self.usage["STACK"] > 0
-
 
 # arguments that are pointers to the tokens' type, to 64-bit numbers, and 64-bit numbers themselves
 VALUES = {"x", "w", "y_rows", "packed_rows", "inner_rows", "out", "y", "w_gate_up", "w_down"}
@@ -63,10 +36,10 @@ ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_colu
         "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
 
 
-def source_of(kernel, dtype, blocks, constants) -> ASTSource:
+def source_of(kernel, dtype, blocks, constants):
     """A kernel with the types and constants that a launch would give it. blocks: of the descriptors."""
     names = kernel.arg_names
-    known = {name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)}
+    known = set(constants_of(kernel))
     constants = {name: value for name, value in constants.items() if name in known}
     assert set(constants) == known, known ^ set(constants)
     scalars = {
@@ -93,12 +66,7 @@ def source_of(kernel, dtype, blocks, constants) -> ASTSource:
     aligned = [
         name for name, kind in types.items() if name not in constants and name not in ODD and "tensordesc" not in kind
     ]
-    return ASTSource(
-        kernel,
-        signature={name: "constexpr" if name in constants else types[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    return source_with(kernel, types, constants, aligned)
 
 
 def descriptors(op, tiles, described, transposed) -> dict[str, tuple[int, ...]]:
@@ -130,12 +98,9 @@ def build(tmp_path_factory):
         if op == "moe_combine":
             constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4
         blocks = descriptors(op, tiles, described, constants["W_TRANSPOSED"])
-        compiled = triton.compile(
-            source_of(KERNELS[op], dtype, blocks, constants),
-            target=GPUTarget("cuda", capability, 32),
-            options=dict(num_warps=tiles.warps, num_stages=tiles.stages),
-        )
-        return Compiled(compiled, tmp_path_factory.mktemp("compiled"))
+        source = source_of(KERNELS[op], dtype, blocks, constants)
+        folder = tmp_path_factory.mktemp("compiled")
+        return built(source, folder, capability, num_warps=tiles.warps, num_stages=tiles.stages)
 
     def build(op, dtype, group, *, described=True, capability=90, **chosen):
         return kept(op, dtype, group, described, capability, tuple(sorted(chosen.items())))

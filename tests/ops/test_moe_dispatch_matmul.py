@@ -1,46 +1,16 @@
-"""moe_dispatch_matmul and moe_combine on simulated clusters: every row where it belongs, bit for bit."""
+"""moe_dispatch_matmul and moe_combine on simulated clusters: every row where it belongs, bit for bit. Schedules and
+routings are in test_moe.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from experts import LAYERS, SMALL, Layer, check_dispatch, combine, dispatch, layer_of
-from helpers import DTYPES, Guards, assert_same, lay_out, run, time_limit
+from experts import SMALL, Layer, check_dispatch, combine, dispatch, layer_of
+from helpers import DTYPES, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
-
-
-def name_of(value):
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) else None
-
-
-RUNS = [(cluster, seed) for cluster in LAYERS for seed in range(2) if cluster != (3, 2) or seed]
-
-
-def twice(group, layer, **arguments):
-    for turn in range(2):
-        combine(group, layer, turn, **arguments)
-
-
-@pytest.mark.parametrize(("cluster", "seed"), RUNS, ids=name_of)
-def test_schedules(cluster, seed):
-    """Several calls in a row, so that both halves of the workspaces are used again."""
-    layer = layer_of(cluster, dtype=DTYPES[seed])
-
-    def work(group):
-        for turn in range(3 if group.size < 4 and seed else 1):
-            # with max_tokens ranks may be a call ahead of each other
-            combine(group, layer, turn, max_tokens=24 if seed else None)
-
-    run(work, cluster=cluster, seed=seed)
-
-
-@pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice"])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
-def test_routings(cluster, routing):
-    run(combine, layer_of(cluster, routing=routing), cluster=cluster, seed=len(routing))
 
 
 @pytest.mark.parametrize("k", [1, 5, 16])
@@ -66,20 +36,6 @@ def test_rows_are_the_tokens_bit_for_bit(dtype):
         assert_same(y[:rows].contiguous(), layer.dispatched(group.rank))
 
     run(work, cluster=(2, 1))
-
-
-@pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
-def test_stragglers(cluster, options):
-    run(lambda group: twice(group, layer_of(cluster), max_tokens=20), cluster=cluster, **options)
-
-
-def test_all_schedules_give_the_same_bits():
-    layer = Layer((5, 4, 3, 6), (2, 1, 2, 1), k=4)
-    expected = run(combine, layer, cluster=(2, 2), seed=0)
-    for seed, options in enumerate([{"slow": {2: 0.02}}, {"ctas": 4}], start=1):
-        for z, same in zip(run(combine, layer, cluster=(2, 2), seed=seed, **options), expected, strict=True):
-            assert_same(z, same)
 
 
 @pytest.mark.parametrize("config", [
@@ -120,7 +76,7 @@ def test_layouts(layout):
     run(work, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_nothing_beside_the_workspaces_is_written(cluster, monkeypatch):
     guards = Guards(monkeypatch)
 
@@ -151,7 +107,9 @@ def test_any_y_can_be_combined():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "routing"), [((3, 2), "random"), ((2, 2), "zipf"), ((2, 1), "random"), ((3, 1), "one")], ids=name_of
+    ("cluster", "routing"),
+    [((3, 2), "random"), ((2, 2), "zipf"), ((2, 1), "random"), ((3, 1), "one")],
+    ids=cluster_name,
 )
 def test_a_token_crosses_to_a_node_once(cluster, routing):
     """Bytes between nodes: the tables, and each token once for every other node that has an expert of it; as many rows
@@ -208,7 +166,7 @@ def test_a_declared_bound_on_tokens_needs_no_talk():
     run(work, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_exactly_enough_room(cluster):
     layer = layer_of(cluster)
 
@@ -220,7 +178,7 @@ def test_exactly_enough_room(cluster):
     run(work, cluster=cluster)
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, monkeypatch):
     layer = layer_of(cluster)
     full = 0

@@ -1,61 +1,21 @@
-"""moe_ffn on simulated clusters: right, for every routing, schedule and configuration."""
+"""moe_ffn on simulated clusters. Schedules and routings are in test_moe.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from experts import LAYERS, SMALL, Layer, ffn, layer_of
-from helpers import DTYPES, Canary, Guards, assert_same, lay_out, run, time_limit
+from experts import SMALL, Layer, ffn, layer_of
+from helpers import DTYPES, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
 
 
-def name_of(value):
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) else None
-
-
-def several(group, layer, calls=2, **arguments):
-    for turn in range(calls):
-        ffn(group, layer, turn, **arguments)
-
-
-RUNS = [(cluster, seed) for cluster in LAYERS for seed in range(2) if cluster != (3, 2) or seed]
-
-
-@pytest.mark.parametrize(("cluster", "seed"), RUNS, ids=name_of)
-def test_schedules(cluster, seed):
-    layer = layer_of(cluster, dtype=DTYPES[seed])
-    calls = 3 if layer.size < 4 and seed else 1
-    # with max_tokens ranks may be a call ahead of each other
-    run(lambda group: several(group, layer, calls, max_tokens=24 if seed else None), cluster=cluster, seed=seed)
-
-
-@pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice"])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
-def test_routings(cluster, routing):
-    run(ffn, layer_of(cluster, routing=routing), cluster=cluster, seed=len(routing))
-
-
 def test_many_rows_of_few_experts():
     """Several groups of blocks, so that both GEMMs take turns."""
     layer = Layer((40, 33), (1, 2), k=2, hidden=40, out=34, dtype=torch.float16)
     run(lambda group: ffn(group, layer, config=SMALL), cluster=(1, 2), seed=4)
-
-
-@pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
-def test_stragglers(cluster, options):
-    run(lambda group: several(group, layer_of(cluster), max_tokens=20), cluster=cluster, **options)
-
-
-def test_all_schedules_give_the_same_bits():
-    layer = Layer((5, 4, 3, 6), (2, 1, 2, 1), k=4)
-    expected = run(ffn, layer, cluster=(2, 2), seed=0)
-    for seed, options in enumerate([{"slow": {2: 0.02}}, {"ctas": 4}], start=1):
-        for y, same in zip(run(ffn, layer, cluster=(2, 2), seed=seed, **options), expected, strict=True):
-            assert_same(y, same)
 
 
 @pytest.mark.parametrize("config", [
@@ -110,7 +70,7 @@ def test_layouts():
     run(work, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_nothing_beside_the_workspaces_is_written(cluster, monkeypatch):
     guards = Guards(monkeypatch)
 
@@ -122,7 +82,7 @@ def test_nothing_beside_the_workspaces_is_written(cluster, monkeypatch):
     guards.check()
 
 
-@pytest.mark.parametrize("cluster", [(2, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(2, 2), (2, 1)], ids=cluster_name)
 def test_a_token_crosses_to_a_node_once_and_comes_back_once(cluster):
     nodes, gpus = cluster
     size = nodes * gpus
@@ -162,7 +122,7 @@ def test_tiles_are_computed_before_all_tokens_are_here():
     assert traffic.multiplications[0] > 0
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster):
     layer = layer_of(cluster)
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from attention import Case, assert_attention, call, exact, plain_ring
-from helpers import DTYPES, SENTINEL, Guards, assert_same, run
+from helpers import DTYPES, SENTINEL, Guards, assert_same, cluster_name, run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -22,15 +22,11 @@ def small(**more):
     return mk.Config(tile_m=16, tile_n=16, **more)
 
 
-def name_of(value):
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) and len(value) == 2 else None
-
-
 # -- right
 
 
 @pytest.mark.parametrize(("causal", "layout"), MASKS)
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 2)], ids=cluster_name)
 def test_masks_and_layouts(cluster, causal, layout):
     heads = 1 if cluster == (2, 2) else 2
     case = Case(22, heads=heads, kv_heads=heads, causal=causal, layout=layout)
@@ -43,7 +39,7 @@ def test_three_nodes(causal, layout):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("cluster", [(1, 2), (1, 3), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (1, 3), (2, 1)], ids=cluster_name)
 def test_schedules(cluster, seed):
     causal, layout = MASKS[seed % 4]
     case = Case((17, 2, 34, 6, 1, 16)[seed], causal=causal, layout=layout)
@@ -193,7 +189,7 @@ def test_stragglers(cluster, options):
     run(work, cluster=cluster, **options)
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 3), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 3), (2, 1)], ids=cluster_name)
 def test_ctas_one_after_the_other(cluster):
     """With room for all rounds nothing waits for a tile."""
     case = Case(20, heads=2, kv_heads=2, causal=True, layout="zigzag")
@@ -214,7 +210,7 @@ def test_all_schedules_give_the_same_bits():
             assert_same(lse, first_lse)
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_many_calls(cluster):
     def work(group):
         for turn in range(8):
@@ -224,7 +220,7 @@ def test_many_calls(cluster):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_shapes_alternate(cluster, seed):
     """Counters and stamps of one shape lie where those of another do not."""
 
@@ -303,7 +299,7 @@ def test_nothing_beside_out_is_written(which):
     run(work)
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
 def test_nothing_beside_the_workspace_is_written(cluster, monkeypatch):
     guards = Guards(monkeypatch)
 
@@ -328,7 +324,7 @@ def traffic_of(case, cluster, config=SMALL):
     return run(work, cluster=cluster)[0]
 
 
-@pytest.mark.parametrize("cluster", [(1, 3), (2, 2), (3, 1)], ids=name_of)
+@pytest.mark.parametrize("cluster", [(1, 3), (2, 2), (3, 1)], ids=cluster_name)
 def test_everything_crosses_between_two_nodes_once(cluster):
     gpus = cluster[1]
     case = Case(32, heads=2, kv_heads=2)

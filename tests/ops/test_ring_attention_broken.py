@@ -1,41 +1,30 @@
-"""Every rule of synchronisation, broken on purpose: each broken kernel must be caught within a few seeds, and
-the kernel as it is must pass with the same seeds. Then peers that never come."""
+"""ring_attention with every rule of synchronisation broken on purpose. Then peers that never come."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from attention import Case, call
+from broken import NO_BARRIER, RELAXED_NOTIFY, RELAXED_WAIT, WRONG, Broken, SimulatedCalls, assert_caught
 from helpers import run
-from mutation import mutated
+from mutation import OP
 
 import mkernel as mk
 
 # rows of NaN are what some of these are about
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
-OP = "ring_attention"
-SEEDS = 20
-WRONG = AssertionError  # a wrong result
-
 
 @dataclass(frozen=True)
-class Scenario:
-    """Calls on a simulated cluster. slow: a rank that hardly runs; arrives: bytes that
-    rank 1 sends to rank 0 in each call, all of which must be there when it ends."""
+class Scenario(SimulatedCalls):
+    """arrives: bytes that rank 1 sends to rank 0 in each call, all of which must be there when it ends."""
 
-    cluster: tuple[int, int]
+    op: ClassVar = "ring_attention"
     case: Case
     steps: int | None = None
-    calls: int = 2
-    slow: int | None = None
     arrives: int = 0
-
-    def run(self, op, seed):
-        slow = {} if self.slow is None else {self.slow: 0.02}
-        run(self.work, op, cluster=self.cluster, seed=seed, timeout=1e-4, slow=slow)
 
     def work(self, group, op):
         config = mk.Config(tile_m=16, tile_n=16, steps=self.steps)
@@ -57,34 +46,6 @@ AHEAD = Scenario((1, 3), Case(32, heads=4, kv_heads=4, causal=True, layout="zigz
 DOCUMENTS = Case(32, layout="zigzag", documents=(0, 16, 24, 48, 64))  # rank 0 sees nothing of what it gets
 GAP = Scenario((2, 1), DOCUMENTS, arrives=2 * 32 * 64 * 4)
 RAGGED = Scenario((1, 2), Case(20), calls=1)
-
-
-@functools.cache
-def passes_unbroken(scenario, seed):
-    scenario.run(mk.ring_attention, seed)
-    return True
-
-
-def failure_of(broken, scenario, expected):
-    """How the broken operator fails first; the unbroken one passes with all seeds up to that."""
-    for seed in range(SEEDS):
-        assert passes_unbroken(scenario, seed)
-        try:
-            scenario.run(broken, seed)
-        except expected as failure:
-            return failure
-    raise LookupError(f"nobody noticed in {SEEDS} schedules")
-
-
-@dataclass(frozen=True)
-class Broken:
-    """replacements: (file, old, new); expected: how it shows; record: what the wait record must say."""
-
-    scenario: Scenario
-    replacements: list[tuple[str, str, str]]
-    expected: type | tuple[type, ...] = WRONG
-    record: dict[str, object] = field(default_factory=dict)
-
 
 PUSHED = "                    notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))\n"
 SPREAD_WAITS = "wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)"
@@ -138,15 +99,13 @@ BROKEN = {
         TWO_LEVELS, [(OP, SPREAD_WAITS, SPREAD_WAITS.replace("stamp(epoch, turn)", "0"))]
     ),
     # rule 2: data first, then signal
-    "no release": Broken(NODE, [("signals", 'value, sem="release"', 'value, sem="relaxed"')]),
-    "no barrier before the release": Broken(
-        NODE, [("signals", "    tl.debug_barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
-    ),
+    "no release": Broken(NODE, RELAXED_NOTIFY),
+    "no barrier before the release": Broken(NODE, NO_BARRIER),
     "no acquire": Broken(
         NODE,
         [
             (OP, 'tl.zeros((LOOKS,), tl.int64), sem="acquire"', 'tl.zeros((LOOKS,), tl.int64), sem="relaxed"'),
-            ("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic_add(signal, 0, sem="relaxed"'),
+            *RELAXED_WAIT,
         ],
     ),
     "no fence before reads through descriptors": Broken(
@@ -225,12 +184,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken(tmp_path, name):
-    broken = BROKEN[name]
-    op = mutated(tmp_path, OP, *broken.replacements).ring_attention
-    failure = failure_of(op, broken.scenario, broken.expected)
-    for key, value in broken.record.items():
-        assert getattr(failure.record, key) == value, failure
+def test_broken(name, tmp_path):
+    assert_caught(BROKEN[name], tmp_path)
 
 
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
@@ -242,7 +197,7 @@ def test_a_peer_that_does_not_come_is_named(cluster):
         with pytest.raises(mk.CommTimeout) as caught:
             call(group, Case(16), 1)
         record = caught.value.record
-        assert (record.op, record.peer) == (OP, 1)
+        assert (record.op, record.peer) == (Scenario.op, 1)
         assert record.seen < record.expected
 
     run(work, cluster=cluster, timeout=1e-4)

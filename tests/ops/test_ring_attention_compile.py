@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 from attention import Case
-from compiled import REGISTERS, SHARED_MEMORY, compile_launch, pretending
+from compiled import compile_launch, pretending
+from compiling import REGISTERS, SHARED_MEMORY
 from helpers import run
 
 import mkernel as mk

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mkernel.bench.reduction import operands, worst_of
-from mkernel.bench.timing import Link, Stopwatch
+from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.cuda import CudaWorld
@@ -49,15 +48,10 @@ def measure(
         link.hold(int(max(wire_ms, network_ms) * 1e6))  # as if both went at the same time
         torch.mm(gathered, w.t(), out=out)
 
-    stream = torch.cuda.current_stream(device)
     host_driven()
-    stream.synchronize()
+    torch.cuda.current_stream(device).synchronize()
     launch = prepare(group, a, w.t(), out, None, config)
-    everyone = group.exchange("ready", (launch, stream, library, host_driven))
-    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    if group.rank == 0:
-        measured = _time(world, everyone, repeats)
-    times, sustained = group.exchange("times", measured)[0]
+    times, sustained = time_ways(group, dict(library=library, fused=launch, host_driven=host_driven), repeats)
 
     out.fill_(float("nan"))
     group.quiet()
@@ -102,23 +96,3 @@ def measure(
         "error_bound": bound,
         "plan": str(explain(a, w.t(), out=out, config=config)),
     }
-
-
-def _time(world: CudaWorld, everyone: Sequence[Any], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of the three ways on the streams of all ranks, in bursts and sustained."""
-    streams = [stream for _, stream, _, _ in everyone]
-
-    def fused() -> None:
-        world.launch_together({rank: (launch, stream) for rank, (launch, stream, _, _) in enumerate(everyone)})
-
-    def on_all(which: int) -> Callable[[], None]:
-        def run() -> None:
-            for entry in everyone:
-                with torch.cuda.stream(entry[1]):
-                    entry[which]()
-
-        return run
-
-    calls = {"library": on_all(2), "fused": fused, "host_driven": on_all(3)}
-    stopwatch = Stopwatch(streams)
-    return stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)

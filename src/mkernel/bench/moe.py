@@ -24,13 +24,12 @@ import triton
 import triton.language as tl
 
 from mkernel.bench.reduction import worst_of
-from mkernel.bench.timing import Link, Stopwatch
+from mkernel.bench.timing import Link, time_ways
 from mkernel.ops import moe_dispatch_matmul as dispatch_op
 from mkernel.ops import moe_ffn as ffn_op
 from mkernel.ops.moe_dispatch_matmul import _compute
 from mkernel.runtime import experts as host
 from mkernel.runtime.config import Config
-from mkernel.runtime.cuda import CudaWorld
 from mkernel.runtime.group import Group
 
 EXPERTS = 16  # of a rank
@@ -211,29 +210,6 @@ def _wires(group: Group, inputs: Inputs, element: int, hidden: int) -> tuple[flo
     return wire_ms, network_ms, max(wire_ms, plain_ms)
 
 
-def _time(
-    world: CudaWorld, everyone: Sequence[dict[str, Any]], repeats: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of every way, in bursts and sustained. A way is a launch or a function of each rank."""
-    streams = [entry["stream"] for entry in everyone]
-
-    def on_all(name: str) -> Callable[[], None]:
-        def call() -> None:
-            for entry in everyone:
-                with torch.cuda.stream(entry["stream"]):
-                    entry[name]()
-
-        return call
-
-    def fused() -> None:
-        world.launch_together({rank: (entry["launch"], entry["stream"]) for rank, entry in enumerate(everyone)})
-
-    names = [name for name in everyone[0] if name not in ("stream", "launch")]
-    calls: dict[str, Callable[[], object]] = {"fused": fused, **{name: on_all(name) for name in names}}
-    stopwatch = Stopwatch(streams)
-    return stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
-
-
 def _figures(
     op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, wires: tuple[float, float],
     trips: int, measured: tuple[dict[str, float], dict[str, float]], error: float, bound: float, plan: str,
@@ -309,14 +285,7 @@ def measure_dispatch(
 
     gemm()
     group.synchronize()
-    stream = torch.cuda.current_stream(group.device)
-    mine = dict(launch=launch, stream=stream, library=library, gemm=gemm, host_driven=host_driven)
-    everyone = group.exchange("ready", mine)
-    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    if group.rank == 0:
-        assert isinstance(group.world, CudaWorld)
-        measured = _time(group.world, everyone, repeats)
-    measured = group.exchange("times", measured)[0]
+    measured = time_ways(group, dict(fused=launch, library=library, gemm=gemm, host_driven=host_driven), repeats)
     bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
     plan = str(dispatch_op.plan(group, inputs.x, w, routing, config))
     return _figures(
@@ -370,13 +339,7 @@ def measure_ffn(
     group.synchronize()
     error = worst_of(group.exchange("errors", ffn_error(inputs.mine, everyones, out)))
 
-    stream = torch.cuda.current_stream(group.device)
-    everyone = group.exchange("ready", dict(launch=launch, stream=stream, library=library, host_driven=host_driven))
-    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    if group.rank == 0:
-        assert isinstance(group.world, CudaWorld)
-        measured = _time(group.world, everyone, repeats)
-    measured = group.exchange("times", measured)[0]
+    measured = time_ways(group, dict(fused=launch, library=library, host_driven=host_driven), repeats)
     bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
     plan = str(ffn_op.plan(group, inputs.x, gate_up, down, routing, config))
     return _figures(

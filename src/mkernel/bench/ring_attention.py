@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mkernel.bench.timing import Link, Stopwatch
+from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.ring_attention import explain, prepare, ring_attention
 from mkernel.runtime.config import Config
-from mkernel.runtime.cuda import CudaWorld
 from mkernel.runtime.group import Group
 from mkernel.runtime.sequences import Sequences, from_zigzag
 
@@ -85,17 +84,11 @@ def measure(
         else:
             cudnn(query, gathered[0], gathered[1], False)
 
-    stream = torch.cuda.current_stream(device)
     host_driven()
     library()
-    stream.synchronize()
+    torch.cuda.current_stream(device).synchronize()
     launch = prepare(group, query, key, value, out, None, causal, None, layout, None, config)
-    everyone = group.exchange("ready", (launch, stream, library, host_driven))
-    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    if rank == 0:
-        assert isinstance(group.world, CudaWorld)
-        measured = _time(group.world, everyone, repeats)
-    times, sustained = group.exchange("times", measured)[0]
+    times, sustained = time_ways(group, dict(library=library, fused=launch, host_driven=host_driven), repeats)
 
     out.fill_(float("nan"))
     ring_attention(query, key, value, is_causal=causal, layout=layout, out=out, config=config)
@@ -156,23 +149,3 @@ def error_of(
             error = ((out[b, h, rows].double() - weights @ value).abs() / bound).max().item()
             worst = max(worst, error if error == error else float("inf"))
     return worst
-
-
-def _time(world: CudaWorld, everyone: Sequence[Any], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of the three ways on the streams of all ranks, in bursts and sustained."""
-    streams = [stream for _, stream, _, _ in everyone]
-
-    def fused() -> None:
-        world.launch_together({rank: (launch, stream) for rank, (launch, stream, _, _) in enumerate(everyone)})
-
-    def on_all(which: int) -> Callable[[], None]:
-        def run() -> None:
-            for entry in everyone:
-                with torch.cuda.stream(entry[1]):
-                    entry[which]()
-
-        return run
-
-    calls = {"library": on_all(2), "fused": fused, "host_driven": on_all(3)}
-    stopwatch = Stopwatch(streams)
-    return stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)

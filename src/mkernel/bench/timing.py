@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.device import clock
+from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
 
 HEAD_START = 20_000_000  # clock cycles that the host gets to run ahead, about 10 ms
 
@@ -97,3 +100,31 @@ class Stopwatch:
             for name, call in calls.items():
                 times[name] += self.time(call, length)
         return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+
+
+def time_ways(
+    group: Group, ways: Mapping[str, Launch | Callable[[], object]], repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of every way on the streams of all ranks, in bursts and sustained. A way is a launch or a
+    function of each rank. Runs on every rank; the same figures come back on each."""
+    everyone = group.exchange("ready", (torch.cuda.current_stream(group.device), ways))
+    measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    if group.rank == 0:
+        world = group.world
+        assert isinstance(world, CudaWorld)
+
+        def on_all(name: str) -> Callable[[], None]:
+            def launch() -> None:
+                world.launch_together({rank: (theirs[name], stream) for rank, (stream, theirs) in enumerate(everyone)})
+
+            def call() -> None:
+                for stream, theirs in everyone:
+                    with torch.cuda.stream(stream):
+                        theirs[name]()
+
+            return launch if isinstance(ways[name], Launch) else call
+
+        calls = {name: on_all(name) for name in ways}
+        stopwatch = Stopwatch([stream for stream, _ in everyone])
+        measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
+    return group.exchange("times", measured)[0]

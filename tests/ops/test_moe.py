@@ -1,0 +1,50 @@
+"""What holds for moe_dispatch_matmul with moe_combine and for moe_ffn alike: right, whoever runs first."""
+
+from __future__ import annotations
+
+import pytest
+from experts import LAYERS, Layer, combine, ffn, layer_of
+from helpers import DTYPES, assert_same, cluster_name, run
+
+both = pytest.mark.parametrize("call", [combine, ffn])
+
+
+def several(group, call, layer, calls, **arguments):
+    for turn in range(calls):
+        call(group, layer, turn, **arguments)
+
+
+RUNS = [(cluster, seed) for cluster in LAYERS for seed in range(2) if cluster != (3, 2) or seed]
+
+
+@both
+@pytest.mark.parametrize(("cluster", "seed"), RUNS, ids=cluster_name)
+def test_schedules(cluster, seed, call):
+    """Several calls in a row, so that both halves of the workspaces are used again."""
+    layer = layer_of(cluster, dtype=DTYPES[seed])
+    calls = 3 if layer.size < 4 and seed else 1
+    # with max_tokens ranks may be a call ahead of each other
+    run(lambda group: several(group, call, layer, calls, max_tokens=24 if seed else None), cluster=cluster, seed=seed)
+
+
+@both
+@pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice"])
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
+def test_routings(cluster, routing, call):
+    run(call, layer_of(cluster, routing=routing), cluster=cluster, seed=len(routing))
+
+
+@both
+@pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
+def test_stragglers(cluster, options, call):
+    run(lambda group: several(group, call, layer_of(cluster), 2, max_tokens=20), cluster=cluster, **options)
+
+
+@both
+def test_all_schedules_give_the_same_bits(call):
+    layer = Layer((5, 4, 3, 6), (2, 1, 2, 1), k=4)
+    expected = run(call, layer, cluster=(2, 2), seed=0)
+    for seed, options in enumerate([{"slow": {2: 0.02}}, {"ctas": 4}], start=1):
+        for result, same in zip(run(call, layer, cluster=(2, 2), seed=seed, **options), expected, strict=True):
+            assert_same(result, same)
