@@ -311,7 +311,7 @@ def _check_file(path: Path | None, option: str) -> None:
 
 @main.command()
 def trace(
-    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
     shapes: Annotated[
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; a small one by default."),
@@ -367,10 +367,10 @@ def trace(
 
 @main.command()
 def tune(
-    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.here())}.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
     shapes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192, which is the default."),
+        typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; the first one of bench by default."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
@@ -380,6 +380,17 @@ def tune(
         bool,
         typer.Option("--unpaced", help="Do not pace links, though ranks share a GPU; for calls in the same place."),
     ] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with the causal mask.")] = False,
+    zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: the sequence laid out in zigzag.")] = False,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, show_default="heads", help="ring_attention: heads of keys and values.")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, show_default="16", help="Mixture of experts: experts of a rank.")
+    ] = None,
+    topk: Annotated[
+        int | None, typer.Option(min=1, max=16, show_default="8", help="Mixture of experts: experts of a token.")
+    ] = None,
 ) -> None:
     """Measure configurations of an operator on the GPUs that are here, and keep the best: later calls take it.
 
@@ -387,11 +398,13 @@ def tune(
     """
     import torch
 
-    from mkernel.workloads import DTYPES, tunable
+    from mkernel.workloads import DTYPES
 
     workload, parsed = _workload(op, shapes, ranks * nodes)
-    if workload.tunable is None:
-        raise typer.BadParameter(f"{op} is not tuned; those that are: {', '.join(tunable())}", param_hint="OP")
+    said = dict(causal=causal, zigzag=zigzag, kv_heads=kv_heads, experts=experts, topk=topk)
+    for name, value in said.items():
+        if value and name not in workload.options:
+            raise typer.BadParameter(f"{op} has no such option", param_hint="--" + name.replace("_", "-"))
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)
@@ -408,6 +421,7 @@ def tune(
             dtype=DTYPES[dtype.value],
             links=_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
             seconds=seconds,
+            options={name: value for name, value in said.items() if name in workload.options and value is not None},
             console=Console(highlight=False),
         )
 

@@ -114,6 +114,25 @@ ALL = (
 )
 
 
+# what is traced and tuned by itself, too, but shown and measured only as a part of another one
+PARTS = (
+    Operator(
+        "moe_combine",
+        "brings the experts' rows back to their tokens' ranks, as weighted sums",
+        dimensions=("tokens", "columns"),
+        shared=("tokens",),
+        shapes=((8192, 7168), (32768, 7168)),
+        small=((2048, 2048),),
+        of_paper=lambda size, ranks: (size // 16 * ranks, 7168),
+    ),
+)
+
+
 def here() -> dict[str, Operator]:
     """All of them, by name."""
     return {operator.name: operator for operator in ALL}
+
+
+def with_parts() -> dict[str, Operator]:
+    """All of them, and their parts."""
+    return here() | {operator.name: operator for operator in PARTS}

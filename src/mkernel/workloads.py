@@ -14,13 +14,14 @@ import torch
 
 from mkernel import operators
 from mkernel.bench import moe, shapes
-from mkernel.operators import Shape
+from mkernel.operators import Operator, Shape
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
 from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
-from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
-from mkernel.ops.moe_ffn import moe_ffn
-from mkernel.ops.ring_attention import ring_attention
+from mkernel.ops import moe_combine as _moe_combine
+from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
+from mkernel.ops import moe_ffn as _moe_ffn
+from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
@@ -45,10 +46,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, ready to be made again and again, as a user would. `tried`: for operators that are tuned."""
+    """One rank's call, ready to be made again and again, as a user would."""
 
     run: Callable[[Config | None], torch.Tensor]
-    tried: Tried | None = None
+    tried: Tried
 
 
 @dataclass(frozen=True)
@@ -56,29 +57,34 @@ class Workload:
     """How an operator is called for a shape.
 
     simulated: a shape for the simulator, of two ranks.
-    make: (group, shape, dtype) -> the call of this rank. Collective.
-    tunable: how its configurations are kept; None where it is not tuned.
+    make: (group, shape, dtype, **options) -> the call of this rank. Collective.
+    tunable: how its configurations are kept.
+    options: what else may be said of a call.
     """
 
     op: str
     simulated: Shape
-    make: Callable[[Group, Shape, torch.dtype], Call]
-    tunable: Tunable | None = None
+    make: Callable[..., Call]
+    tunable: Tunable
+    options: tuple[str, ...] = ()
+
+    @property
+    def operator(self) -> Operator:
+        return operators.with_parts()[self.op]
 
     @property
     def on_gpu(self) -> Shape:
-        return operators.here()[self.op].shapes[0]
+        return self.operator.shapes[0]
 
     def parse(self, text: str, ranks: int) -> Shape:
         """A shape as people write it: 16384x2048x8192."""
-        return shapes.parse(text, operators.here()[self.op], ranks)
+        return shapes.parse(text, self.operator, ranks)
 
     def smallest(self, ranks: int) -> Shape:
         """The simulated shape, for so many ranks."""
-        operator = operators.here()[self.op]
         return tuple(
-            math.ceil(size / ranks) * ranks if name in operator.shared else size
-            for name, size in zip(operator.dimensions, self.simulated)
+            math.ceil(size / ranks) * ranks if name in self.operator.shared else size
+            for name, size in zip(self.operator.dimensions, self.simulated)
         )
 
 
@@ -100,7 +106,7 @@ def _all_gather(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
 
     tried = Tried(
         prepare=lambda config: _all_gather_matmul.prepare(group, a, b, out, None, config),
-        explain=lambda config: _all_gather_matmul.plan(group, a, b, out, False, config),
+        explain=lambda config: _all_gather_matmul.explain(a, b, group=group, out=out, config=config),
         sizes=dict(m=a.shape[0], n=n, k=k),
     )
     return Call(run, tried)
@@ -114,7 +120,7 @@ def _summing(operator: Any, name: str, scatter: bool) -> Callable[[Group, Shape,
         out = torch.empty(m // group.size if scatter else m, n, device=group.device, dtype=dtype)
         tried = Tried(
             prepare=lambda config: operator.prepare(group, Sum(a, b, out, config=config)),
-            explain=lambda config: operator.plan(group, Sum(a, b, out, config=config)),
+            explain=lambda config: operator.explain(a, b, group=group, out=out, config=config),
             sizes=dict(m=m, n=n, k=a.shape[1]),
         )
         return Call(lambda config: getattr(operator, name)(a, b, group=group, out=out, config=config), tried)
@@ -122,51 +128,129 @@ def _summing(operator: Any, name: str, scatter: bool) -> Callable[[Group, Shape,
     return make
 
 
-def _attention(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
+def _attention(
+    group: Group, shape: Shape, dtype: torch.dtype, *, causal: bool = True, zigzag: bool = False,
+    kv_heads: int | None = None,
+) -> Call:  # fmt: skip
     batch, heads, sequence, dim = shape
-    q, k, v = (_randn(group, batch, heads, sequence // group.size, dim, dtype=dtype, seed=i) for i in range(3))
+    length, layout = sequence // group.size, "zigzag" if zigzag else "contiguous"
+    q = _randn(group, batch, heads, length, dim, dtype=dtype, seed=0)
+    k, v = (_randn(group, batch, kv_heads or heads, length, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    out = torch.empty_like(q)
+    given: Any = dict(is_causal=causal, layout=layout, enable_gqa=True, group=group, out=out)
 
     def run(config: Config | None) -> torch.Tensor:
-        result: Any = ring_attention(q, k, v, is_causal=True, group=group, config=config)
+        result = _ring_attention.ring_attention(q, k, v, **given, config=config)
+        assert isinstance(result, torch.Tensor)
         return result
 
-    return Call(run)
+    tried = Tried(
+        prepare=lambda config: _ring_attention.prepare(group, q, k, v, out, None, causal, None, layout, None, config),
+        explain=lambda config: _ring_attention.explain(q, k, v, **given, config=config),
+        sizes=dict(
+            batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim, causal=causal, zigzag=zigzag
+        ),
+    )  # fmt: skip
+    return Call(run, tried)
 
 
-def _routing(group: Group, tokens: int) -> tuple[int, torch.Tensor]:
-    """Experts of a rank, as many as in the benchmark, and the random ones of each token; fewer in the simulator."""
-    experts, chosen = (moe.EXPERTS, moe.SLOTS) if group.device.type == "cuda" else (2, 2)
-    generator = torch.Generator(group.device).manual_seed(77 + group.rank)
-    scores = torch.rand(tokens, experts * group.size, device=group.device, generator=generator)
-    return experts, scores.topk(min(chosen, experts * group.size), dim=1).indices
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a rank and their random experts: as many as in the benchmark; fewer in the simulator."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    experts: int  # of a rank
+
+    @staticmethod
+    def of(
+        group: Group, tokens: int, hidden: int, dtype: torch.dtype, experts: int | None, topk: int | None
+    ) -> _Tokens:
+        on_gpu = group.device.type == "cuda"
+        experts = experts or (moe.EXPERTS if on_gpu else 2)
+        everyone = experts * group.size
+        topk = topk or min(moe.SLOTS if on_gpu else 2, everyone)
+        if topk > everyone:
+            raise ArgumentError(f"a token can not have {topk} experts: there are {everyone}, {experts} on each rank")
+        generator = torch.Generator(group.device).manual_seed(77 + group.rank)
+        scores = torch.rand(tokens // group.size, everyone, device=group.device, generator=generator)
+        x = _randn(group, len(scores), hidden, dtype=dtype, seed=0)
+        return _Tokens(x, scores.topk(topk, dim=1).indices, experts)
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Room for a quarter more rows than a rank has if they are even."""
+        return dict(capacity=self.ids.numel() * 5 // 4 + 64, max_tokens=len(self.x))
+
+    def weights(self, group: Group) -> torch.Tensor:
+        return _randn(group, *self.ids.shape, dtype=torch.float32, seed=3).softmax(1)
+
+    def sizes(self, **more: int) -> dict[str, int]:
+        return dict(tokens=len(self.x), k=self.ids.shape[1], experts=self.experts, **more)
 
 
-def _dispatch(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
+def _dispatch(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None
+) -> Call:
     tokens, out, hidden = shape
-    mine = tokens // group.size
-    experts, ids = _routing(group, mine)
-    x = _randn(group, mine, hidden, dtype=dtype, seed=0)
-    w = _randn(group, experts, hidden, out, dtype=dtype, seed=1)
+    mine = _Tokens.of(group, tokens, hidden, dtype, experts, topk)
+    w = _randn(group, mine.experts, hidden, out, dtype=dtype, seed=1)
+    operator, given = _moe_dispatch_matmul, (mine.x, mine.ids, w)
 
     def run(config: Config | None) -> torch.Tensor:
-        return moe_dispatch_matmul(x, ids, w, max_tokens=mine, group=group, config=config)[0]
+        y, handle = operator.moe_dispatch_matmul(*given, **mine.bounds, group=group, config=config)
+        # rows beyond the last expert's are not written
+        return y.masked_fill_(torch.arange(len(y), device=y.device)[:, None] >= handle.counts.sum(), 0)
 
-    return Call(run)
+    def prepare(config: Config | None) -> Launch:
+        routing = operator.agree(group, *given, **mine.bounds, config=config)
+        return operator.prepare(group, *given, routing, config)[0]
+
+    tried = Tried(
+        prepare=prepare,
+        explain=lambda config: operator.explain(*given, **mine.bounds, group=group, config=config),
+        sizes=mine.sizes(hidden=hidden, out=out),
+    )
+    return Call(run, tried)
 
 
-def _ffn(group: Group, shape: Shape, dtype: torch.dtype) -> Call:
+def _combine(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None
+) -> Call:
+    tokens, columns = shape
+    mine = _Tokens.of(group, tokens, 64, dtype, experts, topk)
+    w = _randn(group, mine.experts, 64, columns, dtype=dtype, seed=1)
+    y, handle = _moe_dispatch_matmul.moe_dispatch_matmul(mine.x, mine.ids, w, **mine.bounds, group=group)
+    out = torch.empty(len(mine.x), columns, device=group.device, dtype=dtype)
+    operator, given = _moe_combine, (y, handle, mine.weights(group))
+    tried = Tried(
+        prepare=lambda config: operator.prepare(group, *given, out, config),
+        explain=lambda config: operator.explain(*given, group=group, out=out, config=config),
+        sizes=mine.sizes(columns=columns),
+    )
+    return Call(lambda config: operator.moe_combine(*given, group=group, out=out, config=config), tried)
+
+
+def _ffn(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None
+) -> Call:
     tokens, inter, hidden = shape
-    mine = tokens // group.size
-    experts, ids = _routing(group, mine)
-    x = _randn(group, mine, hidden, dtype=dtype, seed=0)
-    gate_up = _randn(group, experts, hidden, 2 * inter, dtype=dtype, seed=1) * hidden**-0.5
-    down = _randn(group, experts, inter, hidden, dtype=dtype, seed=2) * inter**-0.5
-    weights = _randn(group, mine, ids.shape[1], dtype=torch.float32, seed=3).softmax(1)
+    mine = _Tokens.of(group, tokens, hidden, dtype, experts, topk)
+    gate_up = _randn(group, mine.experts, hidden, 2 * inter, dtype=dtype, seed=1) * hidden**-0.5
+    down = _randn(group, mine.experts, inter, hidden, dtype=dtype, seed=2) * inter**-0.5
+    out = torch.empty_like(mine.x)
+    operator, given = _moe_ffn, (mine.x, mine.ids, mine.weights(group), gate_up, down)
 
-    def run(config: Config | None) -> torch.Tensor:
-        return moe_ffn(x, ids, weights, gate_up, down, max_tokens=mine, group=group, config=config)
+    def prepare(config: Config | None) -> Launch:
+        routing = operator.agree(group, mine.x, mine.ids, down, **mine.bounds, config=config)
+        return operator.prepare(group, *given, out, routing, config)
 
-    return Call(run)
+    tried = Tried(
+        prepare=prepare,
+        explain=lambda config: operator.explain(*given, **mine.bounds, group=group, out=out, config=config),
+        sizes=mine.sizes(inter=inter, hidden=hidden),
+    )
+    return Call(lambda config: operator.moe_ffn(*given, **mine.bounds, group=group, out=out, config=config), tried)
 
 
 WORKLOADS = {
@@ -181,9 +265,14 @@ WORKLOADS = {
             "matmul_all_reduce", (128, 128, 128),
             _summing(_matmul_all_reduce, "matmul_all_reduce", False), _matmul_all_reduce.TUNABLE,
         ),
-        Workload("ring_attention", (1, 2, 128, 64), _attention),
-        Workload("moe_dispatch_matmul", (64, 64, 32), _dispatch),
-        Workload("moe_ffn", (32, 32, 32), _ffn),
+        Workload(
+            "ring_attention", (1, 2, 128, 64), _attention, _ring_attention.TUNABLE, ("causal", "zigzag", "kv_heads")
+        ),
+        Workload(
+            "moe_dispatch_matmul", (64, 64, 32), _dispatch, _moe_dispatch_matmul.TUNABLE, ("experts", "topk")
+        ),
+        Workload("moe_combine", (64, 32), _combine, _moe_combine.TUNABLE, ("experts", "topk")),
+        Workload("moe_ffn", (32, 32, 32), _ffn, _moe_ffn.TUNABLE, ("experts", "topk")),
     )
 }  # fmt: skip
 
@@ -193,8 +282,3 @@ def workload_of(op: str) -> Workload:
     if op not in WORKLOADS:
         raise ArgumentError(f"there is no operator {op!r} here; there are: {', '.join(WORKLOADS)}")
     return WORKLOADS[op]
-
-
-def tunable() -> dict[str, Tunable]:
-    """The operators that are tuned."""
-    return {op: workload.tunable for op, workload in WORKLOADS.items() if workload.tunable is not None}

@@ -1,5 +1,6 @@
 """mkernel tune from end to end, in the simulator: only the stopwatch and the names of GPUs are made up."""
 
+import functools
 import json
 import re
 
@@ -10,10 +11,20 @@ from typer.testing import CliRunner
 import mkernel as mk
 from mkernel import cli
 from mkernel.runtime import tuned
+from mkernel.runtime.config import Config
 from mkernel.tuning import measuring
-from mkernel.workloads import WORKLOADS, tunable
+from mkernel.tuning.search import Search
+from mkernel.workloads import WORKLOADS
 
 PLACE = "a GPU of paper"
+CTAS = 6  # that a simulated rank has
+SHAPES = {
+    "ring_attention": (1, 2, 128, 64),
+    "moe_dispatch_matmul": (32, 64, 32),
+    "moe_combine": (32, 32),
+    "moe_ffn": (16, 32, 32),
+}
+ALL = [pytest.param(op, SHAPES.get(op, (64, 64, 64)), id=op) for op in WORKLOADS]
 
 
 @pytest.fixture
@@ -34,12 +45,18 @@ def paper(monkeypatch, tmp_path):
         launches = [launch for launch, _ in everyone]
         assert len({launch.grid for launch in launches}) == 1, "all ranks prepared the same configuration"
         measured.append(launches[0])
-        arguments = launches[0].arguments
-        return 1.0 + 0.1 * (6 - launches[0].grid) + 0.05 * (arguments["GROUP"] != 4) + 64 / arguments["TILE_N"]
+        return time_of(launches[0])
 
     monkeypatch.setattr(measuring, "spawn", spawn)
     monkeypatch.setattr(measuring.Trial, "_time", time)
     return measured
+
+
+def time_of(launch):
+    """Milliseconds on that machine: it likes many CTAs, wide tiles, eight warps and groups of 4 blocks."""
+    told = launch.arguments
+    time = 1.0 + 0.1 * (CTAS - launch.grid) + 0.05 * (told.get("GROUP", 4) != 4) + 64 / told.get("TILE_N", 64)
+    return time + 0.2 * (launch.options["num_warps"] != 8)
 
 
 def run(*arguments):
@@ -49,38 +66,63 @@ def run(*arguments):
     return result
 
 
-@pytest.mark.parametrize("op", tunable())
-def test_the_best_is_kept_and_taken(paper, op):
-    result = run("tune", op, "64x64x64", "--ranks", "2", "--seconds", "20")
+@pytest.mark.parametrize(("op", "shape"), ALL)
+def test_the_best_is_kept_and_taken(paper, op, shape):
+    """By ranks that have the file, with the right results: `mkernel tune` compares them with the default's."""
+    name = "x".join(map(str, shape))
+    result = run("tune", op, name, "--ranks", "2", "--seconds", "20")
     assert result.exit_code == 0
-    found = re.search(r"64x64x64 +([\d.]+) +([\d.]+) +([\d.]+) +(\d+).* +(\S.*)", result.output)
+    found = re.search(rf"{name} +([\d.]+) +([\d.]+) +([\d.]+) +(\d+).* +(\S.*)", result.output)
     default, best, worst = (float(found.group(i)) for i in (1, 2, 3))
     assert best < default
     assert best < 0.9 * worst
     assert "emulated" in result.output
     assert len(paper) >= int(found.group(4)) > 5
     told = json.loads(tuned.path().read_text())
-    own = next(entry for entry in told["entries"].values() if "with" in entry)
-    assert own["milliseconds"] == pytest.approx(best, abs=1e-3)
-    assert own["config"]["group_m"] == 4
+    assert len(told["entries"]) == (1 if op == "ring_attention" else 2)
+    kept = functools.reduce(lambda one, other: one | other["config"], told["entries"].values(), {})
+    assert kept["warps"] == 8
+    assert all(entry["milliseconds"] == pytest.approx(best, abs=1e-3) for entry in told["entries"].values())
 
     def on_rank(group):
+        options = dict(causal=False) if op == "ring_attention" else {}
+        call = WORKLOADS[op].make(group, shape, torch.bfloat16, **options)
+        default = call.run(Config()).clone()
+        assert str(call.tried.explain(None)).endswith("- configuration: default")
         group.tuned = tuned.Table(PLACE, tuned.read(tuned.path()))
-        call = WORKLOADS[op].make(group, (64, 64, 64), torch.bfloat16)
-        call.run(None)
-        a = torch.ones(*((32, 64) if op == "all_gather_matmul" else (64, 32)), dtype=torch.bfloat16)
-        plan = mk.explain(op, a, torch.ones(a.shape[1], 64, dtype=torch.bfloat16))
-        return str(plan).splitlines()[-1], plan.config.group_m, plan.config.tile_n
+        chosen = call.run(None)
+        error = (chosen.double() - default.double()).abs().max()
+        assert error <= 8 * torch.finfo(torch.bfloat16).eps * default.abs().max()
+        assert str(call.tried.explain(None)).endswith("- configuration: tuned")
+        return time_of(call.tried.prepare(None))
 
-    for line, group_m, tile_n in mk.spawn(on_rank, gpus_per_node=2, device="cpu"):
-        assert line == "- configuration: tuned"
-        assert group_m == 4
-        assert tile_n == (own["config"] | own["with"])["tile_n"]
+    assert mk.spawn(on_rank, gpus_per_node=2, device="cpu") == [pytest.approx(best, abs=1e-3)] * 2
+
+
+@pytest.mark.usefixtures("paper")
+@pytest.mark.parametrize(("op", "shape"), ALL)
+def test_a_search_ends_in_time(monkeypatch, op, shape):
+    """Every measurement takes 2 seconds of a clock that nothing else advances."""
+    now = [0.0]
+    measure = measuring.Trial._time
+
+    def slow(trial, everyone):
+        now[0] += 2.0
+        return measure(trial, everyone)
+
+    monkeypatch.setattr(measuring.Trial, "_time", slow)
+    monkeypatch.setattr(measuring, "Search", functools.partial(Search, clock=lambda: now[0]))
+    found = measuring.tune(
+        WORKLOADS[op], shape, nodes=1, gpus_per_node=2, dtype=torch.bfloat16, links=mk.Links(nvlink=225.0), seconds=9.0
+    )
+    assert not found.result.complete
+    assert len(found.result.trials) == 5
+    # what was under way when the time was over, and the best and the default again, by turns
+    assert now[0] <= 10.0 + 2 * 2 * 2.0
 
 
 @pytest.mark.usefixtures("paper")
 def test_configurations_that_are_refused_are_passed_over(monkeypatch):
-    from mkernel.runtime.config import Config
     from mkernel.tuning.search import Family
 
     axes = dict(group_m=(4,), ctas=(1000,))
@@ -134,7 +176,12 @@ def test_without_a_gpu():
             ["matmul_all_reduce", "8x8x9"],
             r"k of matmul_all_reduce \(9\) must be divisible by the number of ranks \(4\)",
         ),
-        (["ring_attention"], "ring_attention is not tuned; those that are: all_gather_matmul"),
+        (["ring_attention", "8x8x8"], "is no shape of ring_attention; write batch x heads x positions x dim"),
+        (["moe_combine", "9x8"], r"tokens of moe_combine \(9\) must be divisible by the number of ranks \(4\)"),
+        (["moe_ffn", "--causal"], "--causal.* moe_ffn has no such option"),
+        (["ring_attention", "--topk", "4"], "--topk.* ring_attention has no such option"),
+        (["all_gather_matmul", "--kv-heads", "4"], "--kv-heads.* all_gather_matmul has no such option"),
+        (["moe_dispatch_matmul", "--topk", "17"], "--topk"),
         (["all_gather_matmul", "--seconds", "0"], "--seconds"),
     ],
 )

@@ -28,7 +28,6 @@ from mkernel.bench.timing import Link, time_ways
 from mkernel.ops import moe_dispatch_matmul as dispatch_op
 from mkernel.ops import moe_ffn as ffn_op
 from mkernel.ops.moe_dispatch_matmul import _compute
-from mkernel.runtime import experts as host
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -259,10 +258,8 @@ def measure_dispatch(
         link.hold(int(plain_ms * 1e6))
         multiply(arrived)
 
-    routing = host.agree(
-        "moe_dispatch_matmul", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64,
-        len(inputs.x), config, out=n,
-    )  # fmt: skip
+    room = int(1.25 * len(where)) + 64
+    routing = dispatch_op.agree(group, inputs.x, inputs.ids, w, room, len(inputs.x), config)
     launch, y, handle = dispatch_op.prepare(group, inputs.x, inputs.ids, w, routing, config)
     library()
     host_driven()
@@ -287,10 +284,12 @@ def measure_dispatch(
     group.synchronize()
     measured = time_ways(group, dict(fused=launch, library=library, gemm=gemm, host_driven=host_driven), repeats)
     bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
-    plan = str(dispatch_op.plan(group, inputs.x, w, routing, config))
+    plan = dispatch_op.explain(
+        inputs.x, inputs.ids, w, group=group, capacity=room, max_tokens=len(inputs.x), config=config
+    )
     return _figures(
         "moe_dispatch_matmul", group, (tokens_total, n, hidden), dtype, (wire_ms, network_ms), 1, measured,
-        error, bound, plan,
+        error, bound, str(plan),
     )  # fmt: skip
 
 
@@ -328,7 +327,8 @@ def measure_ffn(
         torch.stack([part[mine].to(group.device, non_blocking=True) for part in partials]).sum(0)
         link.hold(int(plain_ms * 1e6))
 
-    routing = host.agree("moe_ffn", group, inputs.x, inputs.ids, EXPERTS, int(1.25 * len(where)) + 64, tokens, config)
+    room = int(1.25 * len(where)) + 64
+    routing = ffn_op.agree(group, inputs.x, inputs.ids, down, room, tokens, config)
     launch = ffn_op.prepare(group, inputs.x, inputs.ids, inputs.weights, gate_up, down, out, routing, config)
     library()
     host_driven()
@@ -341,10 +341,21 @@ def measure_ffn(
 
     measured = time_ways(group, dict(fused=launch, library=library, host_driven=host_driven), repeats)
     bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
-    plan = str(ffn_op.plan(group, inputs.x, gate_up, down, routing, config))
-    return _figures(
-        "moe_ffn", group, (tokens_total, inter, hidden), dtype, (wire_ms, network_ms), 2, measured, error, bound, plan
+    plan = ffn_op.explain(
+        inputs.x,
+        inputs.ids,
+        inputs.weights,
+        gate_up,
+        down,
+        group=group,
+        capacity=room,
+        max_tokens=tokens,
+        config=config,
     )
+    return _figures(
+        "moe_ffn", group, (tokens_total, inter, hidden), dtype, (wire_ms, network_ms), 2, measured, error, bound,
+        str(plan),
+    )  # fmt: skip
 
 
 def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:

@@ -31,7 +31,7 @@ for every token of every rank, and 2*(nodes-1) for every token of a rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -57,7 +57,11 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Handle
 from mkernel.runtime.group import Group, Workspace, current
 from mkernel.runtime.operands import DTYPES, layout, overlap
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
+
+# chunks are those of the dispatch
+TUNABLE = Tunable("moe_combine", agreed=("tokens", "k", "columns"), own=("experts",), shared=())
 
 
 @triton.jit
@@ -150,7 +154,7 @@ COPY_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a call will do. `str(plan)` explains it."""
+    """What a call will do, and why. `str(plan)` explains it."""
 
     ctas: int
     warps: int
@@ -158,12 +162,14 @@ class Plan:
     row_stride: int
     chunks: int
     chunk_rows: int
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
+        head = (
             f"moe_combine: {self.ctas} CTAs, {self.chunks} chunks of {self.chunk_rows} tokens per rank, "
             f"{self.copy_bytes} bytes at a time"
         )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
 def plan(group: Group, y: torch.Tensor, handle: Handle, config: Config | None) -> Plan:
@@ -306,10 +312,19 @@ def moe_combine(
     return out
 
 
+def _choose(group: Group, y: torch.Tensor, handle: Handle, given: Config | None) -> Config | None:
+    """The configuration of a call; nothing in it needs to be the same on every rank."""
+    routing = handle.routing
+    return TUNABLE.choose(
+        group, y.dtype, given, tokens=routing.most_tokens, k=routing.k, columns=y.shape[1], experts=routing.experts
+    )
+
+
 def prepare(
     group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor, config: Config | None
 ) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, y, handle, config)
     key = ("moe_combine", layout(y), layout(out), layout(topk_weights), handle.routing, config)
     decided = group.planned(key, lambda: plan(group, y, handle, config))
     workspace = group.workspace(
@@ -332,4 +347,5 @@ def explain(
     """The plan that `moe_combine` with these arguments would carry out."""
     group = current(group)
     _check(group, y, handle, topk_weights, out, config)
-    return plan(group, y, handle, config)
+    chosen = _choose(group, y, handle, config)
+    return replace(plan(group, y, handle, chosen), reasons=(TUNABLE.origin(config, chosen),))

@@ -56,7 +56,7 @@ rows through an index in the GEMM saves the copy and loses TMA.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -94,7 +94,12 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.experts import Handle, Routing
 from mkernel.runtime.group import Group, Workspace, current
 from mkernel.runtime.operands import DTYPES, descriptor, layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable(
+    "moe_dispatch_matmul", agreed=("tokens", "k", "hidden", "out"), own=("experts",), shared=("chunk_rows",)
+)
 
 
 @triton.jit
@@ -391,18 +396,39 @@ def moe_dispatch_matmul(
     """
     group = current(group)
     _check(group, x, topk_ids, w, capacity, max_tokens, config)
-    routing = host.agree(
-        "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config, out=w.shape[2]
-    )
+    routing = agree(group, x, topk_ids, w, capacity, max_tokens, config)
     launch, y, handle = prepare(group, x, topk_ids, w, routing, config)
     group.launch(launch)
     return y, handle
+
+
+def agree(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
+    max_tokens: int | None, config: Config | None,
+) -> Routing:  # fmt: skip
+    """The sizes of a call whose arguments are in order. Collective when they are new, or without max_tokens."""
+    return host.agree(
+        "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens,
+        lambda most: _choose(group, x, topk_ids, w, most, config), out=w.shape[2],
+    )  # fmt: skip
+
+
+def _choose(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, most_tokens: int, given: Config | None
+) -> Config | None:
+    """The configuration of a call in which no rank has more tokens. Chunks follow from what is the same on every
+    rank, whether they were tuned or not."""
+    experts, hidden, out = w.shape
+    return TUNABLE.choose(
+        group, x.dtype, given, tokens=most_tokens, k=topk_ids.shape[1], hidden=hidden, out=out, experts=experts
+    )
 
 
 def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, routing: Routing, config: Config | None
 ) -> tuple[Launch, torch.Tensor, Handle]:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, x, topk_ids, w, routing.most_tokens, config)
     key = ("moe_dispatch_matmul", layout(x), host.how_read(w), w.shape, routing, config, matmul_precision(x.dtype))
     decided = group.planned(key, lambda: plan(group, x, w, routing, config))
     workspace = group.workspace(
@@ -438,5 +464,7 @@ def explain(
     group = current(group)
     _check(group, x, topk_ids, w, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
-    routing = host.sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, config)
-    return plan(group, x, w, routing, config)
+    chosen = _choose(group, x, topk_ids, w, most, config)
+    routing = host.sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, chosen)
+    decided = plan(group, x, w, routing, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

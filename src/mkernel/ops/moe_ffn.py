@@ -46,7 +46,7 @@ one tile, and the columns of w_gate_up would have to be interleaved, which is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -95,7 +95,10 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
 from mkernel.runtime.group import Group, Workspace, current
 from mkernel.runtime.operands import BYTES, DTYPES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
 
 # Counters of a block of rows.
 COUNTERS = tl.constexpr(3)
@@ -589,11 +592,33 @@ def moe_ffn(
     """
     group = current(group)
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
-    routing = host.agree("moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config)
+    routing = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     if out is None:
         out = group.world.empty(group.world_rank, tuple(x.shape), x.dtype)
     group.launch(prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, routing, config))
     return out
+
+
+def agree(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, capacity: int | None,
+    max_tokens: int | None, config: Config | None,
+) -> Routing:  # fmt: skip
+    """The sizes of a call whose arguments are in order. Collective when they are new, or without max_tokens."""
+    return host.agree(
+        "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens,
+        lambda most: _choose(group, x, topk_ids, w_down, most, config),
+    )  # fmt: skip
+
+
+def _choose(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, most_tokens: int, given: Config | None
+) -> Config | None:
+    """The configuration of a call in which no rank has more tokens. Chunks follow from what is the same on every
+    rank, whether they were tuned or not."""
+    experts, inter, hidden = w_down.shape
+    return TUNABLE.choose(
+        group, x.dtype, given, tokens=most_tokens, k=topk_ids.shape[1], hidden=hidden, inter=inter, experts=experts
+    )
 
 
 def prepare(
@@ -601,6 +626,7 @@ def prepare(
     w_down: torch.Tensor, out: torch.Tensor, routing: Routing, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, x, topk_ids, w_down, routing.most_tokens, config)
     key = (
         "moe_ffn", layout(x), layout(out), layout(topk_weights), _how_gate_is_read(w_gate_up), host.how_read(w_down),
         w_down.shape, routing, config, matmul_precision(x.dtype),
@@ -631,5 +657,7 @@ def explain(
     group = current(group)
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
-    routing = host.sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, config)
-    return plan(group, x, w_gate_up, w_down, routing, config)
+    chosen = _choose(group, x, topk_ids, w_down, most, config)
+    routing = host.sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, chosen)
+    decided = plan(group, x, w_gate_up, w_down, routing, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

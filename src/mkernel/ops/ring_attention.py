@@ -68,7 +68,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, current
 from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import Sequences, documents_of, scheduled
+from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -111,6 +112,9 @@ STRIDES = ("batch", "head", "row", "column")
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
 PACKED_PLANS_KEPT = 32  # such a plan holds 16 bytes of device memory for every row
+TUNABLE = Tunable(
+    "ring_attention", agreed=("batch", "heads", "kv_heads", "length", "dim", "causal", "zigzag"), own=(), shared=()
+)
 
 
 @triton.jit
@@ -524,6 +528,11 @@ class Plan:
     schedule: torch.Tensor
     spans: torch.Tensor | None  # packed: what each rank sees, then what each row of this one sees
     reasons: tuple[str, ...]
+
+    @property
+    def hopper(self) -> bool:
+        """Is it the kernel for Hopper?"""
+        return self.kernel == "gluon"
 
     @property
     def credits(self) -> bool:
@@ -963,6 +972,7 @@ def ring_attention(
     group = current(group)
     _check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
+    config = _choose(group, query, key, bool(is_causal), layout, documents, config)
     tiles = _tiles(group, query, key, config)
     group.agree(
         "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
@@ -976,12 +986,28 @@ def ring_attention(
     return (out, lse) if lse is not None else out
 
 
+def _choose(
+    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
+    documents: tuple[int, ...] | None, given: Config | None,
+) -> Config | None:  # fmt: skip
+    """The configuration of a call: the same on every rank, as all that it follows from is. Packed documents can be
+    cut in any way, so that nothing is tuned for them."""
+    if documents is not None:
+        return given
+    batch, heads, length, dim = query.shape
+    return TUNABLE.choose(
+        group, query.dtype, given, batch=batch, heads=heads, kv_heads=key.shape[1], length=length, dim=dim,
+        causal=is_causal, zigzag=layout == "zigzag",
+    )  # fmt: skip
+
+
 def prepare(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor | None, is_causal: bool, scale: float | None, layout_of_ranks: str,
     documents: tuple[int, ...] | None, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, query, key, is_causal, layout_of_ranks, documents, config)
     layouts = tuple(layout(tensor) for tensor in (query, key, value, out))
     cut = ("ring_attention", layouts, is_causal, layout_of_ranks, config, matmul_precision(query.dtype))
     decided = group.planned(
@@ -1031,4 +1057,6 @@ def explain(
     _check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    return plan(group, query, key, value, out, bool(is_causal), layout, documents, config)
+    chosen = _choose(group, query, key, bool(is_causal), layout, documents, config)
+    decided = plan(group, query, key, value, out, bool(is_causal), layout, documents, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

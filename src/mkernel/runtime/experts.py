@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,21 +288,21 @@ def chunk_rows_of(group: Group, most_tokens: int, config: Config | None) -> int:
 
 def agree(
     op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None,
-    max_tokens: int | None, config: Config | None, **more: Any,
+    max_tokens: int | None, choose: Callable[[int], Config | None], **more: Any,
 ) -> Routing:  # fmt: skip
     """The sizes of a call, those that must be the same on every rank made so. Without max_tokens the ranks
     tell each other how many tokens they have: at every call, because the others' may have changed when this
-    rank's have not."""
+    rank's have not. `choose` gives the configuration of a call in which no rank has more than so many."""
     tokens, k = topk_ids.shape
-    given = config.chunk_rows if config is not None else None
-    alike = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, chunk_rows=given, **more)
+    alike = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, **more)
     if max_tokens is not None:
-        group.agree(op, **alike)
         most, total = max_tokens, group.size * max_tokens
     else:
         everyones = group.tell(op, tokens, **alike)
         most, total = max(everyones), sum(everyones)
-    return sized(group, topk_ids, experts, capacity, max(most, 1), total, config)
+    routing = sized(group, topk_ids, experts, capacity, max(most, 1), total, choose(max(most, 1)))
+    group.agree(op, **alike, chunk_rows=routing.chunk_rows)
+    return routing
 
 
 def sized(

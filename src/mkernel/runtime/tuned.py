@@ -7,7 +7,8 @@ that were made before do not see what was tuned later.
 An entry is found by the version of this package, the GPU, the shape of the group (nodes x ranks, CTAs of a
 rank, paced links), the operator, the dtype and a bucket of sizes: the nearest power of two of each, and
 whether it is divisible by 128. Sizes that are the same on every rank (`agreed`) lead to what must be the same
-on every rank (`shared` fields); the others, together with those, to what each rank may choose for itself.
+on every rank (`shared` fields); the others, together with those, to what each rank may choose for itself. Where all
+sizes are the same on every rank, they lead to the whole configuration.
 
 Writers take a lock, read the file again, and put a new file in its place in one step: a reader sees the old file
 or the new one, and of two writers none loses what the other one wrote. A file that can not be
@@ -35,7 +36,7 @@ import torch
 from mkernel.runtime import cache
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
-from mkernel.runtime.planning import check_given
+from mkernel.runtime.planning import check_given, common_ctas
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ VARIABLE = "MKERNEL_TUNED_FILE"
 LOCK_SECONDS = 10.0  # that a writer waits for another one
 
 Entries = dict[str, dict[str, Any]]
+Sizes = Mapping[str, int]  # a bool says whether a call has some property
 _reported: set[str] = set()
 
 
@@ -143,7 +145,7 @@ class Table:
     entries: Entries
     chosen: dict[Any, Config | None] = field(default_factory=dict)  # what calls have asked for so far
 
-    def find(self, op: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+    def find(self, op: str, dtype: torch.dtype, sizes: Sizes) -> dict[str, Any] | None:
         return self.entries.get(key_of(self.place, op, dtype, sizes))
 
 
@@ -172,17 +174,19 @@ def place_of(group: Group) -> str:
         if rate is not None
     ]
     gpu = torch.cuda.get_device_name(group.device)
-    ranks = f"{group.nodes} x {group.gpus_per_node} ranks of {world.ctas(group.world_rank)} CTAs"
+    ranks = f"{group.nodes} x {group.gpus_per_node} ranks of {common_ctas(group)} CTAs"
     return ", ".join([gpu, ranks, *paced])
 
 
 def bucket(size: int) -> str:
     """Sizes for which one configuration is used."""
+    if isinstance(size, bool):
+        return "yes" if size else "no"
     nearest = 2 ** round(math.log2(size)) if size > 0 else 0
     return f"{nearest}" if size % 128 == 0 else f"{nearest} ragged"
 
 
-def key_of(place: str, op: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str:
+def key_of(place: str, op: str, dtype: torch.dtype, sizes: Sizes) -> str:
     """The name of an entry."""
     shape = ", ".join(f"{name} {bucket(size)}" for name, size in sorted(sizes.items()))
     return " | ".join([f"mkernel {__version__}", place, op, str(dtype).removeprefix("torch."), shape])
@@ -196,7 +200,7 @@ class Tunable:
     """How an operator's configurations are kept.
 
     agreed: sizes that are the same on every rank. own: those that may differ.
-    shared: fields of a configuration that must be the same on every rank.
+    shared: fields of a configuration that must be the same on every rank; without own sizes all fields are.
     """
 
     op: str
@@ -214,10 +218,12 @@ class Tunable:
             table.chosen[key] = self._find(table, dtype, sizes)
         return table.chosen[key]
 
-    def _find(self, table: Table, dtype: torch.dtype, sizes: Mapping[str, int]) -> Config | None:
+    def _find(self, table: Table, dtype: torch.dtype, sizes: Sizes) -> Config | None:
         common = table.find(self.op, dtype, {name: sizes[name] for name in self.agreed})
         if common is None:
             return None
+        if not self.own:
+            return _config(common["config"])
         mine = table.find(self.op, dtype, sizes)
         fields = {name: value for name, value in common["config"].items() if name in self.shared}
         # what was tuned together with other shared fields is no good with these
@@ -230,6 +236,8 @@ class Tunable:
     ) -> Entries:
         """What to write down for a configuration that was found for these sizes."""
         fields = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+        if not self.own:
+            return {key_of(place, self.op, dtype, sizes): {"config": fields, **measured}}
         common = {name: value for name, value in fields.items() if name in self.shared}
         mine = {name: value for name, value in fields.items() if name not in self.shared}
         agreed = {name: sizes[name] for name in self.agreed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -28,6 +28,7 @@ def run(
     dtype: torch.dtype,
     links: Links,
     seconds: float,
+    options: Mapping[str, int],
     console: Console,
 ) -> list[Found]:
     """Tune shape after shape, with a progress bar, and print what was found."""
@@ -45,7 +46,7 @@ def run(
 
             one = tune(
                 workload, shape, nodes=nodes, gpus_per_node=gpus_per_node, dtype=dtype, links=links, seconds=seconds,
-                tell=tell,
+                options=options, tell=tell,
             )  # fmt: skip
         found.append(one)
     console.print(table_of(found))

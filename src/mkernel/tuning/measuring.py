@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from mkernel import workloads
 from mkernel.runtime import tuned
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
@@ -48,24 +47,22 @@ def tune(
     dtype: torch.dtype,
     links: Links,
     seconds: float,
+    options: Mapping[str, int] | None = None,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> Found:
     """Search for the best configuration of a shape, for at most so many seconds (and what is being measured
-    then), and keep it."""
-
-    tunable = workload.tunable
-    if tunable is None:
-        raise ArgumentError(f"{workload.op} is not tuned; those that are: {', '.join(workloads.tunable())}")
+    then), and keep it. `options`: what else the workload shall be told."""
+    said = dict(options or {})
     tuned.write(tuned.path(), {})  # what could not be kept in the end is not measured
 
     def on_rank(group: Group) -> Found | None:
-        call = workload.make(group, shape, dtype)
+        call = workload.make(group, shape, dtype, **said)
         trial = Trial(group, call)
         tried = trial.tried
         if group.rank:
             trial.follow()
             return None
-        families = families_of(workload.op, group, tried.explain(None))
+        families = families_of(workload.op, group, tried.explain(Config()))
         try:
             result = Search(trial.measure, seconds, tell=tell).run(families)
             trial.compare(result.best)
@@ -75,6 +72,7 @@ def tune(
             "milliseconds": result.best_time,
             "default_milliseconds": result.default,
             "shape": list(shape),
+            **({"options": said} if said else {}),
             "trials": len(result.trials),
             "complete": result.complete,
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -82,7 +80,7 @@ def tune(
             "triton": triton.__version__,
         }
         place = tuned.place_of(group)
-        entries = tunable.entries(place, dtype, result.best, measured, **tried.sizes)
+        entries = workload.tunable.entries(place, dtype, result.best, measured, **tried.sizes)
         return Found(workload.op, shape, dtype, result, entries)
 
     found = spawn(on_rank, nodes=nodes, gpus_per_node=gpus_per_node, device="cuda", links=links, timeout=TIMEOUT)[0]
@@ -97,7 +95,6 @@ class Trial:
     def __init__(self, group: Group, call: Call):
         self._group = group
         self._call = call
-        assert call.tried is not None
         self.tried = call.tried
         self._stopwatch: Any = None
 
