@@ -1,4 +1,5 @@
-"""Tuning on a GPU: at least as good as the default, and used by itself afterwards. About 30 s a shape."""
+"""Tuning on a GPU: at least as good as the default, and used by itself afterwards. About 30 s a shape; a minute for the
+mixture of experts, whose kernels take long to compile."""
 
 import pytest
 import torch
@@ -10,11 +11,15 @@ from mkernel.workloads import WORKLOADS
 
 RANKS = 4
 LINKS = mk.Links(nvlink=450 / RANKS)
-SECONDS = 15.0
+SECONDS = {"moe_dispatch_matmul": 40.0, "moe_ffn": 40.0}  # others: 15
 SHAPES = {
     "all_gather_matmul": [(16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 4096)],
     "matmul_reduce_scatter": [(8192, 8192, 8192), (4096, 8192, 8192), (8192, 2048, 16384)],
     "matmul_all_reduce": [(8192, 8192, 8192), (4096, 4096, 8192), (2048, 8192, 16384)],
+    "ring_attention": [(4, 16, 12288, 128), (1, 16, 32768, 128), (2, 8, 16384, 64)],
+    "moe_dispatch_matmul": [(8192, 2048, 7168), (4096, 4096, 4096), (16384, 2048, 4096)],
+    "moe_combine": [(8192, 7168), (4096, 4096), (16384, 4096)],
+    "moe_ffn": [(8192, 2048, 7168), (4096, 2048, 4096), (16384, 1024, 4096)],
 }
 
 
@@ -28,7 +33,8 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("op", "shape"), [(op, shape) for op, shapes in SHAPES.items() for shape in shapes])
 def test_at_least_as_good_as_the_default(op, shape):
     found = tune(
-        WORKLOADS[op], shape, nodes=1, gpus_per_node=RANKS, dtype=torch.bfloat16, links=LINKS, seconds=SECONDS
+        WORKLOADS[op], shape, nodes=1, gpus_per_node=RANKS, dtype=torch.bfloat16, links=LINKS,
+        seconds=SECONDS.get(op, 15.0),
     )  # fmt: skip
     result = found.result
     print(
@@ -40,7 +46,7 @@ def test_at_least_as_good_as_the_default(op, shape):
 
     def on_rank(group):
         call = WORKLOADS[op].make(group, shape, torch.bfloat16)
-        assert WORKLOADS[op].tunable.choose(group, torch.bfloat16, None, **call.tried.sizes) is not None
+        assert str(call.tried.explain(None)).endswith("- configuration: tuned")
         default = call.run(mk.Config()).clone()
         chosen = call.run(None)
         group.synchronize()

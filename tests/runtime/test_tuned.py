@@ -1,19 +1,25 @@
 """Tuned configurations: the file, what leads to an entry, and calls that take it."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import warnings
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
+import experts
 import helpers
 import pytest
 import torch
+from compiled import pretending
 
 import mkernel as mk
-from mkernel.runtime import cache, tuned
+from mkernel.runtime import cache, sums, tuned
 from mkernel.runtime.tuned import Table, Tunable, bucket
 from mkernel.tuning.spaces import families_of
-from mkernel.workloads import WORKLOADS, tunable, workload_of
+from mkernel.workloads import WORKLOADS, workload_of
 
 PLACE = "some GPU, 1 x 2 ranks of 6 CTAs"
 ENTRY = {"config": {"group_m": 4}}
@@ -131,6 +137,7 @@ def test_buckets():
     assert bucket(4100) == "4096 ragged"
     assert bucket(1) == "1 ragged"
     assert bucket(0) == "0"
+    assert (bucket(True), bucket(False)) == ("yes", "no")
 
 
 def test_keys_differ_in_everything_that_matters():
@@ -205,6 +212,113 @@ def test_a_call_takes_what_was_tuned_and_explain_says_so(op):
     helpers.run(on_rank, cluster=(1, 2))
 
 
+@pytest.mark.parametrize("holder", [0, 1])
+def test_all_ranks_have_the_file_of_rank_0(monkeypatch, holder):
+    """Whether only that rank has one, or all ranks but that."""
+    asked = []
+    monkeypatch.setattr(tuned, "place_of", lambda group: PLACE)
+
+    def on_rank(group):
+        def read(file):
+            asked.append(group.rank)
+            return {"an": ENTRY} if holder == 0 else {}
+
+        monkeypatch.setattr(tuned, "read", read)
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), rank=group.rank, exchange=group.exchange)
+        return tuned.table_of(on_gpu).entries
+
+    assert helpers.run(on_rank, cluster=(1, 3)) == [{"an": ENTRY} if holder == 0 else {}] * 3
+    assert asked == [0]
+
+
+def attention(config, length=64, **sizes):
+    given = dict(batch=1, heads=2, kv_heads=2, length=length, dim=64, causal=True, zigzag=False) | sizes
+    return entries_for("ring_attention", config, **given)
+
+
+def test_attention_takes_what_was_tuned_for_such_a_call():
+    config = mk.Config(tile_m=16, tile_n=16, chunk_rows=16, ctas=5)
+
+    def on_rank(group):
+        q = torch.randn(3, 1, 2, 64, 64, generator=torch.Generator().manual_seed(group.rank))
+        before = mk.ring_attention(*q, is_causal=True)
+        with_table(group, attention(config))
+        after = mk.ring_attention(*q, is_causal=True)
+        assert torch.allclose(before, after, atol=1e-5)
+        assert any(dict(key[1]).get("chunk_rows") == 16 for key in group._agreed)
+        plan = mk.explain("ring_attention", *q, is_causal=True)
+        assert str(plan).endswith("configuration: tuned")
+        assert (plan.config.tile_n, plan.config.chunk_rows, plan.config.ctas) == (16, 16, 5)
+        for other in (
+            dict(), dict(is_causal=True, layout="zigzag"), dict(is_causal=True, cu_seqlens=[0, 50, 128]),
+        ):  # fmt: skip
+            assert str(mk.explain("ring_attention", *q, **other)).endswith("configuration: default")
+        given = mk.explain("ring_attention", *q, is_causal=True, config=mk.Config(tile_m=32))
+        assert (given.config.tile_m, given.config.tile_n) == (32, 32)
+
+    helpers.run(on_rank, cluster=(1, 2))
+
+
+LAYER = experts.Layer((9, 5), (2, 3), out=32, hidden=32)
+TUNED = mk.Config(tile_m=16, tile_n=64, chunk_rows=4, ctas=5)
+
+
+def mixture(op, config, experts=2):
+    """What was tuned for LAYER, for ranks with so many experts."""
+    sizes = dict(
+        moe_dispatch_matmul=dict(hidden=32, out=32), moe_ffn=dict(hidden=32, inter=32), moe_combine=dict(columns=32)
+    )
+    return entries_for(op, config, torch.bfloat16, tokens=9, k=2, experts=experts, **sizes[op])
+
+
+@pytest.mark.parametrize(("op", "most"), [("moe_dispatch_matmul", None), ("moe_ffn", 9)])
+def test_experts_are_tuned_for_each_rank_and_chunks_for_all(op, most):
+    """Rank 1 has more experts, for which nothing was tuned, and fewer tokens: its chunks are rank 0's all the same."""
+    call = experts.dispatch if op == "moe_dispatch_matmul" else experts.ffn
+
+    def on_rank(group):
+        with_table(group, mixture(op, TUNED))
+        call(group, LAYER, max_tokens=most)
+        rank = group.rank
+        given = [LAYER.x(rank), LAYER.ids(rank)]
+        given += [LAYER.w(rank)] if "dispatch" in op else [LAYER.weights(rank), LAYER.gate_up(rank), LAYER.down(rank)]
+        plan = mk.explain(op, *given, max_tokens=9)
+        assert str(plan).endswith("configuration: tuned")
+        assert any(dict(key[1]).get("chunk_rows") == 4 for key in group._agreed)
+        assert "configuration: default" in str(mk.explain(op, *given, max_tokens=1000))
+        # what was given comes first
+        assert mk.explain(op, *given, max_tokens=9, config=mk.Config(group_m=5)).config.chunk_rows == 8
+        return plan.config.chunk_rows, plan.config.ctas, plan.config.tile_m
+
+    assert helpers.run(on_rank, cluster=(1, 2)) == [(4, 5, 16), (4, 6, 32)]
+
+
+def test_ranks_that_disagree_on_chunks_are_told():
+    """One was given a configuration, the other one takes what was tuned."""
+
+    def on_rank(group):
+        with_table(group, mixture("moe_ffn", TUNED))
+        with pytest.raises(mk.ArgumentError, match=r"all ranks .* must call it alike; .*chunk_rows=(4|8)"):
+            experts.ffn(group, LAYER, config=mk.Config(group_m=2) if group.rank else None)
+
+    helpers.run(on_rank, cluster=(1, 2))
+
+
+def test_a_combine_takes_what_was_tuned():
+    def on_rank(group):
+        with_table(group, mixture("moe_combine", mk.Config(ctas=3, copy_bytes=2048)))
+        y, handle = experts.dispatch(group, LAYER)
+        z = mk.moe_combine(y, handle, LAYER.weights(group.rank))
+        experts.assert_sum(z, *LAYER.combined(group.rank), LAYER.hidden)
+        plan = mk.explain("moe_combine", y, handle, LAYER.weights(group.rank))
+        return plan.ctas, plan.copy_bytes, str(plan).splitlines()[-1]
+
+    assert helpers.run(on_rank, cluster=(1, 2)) == [
+        (3, 2048, "- configuration: tuned"),
+        (6, 1024, "- configuration: default"),  # more experts
+    ]
+
+
 def test_ranks_with_other_columns_take_the_same_chunks():
     """Only rank 0's columns were tuned: chunks follow from what is the same on every rank."""
     case = helpers.Case(32, (48, 9), 64)
@@ -258,25 +372,55 @@ def test_nothing_is_tuned_in_the_simulator(file):
 # -- what is searched
 
 
-@pytest.mark.parametrize("op", tunable())
-@pytest.mark.parametrize("hopper", [False, True])
-def test_families(op, hopper):
-    """Every value of every field is one that the default does not have, and the shared ones are known."""
+# on four ranks of a Hopper GPU: those with a kernel for it take it
+ON_HOPPER = {
+    "all_gather_matmul": (512, 256, 64),
+    "matmul_reduce_scatter": (4096, 8192, 64),
+    "matmul_all_reduce": (512, 256, 64),
+    "ring_attention": (1, 4, 8192, 64),
+    "moe_dispatch_matmul": (1024, 256, 64),
+    "moe_combine": (64, 64),
+    "moe_ffn": (1024, 256, 64),
+}
+
+
+@pytest.mark.parametrize("op", WORKLOADS)
+def test_everything_that_is_searched_can_be_prepared(monkeypatch, op):
+    """Every value of every field, whichever numbers of CTAs are combined; and the fields of a kernel for Hopper lead to
+    that kernel. The default has none of the values, and what ranks share is searched."""
+    for name in WORKLOADS:  # they would not take tensors that are not on the GPU
+        module = importlib.import_module(f"mkernel.ops.{name}")
+        monkeypatch.setattr(module, "_check", lambda *_: None, raising=False)
+    monkeypatch.setattr(sums, "check", lambda *_, **__: None)
 
     def on_rank(group):
-        call = workload_of(op).make(group, workload_of(op).smallest(group.size), torch.float32)
-        plan = call.tried.explain(None)
-        object.__setattr__(plan, "hopper", hopper)
-        families = families_of(op, group, plan)
-        assert len(families) == 1 + hopper
-        assert families[0].start == mk.Config()
-        for name, values in families[0].axes.items():
-            assert getattr(plan.config, name) not in values
-        assert {"ctas", "group_m"} <= set(families[0].axes)
-        assert hopper == ("stages" not in families[0].axes)
-        assert set(workload_of(op).tunable.shared) <= set(families[-1].axes)
+        call = workload_of(op).make(group, ON_HOPPER[op], torch.bfloat16)
+        if group.rank:
+            return
+        with pretending(90):
+            group.device = torch.device("cuda")
+            group.world.options = replace(group.world.options, ctas=33)
+            default = call.tried.explain(mk.Config())
+            families = families_of(op, group, default)
+            hopper = getattr(default, "hopper", False)
+            assert hopper == (op in ("all_gather_matmul", "matmul_reduce_scatter", "ring_attention"))
+            assert len(families) == 1 + hopper
+            assert families[0].start == mk.Config()
+            for name, values in families[0].axes.items():
+                assert getattr(getattr(default, "config", default), name) not in values
+            assert set(workload_of(op).tunable.shared) <= set(families[-1].axes)
+            for family in families:
+                roles = [family.axes.get(name) or [None] for name in ("ctas", "send_ctas", "intra_ctas")]
+                configs = [
+                    mk.Config(ctas=ctas, send_ctas=send, intra_ctas=intra) for ctas, send, intra in product(*roles)
+                ]
+                configs += [mk.Config(**{name: value}) for name, values in family.axes.items() for value in values]
+                for config in configs:
+                    given = {name: value for name, value in vars(config).items() if value is not None}
+                    plan = call.tried.explain(replace(family.start, **given))
+                    assert getattr(plan, "hopper", False) == (hopper and family is families[0])
 
-    helpers.run(on_rank, cluster=(1, 2))
+    helpers.run(on_rank, cluster=(1, 4))
 
 
 def test_the_file_is_json_for_people(file):

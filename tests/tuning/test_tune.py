@@ -21,8 +21,8 @@ CTAS = 6  # that a simulated rank has
 SHAPES = {
     "ring_attention": (1, 2, 128, 64),
     "moe_dispatch_matmul": (32, 64, 32),
-    "moe_combine": (32, 32),
-    "moe_ffn": (16, 32, 32),
+    "moe_combine": (16, 32),
+    "moe_ffn": (16, 32, 16),
 }
 ALL = [pytest.param(op, SHAPES.get(op, (64, 64, 64)), id=op) for op in WORKLOADS]
 
@@ -111,6 +111,7 @@ def test_a_search_ends_in_time(monkeypatch, op, shape):
         return measure(trial, everyone)
 
     monkeypatch.setattr(measuring.Trial, "_time", slow)
+    monkeypatch.setattr(measuring.Trial, "_compare", lambda trial, config: None)
     monkeypatch.setattr(measuring, "Search", functools.partial(Search, clock=lambda: now[0]))
     found = measuring.tune(
         WORKLOADS[op], shape, nodes=1, gpus_per_node=2, dtype=torch.bfloat16, links=mk.Links(nvlink=225.0), seconds=9.0
@@ -159,6 +160,24 @@ def test_a_wrong_result_is_not_kept(monkeypatch):
             links=mk.Links(nvlink=225.0), seconds=20.0,
         )  # fmt: skip
     assert tuned.read(tuned.path()) == {}
+
+
+@pytest.mark.usefixtures("paper")
+def test_what_a_call_is_like_can_be_said():
+    arguments = ["tune", "ring_attention", "1x2x128x64", "--ranks", "2", "--seconds", "1"]
+    result = run(*arguments, "--kv-heads", "1", "--zigzag")
+    assert result.exit_code == 0
+    ((key, entry),) = tuned.read(tuned.path()).items()
+    assert "causal no" in key
+    assert "kv_heads 1 ragged" in key
+    assert "zigzag yes" in key
+    assert entry["options"] == {"causal": False, "zigzag": True, "kv_heads": 1}
+    result = run(*arguments, "--kv-heads", "3")
+    assert result.exit_code == 1
+    assert "query has 2 heads, which is no multiple of key's 3" in result.output
+    result = run("tune", "moe_ffn", "16x16x16", "--ranks", "2", "--experts", "1", "--topk", "3")
+    assert result.exit_code == 1
+    assert "a token can not have 3 experts: there are 2, 1 on each rank" in result.output
 
 
 def test_without_a_gpu():

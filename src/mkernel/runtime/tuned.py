@@ -229,6 +229,8 @@ class Tunable:
         # what was tuned together with other shared fields is no good with these
         if mine is not None and mine.get("with") == common["config"]:
             fields |= {name: value for name, value in mine["config"].items() if name not in self.shared}
+        elif not fields:
+            return None  # only the own sizes of others were tuned, and all of it was for them
         return _config(fields)
 
     def entries(

@@ -62,6 +62,7 @@ def _attention(group: Group, plan: Any) -> tuple[Axes, Axes]:
         send_ctas=_copiers(group, c.send_ctas),
         copy_bytes=COPY_BYTES if group.size > 1 else (),
     )
+    between = _without(between, c)  # of which both kernels have the same
     tiles: Axes = dict(tile_n=_near(c.tile_n, 16, 128), tile_m=_near(c.tile_m, 16, 128), stages=(2, 3, 4), warps=(4, 8))
     return between | tiles, between
 
@@ -114,7 +115,8 @@ def _ctas(group: Group, plan: Any, helpers: bool) -> Sequence[int]:
 
 def _copiers(group: Group, default: int) -> Sequence[int]:
     """Numbers of CTAs that send, or that copy; none where there is nothing to do for them."""
-    return _near(default, 1, _most_copiers(group))
+    around = {default // 2, default - 1, default, default + 1, 2 * default} if default else set()
+    return sorted(count for count in around if 1 <= count <= _most_copiers(group))
 
 
 def _most_copiers(group: Group) -> int:
