@@ -415,6 +415,14 @@ def test_explain():
     assert "parts, its state is kept in between" in cut
 
 
+@pytest.mark.parametrize("shape", [(0, 1, 8, 64), (1, 0, 8, 64), (1, 1, 0, 64)], ids=str)
+def test_explain_nothing(shape):
+    def work(group):
+        return str(mk.explain("ring_attention", *[torch.zeros(shape)] * 3, cu_seqlens=[0, 2 * shape[2]]))
+
+    assert run(work)[0].startswith("ring_attention: triton kernel")
+
+
 def test_explain_is_what_runs():
     case = Case(40)
 

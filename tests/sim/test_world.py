@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -269,3 +270,12 @@ def test_operators_in_and_outside_of_inference_mode():
             return inside == outside == calls(group)
 
     assert mk.spawn(fn, gpus_per_node=2, device="cpu") == [True, True]
+
+
+def test_threads_simulate_one_after_the_other():
+    def on_rank(group):
+        return float(mk.all_gather_matmul(torch.ones(20, 20), torch.ones(20, 20)).sum())
+
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(mk.spawn, on_rank, device="cpu", seed=seed) for seed in range(2)]
+        assert [task.result() for task in done] == [[16000.0, 16000.0]] * 2

@@ -656,7 +656,8 @@ def plan(
 
     padded = _round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
-    parts, part_rows, window = (1, padded, units) if size == 1 else _cut_rounds(units, padded, slots, tiles)
+    whole = size == 1 or not query.numel()
+    parts, part_rows, window = (1, padded, units) if whole else _cut_rounds(units, padded, slots, tiles)
     rounds = units * parts
     chunks = math.ceil(part_rows / tiles.chunk_rows)
 
@@ -714,7 +715,9 @@ def plan(
     # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
     # idle for a while than be late: the whole launch would wait for their tiles
     ready = max(1.25 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
-    schedule = scheduled(costs.tolist(), heads // kv_heads, units, parts, ctas, helpers, ready, max(rounds - window, 0))
+    schedule = scheduled(
+        costs.tolist(), heads // max(kv_heads, 1), units, parts, ctas, helpers, ready, max(rounds - window, 0)
+    )
     spans = None
     if documents is not None:
         ranges = [edge for rank in range(size) for edge in sequences.span(rank)]

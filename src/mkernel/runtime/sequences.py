@@ -69,7 +69,7 @@ class Sequences:
     def span(self, rank: int) -> tuple[int, int]:
         """What the rows of a rank see together, with all that lies in between."""
         starts, ends = self.seen(rank)
-        return int(starts[0]), int(ends[-1])
+        return (int(starts[0]), int(ends[-1])) if self.length else (0, 0)
 
     def keys_sent(self, source: int, rank: int) -> int:
         """How many of a source's keys a rank gets, but for the rounding to chunks."""

@@ -21,6 +21,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -294,9 +295,13 @@ def _scalar(tensor: tl.tensor) -> Any:
     return tensor.handle.data.reshape(-1)[0].item()
 
 
+_one_thread = threading.RLock()
+
+
 @contextlib.contextmanager
 def interpreting() -> Iterator[Builder]:
-    """Inside, Triton's language acts on numpy arrays, and jit functions can be called."""
+    """Inside, Triton's language acts on numpy arrays, and jit functions can be called: everywhere in the process, so
+    one thread at a time can be inside."""
     scope = base._LangPatchScope()
 
     def patch_builtins(owner: Any) -> None:
@@ -309,20 +314,21 @@ def interpreting() -> Iterator[Builder]:
 
                 scope.set_attr(owner, name, call)
 
-    try:
-        for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
-            patch_builtins(owner)
-        for module in (tl, tl.core):
-            base._patch_lang_core(module, scope)
-        base._patch_lang_tensor(tl.tensor, scope)
-        scope.set_attr(tl.tensor, "__index__", lambda self: int(_scalar(self)))
-        scope.set_attr(tl.tensor, "__bool__", lambda self: bool(_scalar(self)))
-        for kind in (JITFunction, base.InterpretedFunction):
-            scope.set_attr(kind, "__call__", lambda self, *args, **kwargs: python_function(self)(*args, **kwargs))
-        yield builder
-    finally:
-        scope.restore()
-        builder.cta = None
+    with _one_thread:
+        try:
+            for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
+                patch_builtins(owner)
+            for module in (tl, tl.core):
+                base._patch_lang_core(module, scope)
+            base._patch_lang_tensor(tl.tensor, scope)
+            scope.set_attr(tl.tensor, "__index__", lambda self: int(_scalar(self)))
+            scope.set_attr(tl.tensor, "__bool__", lambda self: bool(_scalar(self)))
+            for kind in (JITFunction, base.InterpretedFunction):
+                scope.set_attr(kind, "__call__", lambda self, *args, **kwargs: python_function(self)(*args, **kwargs))
+            yield builder
+        finally:
+            scope.restore()
+            builder.cta = None
 
 
 assert triton.__version__ >= "3.6"
