@@ -66,13 +66,13 @@ BROKEN = {
     ),
     "an entry is not announced in the node": Broken(
         NODE,
-        [(OP, "notify(segment_of(context, peer, tl.int64) + rank, epoch)", "pass")],
+        [("entries", "notify(segment_of(context, peer, tl.int64) + rank, epoch)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "role": "intra", "seen": 0, "expected": 1},
     ),
     "an entry is not announced to other nodes": Broken(
         NETWORK,
-        [(OP, "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
+        [("entries", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "role": "send", "seen": 0, "expected": 1},
     ),

@@ -61,13 +61,13 @@ BROKEN = {
     ),
     "an entry is not announced in the node": Broken(
         NODE,
-        [("rounds", "        notify(segment_of(context, peer, tl.int64) + rank, epoch)\n", "        pass\n")],
+        [("entries", "        notify(segment_of(context, peer, tl.int64) + rank, epoch)\n", "        pass\n")],
         mk.CommTimeout,
         {"signal": "entered", "role": "intra", "seen": 0, "expected": 1},
     ),
     "an entry is not announced to other nodes": Broken(
         NETWORK,
-        [("rounds", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
+        [("entries", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "role": "send", "seen": 0, "expected": 1},
     ),

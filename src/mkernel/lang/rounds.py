@@ -6,7 +6,7 @@ round t uses those of round t - window again. A panel travels in *chunks*, which
 
 In the segment of each rank, in 64-bit words (`stamps` is where the fourth begins):
 
-- entered[rank]: that rank has entered the epoch, so it has left all before;
+- entered[rank]: that rank has entered the epoch (`lang/entries.py`);
 - done[t % window]: what was done in my round t, counted; back at zero when all was;
 - freed[rank, t % window]: that rank reads nothing of round t any more;
 - arrived[t % window, slot, chunk]: the chunk is in my slot.
@@ -23,7 +23,7 @@ import triton.language as tl
 from mkernel.lang.attention import keys_below, seen_by_rank
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.requests import post
-from mkernel.lang.roles import COMPUTE, SEND
+from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import ARRIVED, ENTERED, FREED, notify, wait
 
 
@@ -69,20 +69,6 @@ def chunk_height(begin, chunk, chunk_rows, part_rows, padded):
     """Rows of keys in a chunk of the panel that starts at key `begin`, with padding; 0 behind the end."""
     rows = tl.minimum(padded - begin, part_rows) - chunk * chunk_rows
     return tl.maximum(tl.minimum(rows, chunk_rows), 0)
-
-
-@triton.jit
-def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
-    """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
-    rank = rank_of(context)
-    node = rank // GPUS
-    for i in range(1, GPUS):
-        peer = node * GPUS + (rank + i) % GPUS
-        notify(segment_of(context, peer, tl.int64) + rank, epoch)
-    segment = tl.load(context + SEGMENT)
-    for i in range(1, SIZE // GPUS):
-        peer = (rank + i * GPUS) % SIZE
-        post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)
 
 
 @triton.jit

@@ -56,6 +56,7 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace, push_rows
 from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.entries import announce, entered
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.requests import post, wait_sent
@@ -74,30 +75,10 @@ TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("c
 
 
 @triton.jit
-def entered(context, rank):
-    """Signal in my segment: `rank` has entered the epoch it holds."""
-    return segment_of(context, rank_of(context), tl.int64) + rank
-
-
-@triton.jit
 def arrived(segment, parity, source, chunk, signals, SIZE: tl.constexpr):
     """Signal in a segment: a chunk of `source`'s rows has arrived. `signals` is how many a rank has in
     one half; it belongs to the workspace, not to the call, so that the halves never overlap."""
     return segment + SIZE + (parity * SIZE + source).to(tl.int64) * signals + chunk
-
-
-@triton.jit
-def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
-    """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
-    rank = rank_of(context)
-    node = rank // GPUS
-    for i in range(1, GPUS):
-        peer = node * GPUS + (rank + i) % GPUS
-        notify(segment_of(context, peer, tl.int64) + rank, epoch)
-    segment = tl.load(context + SEGMENT)
-    for i in range(1, SIZE // GPUS):
-        peer = (rank + i * GPUS) % SIZE
-        post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)
 
 
 @triton.jit

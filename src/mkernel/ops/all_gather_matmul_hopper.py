@@ -36,12 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.entries import announce, entered
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, ENTERED, finish, gave_up, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
-from mkernel.ops.all_gather_matmul import announce, arrived, entered, signals_of
+from mkernel.ops.all_gather_matmul import arrived, signals_of
 from mkernel.runtime.hopper import described, right_operand
 from mkernel.runtime.world import Launch
 

@@ -695,11 +695,6 @@ class _Slots:
         return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
 
 
-def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call: what was given, or what tuning found."""
-    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
-
-
 def _kernel(plan: Plan) -> Any:
     if plan.sliced:
         from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
@@ -710,7 +705,7 @@ def _kernel(plan: Plan) -> Any:
 
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    call = replace(call, config=_choose(group, call.a, call.b, call.config))
+    call = sums.tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     slots = _Slots.of(group, decided)
     c, dtype = decided.config, call.a.dtype
@@ -773,19 +768,16 @@ def matmul_all_reduce(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
-    m, n = a.shape[0], b.shape[1]
-    config = _choose(group, a, b, config)
-    tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, config)
+    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
+    m, n = call.out.shape
+    tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, call.config)
     group.agree(
-        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, bias=bias is not None,
+        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.travels, bias=bias is not None,
         residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas,
     )  # fmt: skip
-    if out is None:
-        out = group.world.empty(group.world_rank, (m, n), a.dtype)
-    if out.numel():
-        group.launch(prepare(group, Sum(a, b, out, bias, residual, reduce_dtype, config)))
-    return out
+    if call.out.numel():
+        group.launch(prepare(group, call))
+    return call.out
 
 
 def explain(
@@ -801,9 +793,6 @@ def explain(
 ) -> Plan:
     """The plan that `matmul_all_reduce` with these arguments would carry out."""
     group = current(group)
-    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
-    if out is None:
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    chosen = _choose(group, a, b, config)
-    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
+    decided = plan(group, call)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, call.config)))

@@ -432,14 +432,9 @@ def plan(group: Group, call: Sum) -> Plan:
     )
 
 
-def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call: what was given, or what tuning found."""
-    return TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
-
-
 def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
-    call = replace(call, config=_choose(group, call.a, call.b, call.config))
+    call = sums.tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan(group, call))
     c, size, element = decided.config, group.size, call.travels.itemsize
     slot = c.tile_m * c.tile_n * element
@@ -503,18 +498,13 @@ def matmul_reduce_scatter(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
-    rows, n = a.shape[0] // group.size, b.shape[1]
-    config = _choose(group, a, b, config)
-    tile_m, tile_n = _tile(group, rows, n, a.dtype, config)
-    group.agree(
-        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=reduce_dtype or a.dtype, tile_m=tile_m, tile_n=tile_n
-    )
-    if out is None:
-        out = group.world.empty(group.world_rank, (rows, n), a.dtype)
-    if out.numel():
-        group.launch(prepare(group, Sum(a, b, out, bias, residual, reduce_dtype, config)))
-    return out
+    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
+    rows, n = call.out.shape
+    tile_m, tile_n = _tile(group, rows, n, a.dtype, call.config)
+    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.travels, tile_m=tile_m, tile_n=tile_n)
+    if call.out.numel():
+        group.launch(prepare(group, call))
+    return call.out
 
 
 def explain(
@@ -530,9 +520,6 @@ def explain(
 ) -> Plan:
     """The plan that `matmul_reduce_scatter` with these arguments would carry out."""
     group = current(group)
-    sums.check(OP, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
-    if out is None:
-        out = torch.empty((a.shape[0] // group.size, b.shape[1]), dtype=a.dtype, device=a.device)
-    chosen = _choose(group, a, b, config)
-    decided = plan(group, Sum(a, b, out, bias, residual, reduce_dtype, chosen))
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
+    decided = plan(group, call)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, call.config)))

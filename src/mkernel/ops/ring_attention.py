@@ -79,10 +79,10 @@ from mkernel.lang.attention import attend, attention_of, key_blocks, keys_below,
 from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.entries import announce
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.rounds import (
-    announce,
     arrived_word,
     chunk_height,
     is_seen,

@@ -43,8 +43,9 @@ from mkernel.lang.attention import key_blocks, keys_below, seen_by, seen_by_rank
 from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.context import TABLE, current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.entries import announce
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.rounds import announce, is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
+from mkernel.lang.rounds import is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.ring_attention import chunks_of, intra, send, source_at, tile_at

@@ -4,7 +4,7 @@ arguments of its kernel."""
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
 from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,31 @@ class Sum:
         return layouts, self.travels, self.config, matmul_precision(self.a.dtype)
 
 
-def check(
+def call_of(
+    tunable: Tunable, group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
+    scatter: bool,
+) -> Sum:  # fmt: skip
+    """The call that these arguments make, if they are in order; what they leave open is filled in. `scatter`:
+    each rank keeps its share of the rows."""
+    shape = _check(tunable.op, group, a, b, out, bias, residual, reduce_dtype, config, scatter)
+    if out is None:
+        out = group.world.empty(group.world_rank, shape, a.dtype)
+    return tuned(tunable, group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+
+
+def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
+    """The call with the configuration that it was given, or that tuning found."""
+    a, b = call.a, call.b
+    config = tunable.choose(group, a.dtype, call.config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    return replace(call, config=config)
+
+
+def _check(
     op: str, group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, scatter: bool,
-) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule. `scatter`: each rank keeps its share
-    of the rows."""
+) -> tuple[int, int]:  # fmt: skip
+    """The shape of the result. Refuses what can not be computed, naming the argument and the rule."""
     planning.check_given(config)
     planning.check_without_helpers(op, config)
     for name, tensor in (("a", a), ("b", b), ("out", out), ("residual", residual)):
@@ -80,6 +100,7 @@ def check(
         raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
     if out is not None:
         check_out(out, shape, meaning, a.dtype, inputs)
+    return shape
 
 
 @dataclass(frozen=True, eq=False)

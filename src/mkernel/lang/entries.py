@@ -1,0 +1,32 @@
+"""Entries: a rank tells those who write to it that it has entered an epoch, so it has left all before.
+
+They are the first words of each rank's segment: word r holds the epoch that rank r has entered.
+"""
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, rank_of, segment_of
+from mkernel.lang.requests import post
+from mkernel.lang.roles import SEND
+from mkernel.lang.signals import notify
+
+
+@triton.jit
+def entered(context, rank):
+    """Signal in my segment: `rank` has entered the epoch it holds."""
+    return segment_of(context, rank_of(context), tl.int64) + rank
+
+
+@triton.jit
+def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
+    rank = rank_of(context)
+    node = rank // GPUS
+    for i in range(1, GPUS):
+        peer = node * GPUS + (rank + i) % GPUS
+        notify(segment_of(context, peer, tl.int64) + rank, epoch)
+    segment = tl.load(context + SEGMENT)
+    for i in range(1, SIZE // GPUS):
+        peer = (rank + i * GPUS) % SIZE
+        post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)
