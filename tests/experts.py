@@ -62,7 +62,9 @@ class Layer:
         return torch.where((ids >= count) | dropped, -1, ids)
 
     def weights(self, rank, turn=0):
-        return torch.rand(self.tokens[rank], self.k, generator=self._generator(3, rank, turn)) - 0.3
+        """Those of dropped ids are NaN: nobody may look at them."""
+        weights = torch.rand(self.tokens[rank], self.k, generator=self._generator(3, rank, turn)) - 0.3
+        return weights.masked_fill(self.ids(rank, turn) < 0, float("nan"))
 
     def w(self, rank, turn=0):
         return self._values(self.experts[rank], self.hidden, self.out, key=(4, rank, turn))
@@ -99,7 +101,8 @@ class Layer:
     def result_of_experts(self, rank, turn, per_expert):
         """(sum of weight * row, sum of their absolute values), in float64. per_expert(owner, expert) is the
         function of an expert, rows -> (rows, magnitudes)."""
-        x, ids, weights = self.x(rank, turn).double(), self.ids(rank, turn), self.weights(rank, turn).double()
+        x, ids = self.x(rank, turn).double(), self.ids(rank, turn)
+        weights = self.weights(rank, turn).double().nan_to_num(0.0)
         total = magnitude = None
         for owner in range(self.size):
             for expert in range(self.experts[owner]):

@@ -100,7 +100,8 @@ def return_chunk(
         i = row + tl.arange(0, COPY_ROWS)
         inside = (i < end)[:, None] & (slot < K)
         position = tl.load(destinations + places + i[:, None] * K + slot, mask=inside, other=-1)
-        weight = tl.load(weights + i[:, None] * K + slot, mask=inside, other=0.0)
+        # weights of rows that are not here, or nowhere, may be anything
+        weight = tl.load(weights + i[:, None] * K + slot, mask=inside & (position >= 0), other=0.0)
         mine = tl.max(position, axis=1) >= 0
         if tl.max(mine.to(tl.int32)) > 0:
             for column in range(0, columns, COPY_COLUMNS):
