@@ -213,25 +213,16 @@ def _launch(
     out: torch.Tensor,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan."""
-    routing, element = handle.routing, y.element_size()
-    areas = _areas(handle, plan.row_stride * element)
+    routing = handle.routing
+    areas = _areas(handle, plan.row_stride * y.element_size())
     kept = {name: handle.tables[name] for name in ("destinations", "everyones_ids", "slots", "departed", "summary")}
-    link = group.world.links.nvlink
-    paced = link is not None and group.gpus_per_node > 1
     arguments = dict(
-        context=workspace.context,
+        **host.surroundings(group, workspace, routing, areas, y.dtype, plan.row_stride, False, plan.copy_bytes),
         y=y, y_stride=y.stride(0), y_column_stride=y.stride(1),
         weights=weights, weights_stride=weights.stride(0), weights_column_stride=weights.stride(1),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
         **kept,
-        tokens=routing.tokens, most_tokens=routing.most_tokens, columns=y.shape[1], chunks=routing.chunks,
-        signals=routing.signals_of(workspace), nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
-        tables_at=areas.at(workspace, "tables", 4), half_words=workspace.half_bytes // 4,
-        table_words=routing.table_words(False), row_stride=plan.row_stride,
-        partial_at=areas.at(workspace, "partial", element), returning_at=areas.at(workspace, "returning", element),
-        landing_at=areas.at(workspace, "landing", element), half=workspace.half_bytes // element,
-        DTYPE=DTYPES[y.dtype], **routing.constants(), PACED=paced,
-        COPY_ROWS=4, COPY_COLUMNS=max(plan.copy_bytes // element // 4, 1),
+        columns=y.shape[1],
     )  # fmt: skip
     return Launch(
         op="moe_combine",

@@ -93,7 +93,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.experts import Handle, Routing
 from mkernel.runtime.group import Group, Workspace, current
-from mkernel.runtime.operands import DTYPES, descriptor, layout, matmul_precision
+from mkernel.runtime.operands import descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -238,45 +238,29 @@ class Plan:
 
 def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, config: Config | None) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
-    given = config or Config()
     hidden, n = w.shape[1], w.shape[2]
-    element = x.element_size()
     reasons = []
     described, transposed = host.how_read(w)
     if not described:
         reasons.append("w has no contiguous, 16-byte aligned rows: it is read through pointers")
     tiles_of = planning.default_tiles(group.device, x.dtype, n, described)
-
-    def pick(name: str, default: int) -> int:
-        value = getattr(given, name)
-        return default if value is None else value
-
+    pick = planning.chooser(config)
     tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
     most = group.world.ctas(group.world_rank)
-    # what is expected: every rank gets its share of the rows, and nearly all tokens are needed everywhere
-    rows = min(routing.most_tokens * routing.k, routing.room)
+    rows = routing.expected_rows
     tiles = (math.ceil(rows / tile_m) + routing.experts) * math.ceil(n / tile_n)
     tile_seconds = 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype]
     compute_seconds = tiles * tile_seconds / most
-    staged = routing.most_tokens * hidden * element * routing.nodes if group.size > 1 else 0
-    placed = rows * hidden * element
-    send_ctas = pick("send_ctas", host.copiers(staged, 0.9 * compute_seconds, most) if group.size > 1 else 0)
-    intra_ctas = pick("intra_ctas", host.copiers(placed, 0.9 * compute_seconds, most))
-    helpers = send_ctas + intra_ctas
+    share = host.Copying.of(group, routing, hidden * x.element_size(), 0.9 * compute_seconds, pick)
+    helpers = share.send_ctas + share.intra_ctas
     ctas = pick("ctas", most)
-    done = math.ceil(placed / planning.push_rate(2) / max(intra_ctas, 1) / max(tile_seconds, 1e-9)) + 1
+    done = math.ceil(share.placed / planning.push_rate(2) / max(share.intra_ctas, 1) / max(tile_seconds, 1e-9)) + 1
     join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, max(ctas, helpers + 1), helpers, done))
     reasons.append(
-        f"{send_ctas} CTAs stage {staged} bytes and {intra_ctas} place {placed} while about {tiles} tiles are "
-        f"computed, if the rows are even: estimated {compute_seconds * 1e3:.3g} ms"
+        f"{share} while about {tiles} tiles are computed, if the rows are even: estimated "
+        f"{compute_seconds * 1e3:.3g} ms"
     )
-    resolved = Settings(
-        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
-        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
-        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=join_tiles, chunk_rows=routing.chunk_rows,
-        copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
-    )  # fmt: skip
-    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    resolved = host.settings(group, routing, tiles_of, share, ctas, join_tiles, pick)
     return Plan(
         config=resolved,
         routing=routing,
@@ -306,32 +290,19 @@ def _launch(
     """The launch that carries out a plan."""
     c, routing = plan.config, plan.routing
     _, hidden, n = w.shape
-    element = x.element_size()
-    areas = _areas(routing, plan.row_stride * element)
+    areas = _areas(routing, plan.row_stride * x.element_size())
     packed = group.world.empty(group.world_rank, (max(routing.room, 1), plan.row_stride), x.dtype)
-    link = group.world.links.nvlink
-    paced = link is not None and group.gpus_per_node > 1
     arguments = dict(
-        context=workspace.context,
-        x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
-        ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
+        **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, False, c.copy_bytes),
+        **host.dispatching(x, topk_ids, routing, c),
+        **tables,
         w=host.matrices_descriptor(w, plan.transposed, c.tile_k, c.tile_n) if plan.described else w,
         w_expert_stride=w.stride(0), w_row_stride=w.stride(1), w_column_stride=w.stride(2),
         packed=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [c.tile_m, c.tile_k]),
         packed_rows=packed,
         y=host.rows_descriptor(y, c.tile_m, c.tile_n), y_rows=y, y_stride=y.stride(0),
-        **tables,
-        tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
-        hidden=hidden, n=n, chunks=routing.chunks, signals=routing.signals_of(workspace), join_tiles=c.join_tiles,
-        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
-        tables_at=areas.at(workspace, "tables", 4), half_words=workspace.half_bytes // 4,
-        table_words=routing.table_words(False), row_stride=plan.row_stride,
-        staged_at=areas.at(workspace, "staged", element), departing_at=areas.at(workspace, "departing", element),
-        landing_at=areas.at(workspace, "landing", element), half=workspace.half_bytes // element,
-        DTYPE=DTYPES[x.dtype], **routing.constants(), SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PACED=paced,
+        n=n, join_tiles=c.join_tiles,
         W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
-        COPY_ROWS=4, COPY_COLUMNS=max(c.copy_bytes // element // 4, 1),
     )  # fmt: skip
     return Launch(
         op="moe_dispatch_matmul",

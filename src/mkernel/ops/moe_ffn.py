@@ -94,7 +94,7 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
 from mkernel.runtime.group import Group, Workspace, current
-from mkernel.runtime.operands import BYTES, DTYPES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision, overlap
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -406,44 +406,24 @@ def plan(
     config: Config | None,
 ) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
-    given = config or Config()
     hidden, inter = w_down.shape[2], w_down.shape[1]
-    element = x.element_size()
     reasons = []
     gate_read, down_read = _how_gate_is_read(w_gate_up), host.how_read(w_down)
     for name, read in (("w_gate_up", gate_read), ("w_down", down_read)):
         if not read[0]:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
     tiles_of = planning.default_tiles(group.device, x.dtype, hidden, gate_read[0] and down_read[0])
-
-    def pick(name: str, default: int) -> int:
-        value = getattr(given, name)
-        return default if value is None else value
-
-    tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
+    pick = planning.chooser(config)
+    tile_n = pick("tile_n", tiles_of.tile_n)
     if tile_n < 32:
         raise ArgumentError(f"config.tile_n must be at least 32: half of it is gate, half is up; got {tile_n}")
     most = group.world.ctas(group.world_rank)
-    # what is expected: every rank gets its share of the rows, and nearly all tokens are needed everywhere
-    rows = min(routing.most_tokens * routing.k, routing.room)
+    rows = routing.expected_rows
     seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
-    staged = routing.most_tokens * hidden * element * routing.nodes if group.size > 1 else 0
-    placed = rows * hidden * element
     # the way there shall take the first third: the way back needs the rest
-    send_ctas = pick("send_ctas", host.copiers(staged, seconds / 3, most) if group.size > 1 else 0)
-    intra_ctas = pick("intra_ctas", host.copiers(placed, seconds / 3, most))
-    ctas = pick("ctas", most)
-    reasons.append(
-        f"{send_ctas} CTAs stage {staged} bytes and {intra_ctas} place {placed}, if the rows are even; the arithmetic "
-        f"is estimated to take {seconds * 1e3:.3g} ms"
-    )
-    resolved = Settings(
-        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tiles_of.tile_k), group_m=pick("group_m", tiles_of.group_m),
-        stages=pick("stages", tiles_of.stages), warps=pick("warps", tiles_of.warps),
-        ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=routing.chunk_rows,
-        copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
-    )  # fmt: skip
-    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    share = host.Copying.of(group, routing, hidden * x.element_size(), seconds / 3, pick)
+    reasons.append(f"{share}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), 0, pick)
     return Plan(
         config=resolved,
         routing=routing,
@@ -481,13 +461,10 @@ def _launch(
     packed = host.rows_of_tile(group, max(routing.room, 1), hidden, x.dtype, c.tile_m)
     inner_shape = (max(routing.room, 1), host.row_stride_of(inter, x.dtype))
     inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
-    link = group.world.links.nvlink
-    paced = link is not None and group.gpus_per_node > 1
-    places = {f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin}
     arguments = dict(
-        context=workspace.context,
-        x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
-        ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
+        **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, True, c.copy_bytes),
+        **host.dispatching(x, topk_ids, routing, c),
+        **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
         weights=topk_weights, weights_stride=topk_weights.stride(0), weights_column_stride=topk_weights.stride(1),
         w_gate_up=_operand(w_gate_up, plan.gate_read, c.tile_k, c.tile_n // 2),
         gate_expert_stride=w_gate_up.stride(0), gate_row_stride=w_gate_up.stride(1),
@@ -499,17 +476,9 @@ def _launch(
         inner=descriptor(inner, list(inner.shape), [inner.stride(0), 1], [c.tile_m, c.tile_k]),
         inner_rows=inner, inner_stride=inner.stride(0),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
-        **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
-        tokens=routing.tokens, most_tokens=routing.most_tokens, experts=routing.experts, room=routing.room,
-        hidden=hidden, inter=inter, chunks=routing.chunks, signals=routing.signals_of(workspace),
-        nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
-        half_words=workspace.half_bytes // 4, table_words=routing.table_words(True), row_stride=plan.row_stride,
-        **places, half=workspace.half_bytes // element,
-        DTYPE=DTYPES[x.dtype], **routing.constants(), SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PACED=paced,
+        inter=inter,
         GATE_DESCRIPTOR=plan.gate_read[0], GATE_TRANSPOSED=plan.gate_read[1],
         DOWN_DESCRIPTOR=plan.down_read[0], DOWN_TRANSPOSED=plan.down_read[1], PRECISION=plan.precision,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
-        COPY_ROWS=4, COPY_COLUMNS=max(c.copy_bytes // element // 4, 1),
         SUM_COLUMNS=max(c.copy_bytes // element // 32, 1),
     )  # fmt: skip
     return Launch(

@@ -11,7 +11,7 @@ import torch
 
 from mkernel.lang import routing as words
 from mkernel.runtime import planning
-from mkernel.runtime.config import Config
+from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.heap import ALIGNMENT
@@ -60,6 +60,11 @@ class Routing:
     def chunks(self) -> int:
         return math.ceil(self.most_tokens / self.chunk_rows)
 
+    @property
+    def expected_rows(self) -> int:
+        """Rows of this rank, if every rank gets its share."""
+        return min(self.most_tokens * self.k, self.room)
+
     def table_words(self, weights: bool) -> int:
         return _up(words.HEADER.value + self.most_tokens * self.k * (2 if weights else 1), 16)
 
@@ -100,6 +105,36 @@ class Areas:
     def at(self, workspace: Workspace, name: str, item: int) -> int:
         """Where a part of the first half begins, in items of so many bytes from the start of the segment."""
         return (workspace.data_start + self.begin[name]) // item
+
+
+def surroundings(
+    group: Group, workspace: Workspace, routing: Routing, areas: Areas, dtype: torch.dtype, row_stride: int,
+    weighted: bool, copy_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What all kernels are told about sizes and places. `weighted`: routing tables have weights beside ids."""
+    element = dtype.itemsize
+    link = group.world.links.nvlink
+    paced = link is not None and group.gpus_per_node > 1
+    return dict(
+        context=workspace.context,
+        tokens=routing.tokens, most_tokens=routing.most_tokens, chunks=routing.chunks,
+        signals=routing.signals_of(workspace), nanoseconds_per_mib=round(2**20 / link) if paced and link else 0,
+        **{f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin},
+        half_words=workspace.half_bytes // 4, table_words=routing.table_words(weighted), row_stride=row_stride,
+        half=workspace.half_bytes // element, DTYPE=DTYPES[dtype], **routing.constants(), PACED=paced,
+        COPY_ROWS=4, COPY_COLUMNS=max(copy_bytes // element // 4, 1),
+    )  # fmt: skip
+
+
+def dispatching(x: torch.Tensor, topk_ids: torch.Tensor, routing: Routing, c: Settings) -> dict[str, Any]:
+    """What kernels that dispatch are told besides."""
+    return dict(
+        x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
+        ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
+        experts=routing.experts, room=routing.room, hidden=x.shape[1],
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+    )  # fmt: skip
 
 
 def tables(group: Group, **sizes: int) -> dict[str, torch.Tensor]:
@@ -313,6 +348,50 @@ def sized(
     tokens, k = topk_ids.shape
     room = total * min(k, experts) if capacity is None else capacity
     return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
+
+
+@dataclass(frozen=True)
+class Copying:
+    """What the way there costs, and who takes care of it: CTAs that stage tokens for others, and that place rows."""
+
+    staged: int  # bytes
+    placed: int
+    send_ctas: int
+    intra_ctas: int
+
+    @staticmethod
+    def of(
+        group: Group, routing: Routing, row_bytes: int, seconds: float, pick: Callable[[str, int], int]
+    ) -> Copying:  # fmt: skip
+        """So many CTAs that it takes about so many seconds, if nearly all tokens are needed everywhere."""
+        most = group.world.ctas(group.world_rank)
+        staged = routing.most_tokens * row_bytes * routing.nodes if group.size > 1 else 0
+        placed = routing.expected_rows * row_bytes
+        return Copying(
+            staged,
+            placed,
+            pick("send_ctas", copiers(staged, seconds, most) if group.size > 1 else 0),
+            pick("intra_ctas", copiers(placed, seconds, most)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.send_ctas} CTAs stage {self.staged} bytes and {self.intra_ctas} place {self.placed}"
+
+
+def settings(
+    group: Group, routing: Routing, tiles: planning.TileDefaults, copying: Copying, ctas: int, join_tiles: int,
+    pick: Callable[[str, int], int],
+) -> Settings:  # fmt: skip
+    """The configuration of a launch that dispatches; checked."""
+    resolved = Settings(
+        tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
+        group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
+        ctas=ctas, send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=join_tiles,
+        chunk_rows=routing.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
+    )  # fmt: skip
+    most = group.world.ctas(group.world_rank)
+    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    return resolved
 
 
 def copiers(nbytes: int, seconds: float, ctas: int) -> int:
