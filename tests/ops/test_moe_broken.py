@@ -111,7 +111,7 @@ BROKEN = {
         NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
     ),
     "tokens are placed before they are counted": Broken(
-        NODE, [("moe_dispatch_matmul", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")], ASTRAY
+        NODE, [("dispatching", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")], ASTRAY
     ),
     "tiles are taken before they are ordered": Broken(
         NODE, [("moe_dispatch_matmul", "scheduled, epoch, COMPUTE", "scheduled, epoch - 1, COMPUTE")], ASTRAY

@@ -20,7 +20,7 @@ from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.routing import HEADER, ROUTED, SUMMARY, arrivals, holder_of, named_in, routed_signal, table_of
+from mkernel.lang.routing import HEADER, SUMMARY, arrivals, named_in, table_of
 from mkernel.lang.signals import notify, wait
 from mkernel.lang.trace import GATHER, REDUCE, SEND_CHUNK, TILES, trace, trace_time
 
@@ -65,16 +65,6 @@ def _ids(everyones_ids, source, i, end, most_tokens, K: tl.constexpr, SLOTS: tl.
     slot = tl.arange(0, SLOTS)[None, :]
     places = (source * most_tokens).to(tl.int64) * K + i[:, None] * K + slot
     return tl.load(everyones_ids + places, mask=(i < end)[:, None] & (slot < K), other=-1)
-
-
-@triton.jit
-def weights_are_here(context, epoch, source, signals, SIZE: tl.constexpr, GPUS: tl.constexpr):
-    """Wait for the table with the weights of `source`; false if the group gave up."""
-    rank = rank_of(context)
-    parity = (epoch % 2).to(tl.int32)
-    segment = segment_of(context, holder_of(source, rank, GPUS), tl.int64)
-    signal = segment + routed_signal(parity, source, signals, SIZE, GPUS)
-    return wait(context, signal, epoch, COMPUTE, ROUTED, source, 0)
 
 
 @triton.jit

@@ -13,21 +13,30 @@ from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.order import arriving
 from mkernel.lang.requests import post
-from mkernel.lang.roles import INTRA, SEND
+from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.routing import (
+    COUNTED,
     FIRST_EXPERT,
     FITS,
     HELD,
     TOKENS,
     VERDICT,
+    announce,
+    announce_node,
+    count_rows,
+    counted_last,
     experts_before,
     held_signal,
     holder_of,
     ids_of,
+    lay_out_rows,
     node_has_entered,
     number_crossings,
     other_nodes_have_entered,
+    own_signal,
+    publish,
     routing_is_here,
+    schedule_blocks,
     settled_signal,
     table_of,
 )
@@ -240,3 +249,67 @@ def fill_with_nan(c, rows, columns, stride, column_stride, first, step):
             j = column + tl.arange(0, 1024)
             nothing = tl.full((1024,), float("nan"), tl.float32).to(c.dtype.element_ty)
             tl.store(c + tl.cast(row, tl.int64) * stride + j.to(tl.int64) * column_stride, nothing, mask=j < columns)
+
+
+@triton.jit
+def dispatch(
+    context, epoch, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
+    weights, weights_stride, weights_column_stride, packed,
+    positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
+    unsorted, schedule, summary, row_source, row_token,
+    tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
+    tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
+    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The whole way there, by all CTAs: the first SENDERS of them send, the others count, and of these the first
+    INTRAS place rows. When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an
+    order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by chunk."""
+    cta = tl.program_id(0)
+    mine = segment_of(context, rank_of(context), tl.int64)
+    counted = own_signal(mine, 0, SIZE, GPUS)
+    scheduled = own_signal(mine, 1, SIZE, GPUS)
+    counters = tl.num_programs(0) - SENDERS
+    if cta == 0:
+        announce(context, epoch, GPUS)
+        publish(
+            context, epoch, ids, ids_stride, ids_column_stride, weights, weights_stride, weights_column_stride,
+            tokens, most_tokens, experts, room, tables_at, half_words, table_words, signals,
+            K, True, LAYER, SIZE, GPUS,
+        )  # fmt: skip
+    if SIZE > GPUS:
+        if cta == SENDERS:
+            announce_node(context, epoch, INTRA, SIZE, GPUS)
+    if cta < SENDERS:
+        send_tokens(
+            context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
+            tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals,
+            cta, SENDERS, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+        )  # fmt: skip
+    else:
+        if routing_is_here(context, epoch, signals, COMPUTE, SIZE, GPUS):
+            count_rows(
+                context, epoch, experts, positions, counts, above, slots, most_tokens,
+                tables_at, half_words, table_words, cta - SENDERS, counters, K, SLOTS, SIZE, GPUS, RANKS,
+            )  # fmt: skip
+            if counted_last(context, counters):
+                lay_out_rows(
+                    context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
+                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M, COUNTERS,
+                )  # fmt: skip
+                notify(counted, epoch)
+                schedule_blocks(
+                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
+                )
+                notify(scheduled, epoch)
+        if cta < SENDERS + INTRAS:
+            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
+                place_tokens(
+                    context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
+                    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
+                    summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_ROWS, COPY_COLUMNS,
+                )  # fmt: skip

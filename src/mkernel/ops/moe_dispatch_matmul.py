@@ -64,29 +64,20 @@ import triton.language as tl
 
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
-from mkernel.lang.dispatching import fill_with_nan, place_tokens, send_tokens
+from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_rows, store_rows
 from mkernel.lang.order import grouped
-from mkernel.lang.roles import COMPUTE, INTRA, own_tiles_of
+from mkernel.lang.roles import COMPUTE, own_tiles_of
 from mkernel.lang.routing import (
     BLOCKS,
-    COUNTED,
     ENTRY,
     FITS,
     PLACED,
     SCHEDULED,
     VERDICT,
-    announce,
-    announce_node,
-    count_rows,
-    counted_last,
-    lay_out_rows,
     own_signal,
-    publish,
-    routing_is_here,
-    schedule_blocks,
 )
-from mkernel.lang.signals import finish, notify, wait
+from mkernel.lang.signals import finish, wait
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
@@ -150,54 +141,20 @@ def moe_dispatch_matmul_kernel(
     """The whole operator; see the module's docstring for the roles and the signals."""
     cta = tl.program_id(0)
     epoch = current_epoch(context)
-    rank = rank_of(context)
-    mine = segment_of(context, rank, tl.int64)
-    counted = own_signal(mine, 0, SIZE, GPUS)
-    scheduled = own_signal(mine, 1, SIZE, GPUS)
     helpers: tl.constexpr = SENDERS + INTRAS
-    counters = tl.num_programs(0) - SENDERS
-    if cta == 0:
-        announce(context, epoch, GPUS)
-        publish(
-            context, epoch, ids, ids_stride, ids_column_stride, ids, 0, 0, tokens, most_tokens, experts, room,
-            tables_at, half_words, table_words, signals, K, True, False, SIZE, GPUS,
-        )  # fmt: skip
-    if SIZE > GPUS:
-        if cta == SENDERS:
-            announce_node(context, epoch, INTRA, SIZE, GPUS)
-    if cta < SENDERS:
-        send_tokens(
-            context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
-            tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals,
-            cta, SENDERS, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
-        )  # fmt: skip
-    else:
-        if routing_is_here(context, epoch, signals, COMPUTE, SIZE, GPUS):
-            count_rows(
-                context, epoch, experts, positions, counts, above, slots, most_tokens,
-                tables_at, half_words, table_words, cta - SENDERS, counters, K, SLOTS, SIZE, GPUS, RANKS,
-            )  # fmt: skip
-            if counted_last(context, counters):
-                lay_out_rows(
-                    context, epoch, experts, counts, above, bases, first_blocks, expert_counts, placed, summary,
-                    tables_at, half_words, table_words, SIZE, GPUS, RANKS, TILE_M, 1,
-                )  # fmt: skip
-                notify(counted, epoch)
-                schedule_blocks(
-                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
-                )
-                notify(scheduled, epoch)
-        if cta < helpers:
-            if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
-                place_tokens(
-                    context, x, x_stride, x_column_stride, packed_rows, epoch, hidden, chunks,
-                    positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
-                    summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
-                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
-                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, 1, CHUNK, PACED, False, COPY_ROWS, COPY_COLUMNS,
-                )  # fmt: skip
+    dispatch(
+        context, epoch, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
+        ids, 0, 0, packed_rows,
+        positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots,
+        departed, unsorted, schedule, summary, row_source, row_token,
+        tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
+        tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, PACED, False, TILE_M, 1, CHUNK,
+        COPY_ROWS, COPY_COLUMNS,
+    )  # fmt: skip
 
     blocks = tl.full((), 0, tl.int32)
+    scheduled = own_signal(segment_of(context, rank_of(context), tl.int64), 1, SIZE, GPUS)
     fits = wait(context, scheduled, epoch, COMPUTE, SCHEDULED, -1, 0)
     if fits:
         blocks = tl.load(summary + BLOCKS)
