@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import CLUSTERS, DTYPES, LAYOUTS, Canary, Guards, assert_same, lay_out, run, time_limit
+from helpers import CLUSTERS, DTYPES, LAYOUTS, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sums import SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
@@ -15,10 +15,6 @@ from mkernel.ops import matmul_all_reduce as all_reduce
 from mkernel.runtime.group import set_current
 
 NODES = [cluster for cluster in CLUSTERS if cluster[0] > 1]
-
-
-def cluster_name(value):
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) and len(value) == 2 else None
 
 
 @pytest.fixture(params=WAYS)
