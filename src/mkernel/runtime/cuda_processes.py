@@ -42,9 +42,9 @@ class CudaProcessWorld(Processes, CudaRanks):
         CudaRanks.__init__(self, size, Links(), {rank: device}, shares)
         Processes.__init__(self, process_group, gpus_per_node, transport, timeout)
         properties: Any = torch.cuda.get_device_properties(device)
-        everywhere = self.exchange(rank, range(size), "devices", "mk.init", str(properties.uuid), timeout)
-        sharing = everywhere.count(str(properties.uuid))
-        shares[rank] = max(properties.multi_processor_count // sharing, 1)
+        mine = (str(properties.uuid), properties.multi_processor_count)
+        everywhere = self.exchange(rank, range(size), "devices", "mk.init", mine, timeout)
+        shares.update({other: max(gpu[1] // everywhere.count(gpu), 1) for other, gpu in enumerate(everywhere)})
         if len(set(everywhere)) < size:
             # torch reads it when memory is mapped for the first time; both spellings were in use
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
