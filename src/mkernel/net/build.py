@@ -23,7 +23,10 @@ from mkernel.runtime.errors import MKernelError, TransportError
 
 NATIVE = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-pthread", "-Wall", "-Wextra")
-LIBRARY_FLAGS = ("-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden")
+LIBRARY_FLAGS = (
+    *("-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-Xlinker", f"--version-script={NATIVE / 'exports.map'}"),
+)
 BUILD_SECONDS = 300
 RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # the build does without them
 
@@ -65,11 +68,11 @@ def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequenc
     sources = sorted(NATIVE.glob("*.cc")) + list(more_sources)
     command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}", "-x", "c++", "-"]
     directories = {source.parent for source in sources} | {Path(flag[2:]) for flag in flags if flag.startswith("-I")}
-    headers = {header for directory in directories for header in directory.glob("*.h")}
+    used = {path for directory in directories for kind in ("*.h", "*.map") for path in directory.glob(kind)}
     digest = hashlib.sha256()
     for part in (*command, _version(command[0]), _rdma_headers(command)):
         digest.update(part.encode() + b"\0")
-    for path in sorted(headers | set(sources)):
+    for path in sorted(used | set(sources)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = cache_directory() / f"{name}-{digest.hexdigest()[:24]}"
     if not target.exists():

@@ -226,24 +226,22 @@ void Door::welcome(Guest& guest) {
 }
 
 void Door::complain(const std::vector<PeerAddress>& peers, double waited_s) const {
-  std::ostringstream out;
-  out.precision(3);
-  out << "rank " << job_.rank << " waited " << waited_s << " s for";
+  std::string text = words("rank ", job_.rank, " waited ", short_text(waited_s), " s for");
   const char* separator = " ";
   for (const PeerAddress& peer : peers) {
     uint32_t here = 0;
     for (uint32_t stream = 0; stream < job_.streams; ++stream) here += arrivals_.count({peer.peer, stream}) ? 1 : 0;
     if (here == job_.streams) continue;
-    out << separator << "rank " << peer.peer;
-    if (peer.peer < job_.rank) out << " at " << text_of(peer.address);
-    out << " (" << here << " of " << job_.streams << " streams came";
+    text += words(separator, "rank ", peer.peer);
+    if (peer.peer < job_.rank) text += words(" at ", text_of(peer.address));
+    text += words(" (", here, " of ", job_.streams, " streams came");
     auto why = why_.find(peer.peer);
-    if (why != why_.end()) out << "; the last try: " << why->second;
-    out << ")";
+    if (why != why_.end()) text += words("; the last try: ", why->second);
+    text += ")";
     separator = ", ";
   }
-  if (refused_ > 0) out << "; " << refused_ << " connections were refused, the last from " << last_refused_;
-  fail(out.str());
+  if (refused_ > 0) text += words("; ", refused_, " connections were refused, the last from ", last_refused_);
+  fail(text);
 }
 
 }  // namespace mkernel

@@ -149,7 +149,7 @@ EfaTransport::Way EfaTransport::open_way(Rail& rail, const EfaLibrary& efa) {
   if (int problem = efa.query_device(rail.context.get(), &abilities, sizeof(abilities)))
     fail("RDMA device ", rail.name, " is not an EFA device: ", errno_text(problem));
   if ((abilities.device_caps & kCanWrite) == 0)
-    fail("EFA device ", rail.name, " can not do RDMA writes (its abilities are 0x", std::hex, abilities.device_caps,
+    fail("EFA device ", rail.name, " can not do RDMA writes (its abilities are ", hex_text(abilities.device_caps),
          "): newer instances can, if the kernel's efa module and libefa know of it too");
   Way way;
   way.largest = abilities.max_rdma_size;

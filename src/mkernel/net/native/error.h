@@ -1,11 +1,17 @@
 // Errors are exceptions whose words say what went wrong, for whom, and what the system said.
+//
+// Words are put together without streams: those need the C++ library's locales, which a process may have
+// twice, once with torch and once linked into this library, and which do not work when they are mixed.
 #pragma once
 
 #include <cerrno>
-#include <sstream>
+#include <cinttypes>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
+#include <type_traits>
 
 namespace mkernel {
 
@@ -13,11 +19,33 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+inline void append(std::string& text, std::string_view part) { text += part; }
+
+// Whole numbers; for others say how many digits (short_text).
+template <class Number, std::enable_if_t<std::is_integral_v<Number> || std::is_enum_v<Number>, int> = 0>
+void append(std::string& text, Number number) {
+  text += std::to_string(+number);
+}
+
 template <class... Parts>
 std::string words(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string text;
+  (append(text, parts), ...);
+  return text;
+}
+
+// As 0x1f.
+inline std::string hex_text(uint64_t number) {
+  char text[24];
+  std::snprintf(text, sizeof(text), "0x%" PRIx64, number);
+  return text;
+}
+
+// To three digits.
+inline std::string short_text(double number) {
+  char text[24];
+  std::snprintf(text, sizeof(text), "%.3g", number);
+  return text;
 }
 
 template <class... Parts>

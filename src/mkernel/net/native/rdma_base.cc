@@ -220,12 +220,11 @@ void RdmaBase::move_queue(ibv_qp* queue, ibv_qp_attr& attributes, int mask, cons
 }
 
 std::string RdmaBase::reason_of(const ibv_wc& completion) const {
-  std::ostringstream out;
-  out << library_.wc_status_str(completion.status) << " (status " << completion.status << ", vendor error 0x" << std::hex
-      << completion.vendor_err << std::dec << ")";
-  if (completion.status == IBV_WC_RETRY_EXC_ERR) out << ": it does not answer, or the way to it is cut";
-  if (completion.status == IBV_WC_REM_ACCESS_ERR) out << ": the memory that was written to is not registered there";
-  return out.str();
+  std::string text = words(library_.wc_status_str(completion.status), " (status ", completion.status,
+                           ", vendor error ", hex_text(completion.vendor_err), ")");
+  if (completion.status == IBV_WC_RETRY_EXC_ERR) text += ": it does not answer, or the way to it is cut";
+  if (completion.status == IBV_WC_REM_ACCESS_ERR) text += ": the memory that was written to is not registered there";
+  return text;
 }
 
 }  // namespace mkernel
