@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.environment import one_of_several_processes
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
 from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
@@ -61,7 +61,7 @@ def init(
     """
     check_timeout(timeout)
     distributed = torch.distributed.is_available()
-    if distributed and not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if distributed and not torch.distributed.is_initialized() and one_of_several_processes():
         torch.distributed.init_process_group("gloo")
     if distributed and torch.distributed.is_initialized() and torch.distributed.get_world_size(process_group) > 1:
         from mkernel.runtime import processes
