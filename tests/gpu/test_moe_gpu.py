@@ -39,9 +39,9 @@ class Layer:
         self.everyone = group.exchange("layer", self)
 
     def rows(self):
-        """(counts, sources, tokens, rows) of this rank's experts, in order."""
+        """(counts, sources, tokens, rows) of this rank's experts, in order; empty tensors if it has none."""
         first = sum(self.experts[: self.group.rank])
-        counts, sources, tokens, rows = [], [], [], []
+        counts, sources, tokens, rows = [], [self.ids.new_empty(0)], [self.ids.new_empty(0)], [self.x[:0]]
         for expert in range(first, first + self.experts[self.group.rank]):
             found = 0
             for source, other in enumerate(self.everyone):
@@ -84,7 +84,10 @@ def check_dispatch(layer, y, handle):
     assert handle.counts.tolist() == counts
     assert torch.equal(handle.source[: len(rows)].long(), sources)
     assert torch.equal(handle.token[: len(rows)].long(), tokens)
-    exact = torch.cat([part.double() @ w.double() for part, w in zip(rows.split(counts), layer.w)]) if counts else rows
+    assert (y.dtype, y.shape) == (layer.x.dtype, (len(handle.source), layer.w.shape[2]))
+    products = [part.double() @ w.double() for part, w in zip(rows.split(counts), layer.w)]
+    exact = torch.cat([y[:0].double(), *products])
+    assert exact.shape == (len(rows), y.shape[1])
     depth = layer.x.shape[1]
     terms = depth**0.5 if y.dtype == torch.float32 else 0.0
     error = (y[: len(rows)].double() - exact).abs().max().item() if len(rows) else 0.0
