@@ -3,7 +3,7 @@
 One CTA posts a request through the ring, the proxy of its rank carries it out over the loopback transport
 (no pacing), and the CTA waits for the signal; then the next one. Times are the GPU's own. With host
 memory the proxy copies by memcpy and sets the signal with a store: that is what ring, proxy and signal
-cost by themselves. With GPU memory it queues a copy and a write on a stream.
+cost by themselves. With GPU memory it launches a kernel that copies and sets the signal.
 
 Then the throughput of many requests of one tile each, between GPU memories, as the operators that sum over nodes
 post them: four ranks at once, each with a proxy of its own, all of which need the driver. Eight CTAs of every
