@@ -103,15 +103,18 @@ def test_a_kernel_sees_its_rank_and_the_segments_of_its_node(nodes, gpus):
 def test_the_table_holds_what_the_group_knows():
     def rank(group):
         table = workspace_of(group).context.tolist()
-        return table, group._records.data_ptr(), group._ring.data_ptr() if group._ring is not None else 0
+        ring, posting = (words.data_ptr() if words is not None else 0 for words in (group._ring, group._posting))
+        return table, group._records.data_ptr(), ring, posting
 
     for nodes in (1, 2):
-        for number, (table, recorded, ring) in enumerate(simulate(rank, nodes=nodes, gpus=1, timeout=2.5)):
+        for number, (table, recorded, ring, posting) in enumerate(simulate(rank, nodes=nodes, gpus=1, timeout=2.5)):
             assert table[words.RANK.value] == number
             assert table[words.SIZE.value] == nodes
             assert table[words.TIMEOUT.value] == 2_500_000_000
             assert table[words.RECORDS.value] == recorded
             assert table[words.RING.value] == ring
+            assert table[words.POSTING.value] == posting
+            assert (ring == 0) == (posting == 0) == (nodes == 1)
             assert len(table) == words.TABLE.value + 2 * nodes
 
 

@@ -20,12 +20,14 @@ WORDS = layout.REQUEST_WORDS.value
 
 
 def own_ring(group, workspace, capacity):
-    """A ring that nobody takes requests out of."""
+    """A ring that nobody takes requests out of, and what its producers share."""
     ring = group.world.host_words(group.world_rank, HEADER + capacity * WORDS + 8)
     ring[layout.CAPACITY.value] = capacity
     ring[HEADER + capacity * WORDS :] = -1  # canaries
+    posting = group.world.upload(group.world_rank, [0, capacity, capacity])
     workspace.context[words.RING.value] = ring.data_ptr()
-    return ring
+    workspace.context[words.POSTING.value] = posting.data_ptr()
+    return ring, posting
 
 
 @triton.jit
@@ -42,14 +44,14 @@ SMALL = dict(source=1, target=2, size=3, signal=4, value=5)
 def test_fields_are_where_they_are_documented(numbers):
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, 4)
+        ring, posting = own_ring(group, workspace, 4)
         out = torch.full((1,), -7, dtype=torch.int64)
         launch(group, workspace, post_one, peer=65535, source_segment=0x7FFFFE, segment=0xABCDEF, out=out, **numbers)
-        return ring.tolist(), int(out)
+        return ring.tolist(), posting.tolist(), int(out)
 
-    ((ring, ticket),) = simulate(rank)
+    ((ring, posting, ticket),) = simulate(rank)
     assert ticket == 0
-    assert ring[layout.TAKEN.value] == 1
+    assert posting[layout.TAKEN.value] == 1
     assert ring[layout.CONSUMED.value] == ring[layout.COMPLETED.value] == 0
     request = ring[HEADER : HEADER + WORDS]
     assert request[layout.TURN.value] == 1
@@ -68,8 +70,8 @@ def test_a_request_has_64_bytes_and_its_words_differ():
     places = [getattr(layout, name).value for name in names]
     assert len(set(places)) == len(places)
     assert max(places) < WORDS == 8
-    header = [getattr(layout, name).value for name in ("TAKEN", "CONSUMED", "COMPLETED", "CAPACITY")]
-    assert len(set(header)) == 4
+    header = [getattr(layout, name).value for name in ("CONSUMED", "COMPLETED", "CAPACITY")]
+    assert len(set(header)) == 3
     assert max(header) < HEADER
 
 
@@ -79,7 +81,7 @@ def test_many_producers_take_different_slots(seed):
 
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, grid)
+        ring, _ = own_ring(group, workspace, grid)
         out = torch.zeros(grid, dtype=torch.int64)
         launch(group, workspace, post_one, grid=grid, peer=1, source_segment=2, segment=3, out=out, **SMALL)
         return ring, out
@@ -96,7 +98,7 @@ def test_the_turn_grows_each_time_round():
 
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, 2)
+        ring, _ = own_ring(group, workspace, 2)
         out = torch.zeros(1, dtype=torch.int64)
         turns = []
         for taken in range(7):
@@ -109,10 +111,27 @@ def test_the_turn_grows_each_time_round():
     assert simulate(rank)[0] == [[1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3], [4, 3]]
 
 
+def test_the_host_is_asked_only_when_the_ring_seems_full():
+    """What one producer found out is enough for those that follow; until then none looks."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        ring, posting = own_ring(group, workspace, 4)
+        out = torch.zeros(1, dtype=torch.int64)
+        free = []
+        for consumed in (-100, -100, -100, -100, 2, -100, 6):  # -100: who looked there would wait for ever
+            ring[layout.CONSUMED.value] = consumed
+            launch(group, workspace, post_one, peer=1, source_segment=2, segment=3, out=out, **SMALL)
+            free.append(posting[layout.FREE.value].item())
+        return int(out), free
+
+    assert simulate(rank, timeout=SOON) == [(6, [4, 4, 4, 4, 6, 6, 10])]
+
+
 def test_a_full_ring_is_waited_for_and_the_wait_ends():
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, 4)
+        ring, _ = own_ring(group, workspace, 4)
         out = torch.full((6,), -7, dtype=torch.int64)
         with pytest.raises(mk.CommTimeout) as caught:
             launch(group, workspace, post_one, grid=6, peer=1, source_segment=2, segment=3, out=out, **SMALL)
@@ -146,20 +165,21 @@ def signals_of_many(grid, each, *, seed, capacity):
     def rank(group):
         workspace = workspace_of(group, grid * each + 2, 1024)
         group._ring[layout.CAPACITY.value] = capacity
+        group._posting[:] = torch.tensor([0, capacity, capacity])
         group.barrier()
         out = torch.zeros(grid, dtype=torch.int64)
         launch(group, workspace, send_many, grid=grid, each=each, first_signal=1, out=out)
         group.barrier()
-        header = group._ring[:HEADER].tolist()
-        return workspace.segment.memory.view(torch.int64)[: grid * each + 2].clone(), out, header
+        counts = [group._ring[word.value].item() for word in (layout.CONSUMED, layout.COMPLETED)]
+        counts.append(group._posting[layout.TAKEN.value].item())
+        return workspace.segment.memory.view(torch.int64)[: grid * each + 2].clone(), out, counts
 
-    (_, sent, header), (signals, _, idle) = simulate(rank, nodes=2, gpus=1, seed=seed)
+    (_, sent, counts), (signals, _, idle) = simulate(rank, nodes=2, gpus=1, seed=seed)
     total = grid * each
     assert sent.tolist() == [1] * grid
     assert signals.tolist() == [0, *range(1, total + 1), 0]
-    for word in (layout.TAKEN, layout.CONSUMED, layout.COMPLETED):
-        assert header[word.value] == total
-        assert idle[word.value] == 0
+    assert counts == [total] * 3
+    assert idle == [0] * 3
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 4])
@@ -180,8 +200,8 @@ def test_tickets_of_a_long_life(ticket):
 
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, capacity)
-        ring[layout.TAKEN.value] = ticket
+        ring, posting = own_ring(group, workspace, capacity)
+        posting[layout.TAKEN.value] = ticket
         ring[layout.CONSUMED.value] = ticket
         out = torch.zeros(3, dtype=torch.int64)
         launch(group, workspace, post_one, grid=3, peer=1, source_segment=2, segment=3, out=out, **SMALL)
@@ -238,7 +258,7 @@ def wait_for_nobody(context, ticket, out):
 def test_wait_sent_waits_for_all_up_to_its_ticket(completed, ticket, there):
     def rank(group):
         workspace = workspace_of(group)
-        ring = own_ring(group, workspace, 4)
+        ring, _ = own_ring(group, workspace, 4)
         ring[layout.COMPLETED.value] = completed
         out = torch.full((1,), -7, dtype=torch.int64)
         record = None

@@ -12,7 +12,7 @@ import torch
 from mkernel.lang import requests as layout
 from mkernel.net import Proxy, TcpTransport, Transport
 
-TAKEN, CONSUMED, COMPLETED = layout.TAKEN.value, layout.CONSUMED.value, layout.COMPLETED.value
+CONSUMED, COMPLETED = layout.CONSUMED.value, layout.COMPLETED.value
 CAPACITY, HEADER, WORDS = layout.CAPACITY.value, layout.HEADER_WORDS.value, layout.REQUEST_WORDS.value
 SECRET = b"only the ranks of this job know!"
 
@@ -32,6 +32,7 @@ class Producer:
         self.ring[CAPACITY] = capacity
         self.words = self.ring.numpy()
         self.capacity = capacity
+        self.taken = 0
         self._lock = threading.Lock()
 
     @property
@@ -46,8 +47,8 @@ class Producer:
         self, peer: int, *, source=0, target=0, size=0, signal=0, value=1, segment=0, source_segment=0, proxy=None
     ) -> int:
         with self._lock:
-            ticket = int(self.words[TAKEN])
-            self.words[TAKEN] += 1
+            ticket = self.taken
+            self.taken += 1
         eventually(lambda: self.consumed > ticket - self.capacity or bool(proxy and proxy.error), "room in the ring")
         slot = self.words[HEADER + ticket % self.capacity * WORDS :][:WORDS]
         addressee = peer | segment << 16 | source_segment << 40

@@ -10,7 +10,7 @@ import torch
 from mkernel.net import LoopbackTransport, Proxy
 from mkernel.runtime.errors import ArgumentError, TransportError
 
-from .harness import Producer, Rank, eventually, stop_all
+from .harness import CAPACITY, Producer, Rank, eventually, stop_all
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_the_interpreter_ends_with_a_proxy_running(end):
 import torch
 from mkernel.net import LoopbackTransport, Proxy, TcpTransport
 ring = torch.zeros(72, dtype=torch.int64)
-ring[3] = 8
+ring[{CAPACITY}] = 8
 one, two = LoopbackTransport("end", 0, latency=60.0), TcpTransport(0, 2, b"s" * 16)
 proxies = [Proxy(ring, one), Proxy(ring.clone(), two)]
 {end}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.net.build import build, compiler
+from mkernel.net.build import NATIVE, build, compiler
 
 from .test_rdma import FAKE as FAKE_VERBS
 from .test_rdma import has_headers
@@ -41,7 +41,7 @@ def test_stress(sanitizer, what):
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_memory_on_a_device(sanitizer, tmp_path):
     """With a driver that is a fake one, so that this runs without a GPU."""
-    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
     subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
     run(sanitizer, "cuda", libraries=tmp_path)
 
@@ -50,7 +50,7 @@ def test_memory_on_a_device(sanitizer, tmp_path):
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_rdma(sanitizer, tmp_path):
     """With libraries that are a stand-in, so that this runs without a device."""
-    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", *SANITIZERS[sanitizer]]
+    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
     subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=120)
     (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
     subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)

@@ -17,6 +17,7 @@ from mkernel.lang import requests as layout
 from mkernel.net import LoopbackTransport, Proxy
 from mkernel.net.native import library
 from mkernel.runtime.errors import ArgumentError, TransportError
+from mkernel.runtime.network import drained
 
 from .harness import CAPACITY, COMPLETED, CONSUMED, HEADER, WORDS, Producer, Rank, eventually, tcp_job
 
@@ -37,10 +38,10 @@ def test_the_layout_is_that_of_the_kernels():
     own = {
         name: value
         for name, value in constants.items()
-        if name in ("TAKEN", "CONSUMED", "COMPLETED", "CAPACITY", "HEADER_WORDS", "REQUEST_WORDS", "TURN")
+        if name in ("CONSUMED", "COMPLETED", "CAPACITY", "HEADER_WORDS", "REQUEST_WORDS", "TURN")
         or name in ("PEER_AND_SEGMENTS", "SOURCE", "TARGET", "BYTES", "SIGNAL", "VALUE")
     }
-    assert len(own) == 13
+    assert len(own) == 12
     assert {name: library().constant(name.encode()) for name in own} == own
     assert library().constant(b"SOMETHING") == -1
 
@@ -178,6 +179,21 @@ def test_rings_that_are_refused(pair):
         Proxy(left, transport)
     with pytest.raises(ArgumentError, match="int64"):
         Proxy(torch.zeros(64), transport)
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_ring_is_drained_when_all_in_it_is_completed(count, request):
+    with LoopbackTransport(request.node.name, 0, latency=0.3) as transport:
+        rank = Rank(transport, capacity=4)
+        assert drained(rank.producer.ring)
+        for i in range(count):
+            rank.put(0, 0, 0, 0, signal=i)
+        assert not drained(rank.producer.ring)
+        eventually(lambda: rank.producer.consumed == count, "all taken")
+        assert not drained(rank.producer.ring)
+        eventually(lambda: drained(rank.producer.ring), "all done")
+        assert rank.signals[:count].tolist() == [1] * count
+        assert rank.proxy.stop()
 
 
 def test_a_ring_is_taken_over_where_it_was_left(pair):

@@ -14,7 +14,7 @@ import torch
 from mkernel.net import TcpTransport
 from mkernel.runtime.errors import TransportError
 
-from .harness import SECRET, Rank, connect, eventually, stop_all, tcp_job, together
+from .harness import CAPACITY, SECRET, Rank, connect, eventually, stop_all, tcp_job, together
 
 MIB = 1 << 20
 
@@ -155,7 +155,7 @@ from mkernel.net import Proxy, TcpTransport
 transport = TcpTransport(1, 2, {SECRET!r}, streams=3)
 transport.attach(0, torch.zeros(1 << 16, dtype=torch.uint8))
 ring = torch.zeros(72, dtype=torch.int64)
-ring[3] = 8
+ring[{CAPACITY}] = 8
 transport.connect({{0: ("127.0.0.1", int(sys.argv[1]))}})
 proxy = Proxy(ring, transport)
 print("ready", flush=True)

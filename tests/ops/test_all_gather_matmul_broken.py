@@ -146,8 +146,8 @@ BROKEN = {
     ),
     "a slot of the ring is reused before it was taken": Broken(
         Scenario((2, 1), ring=2, chunk_rows=1),
-        [("requests", "    if free:\n", "    if free | True:\n"),
-         ("requests", "ticket - capacity + 1, ROLE", "ticket * 0, ROLE")],
+        [("requests", "    if ticket >= free:\n", "    if ticket < 0:\n"),
+         ("requests", "(ticket < free) & (not leave)", "not leave")],
         ANY,
     ),
     # rule 4: no CTA waits for a later one

@@ -146,8 +146,8 @@ BROKEN = {
     "one shot: one half for all epochs": Broken(Scenario((1, 2), SHOT, calls=6, slow=1, rows=20), ONE_HALF),
     "a slot of the ring is reused before it was taken": Broken(
         Scenario((2, 1), SCATTER, ring=2, rows=256, calls=1),
-        [("requests", "    if free:\n", "    if free | True:\n"),
-         ("requests", "ticket - capacity + 1, ROLE", "ticket * 0, ROLE")],
+        [("requests", "    if ticket >= free:\n", "    if ticket < 0:\n"),
+         ("requests", "(ticket < free) & (not leave)", "not leave")],
         ANY,
     ),
     # rule 4: no CTA waits for a later one, and what others need comes first

@@ -3,7 +3,7 @@
 One CTA posts a request through the ring, the proxy of its rank carries it out over the loopback transport
 (no pacing), and the CTA waits for the signal; then the next one. Times are the GPU's own. With host
 memory the proxy copies by memcpy and sets the signal with a store: that is what ring, proxy and signal
-cost by themselves. With GPU memory it queues a copy and a write on a stream.
+cost by themselves. With GPU memory it launches a kernel that copies and sets the signal.
 
 Then the throughput of many requests of one tile each, between GPU memories, as the operators that sum over nodes
 post them: four ranks at once, each with a proxy of its own, all of which need the driver. Eight CTAs of every
@@ -24,7 +24,6 @@ import triton.language as tl
 
 from mkernel.lang import context as words
 from mkernel.lang import requests
-from mkernel.lang.context import RING
 from mkernel.lang.device import clock
 from mkernel.lang.requests import post
 from mkernel.lang.roles import SEND
@@ -90,15 +89,18 @@ class _Rank:
             torch.zeros(8, dtype=torch.int64, device=device),  # the state
             torch.zeros(records.MAX_CTAS * records.WORDS, dtype=torch.int64).pin_memory(),
             torch.zeros(1, dtype=torch.int64, device=device),  # the flag that tells to leave
+            torch.tensor([0, capacity, capacity], device=device),  # what the ring's producers share
         ]
-        state, waits, flag = (memory.data_ptr() for memory in self._kept)
+        state, waits, flag, posting = (memory.data_ptr() for memory in self._kept)
         table = [0] * (words.TABLE.value + 2 * size)
         table[words.RANK.value] = rank
         table[words.SIZE.value] = size
         table[words.TIMEOUT.value] = 10**10
         table[words.STATE.value] = state
         table[words.RECORDS.value] = waits
-        table[RING.value] = self.ring.data_ptr()
+        table[words.RING.value] = self.ring.data_ptr()
+        table[words.POSTING.value] = posting
+        table[words.ABORTED.value] = flag
         table[words.TABLE.value + size + rank] = flag
         self.context = torch.tensor(table, dtype=torch.int64, device=device)
 

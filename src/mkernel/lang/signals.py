@@ -72,6 +72,12 @@ def notify_in_loop(signal, value):
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
+    return wait_value(context, signal, expected, ROLE, KIND, peer, index) >= expected
+
+
+@triton.jit
+def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
+    """`wait`, and the value that the signal has reached; less than expected if the group gave up."""
     since = trace_time(context)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
@@ -81,7 +87,7 @@ def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer
         trace(context, SEND, WAIT + KIND, peer, index, since)
     else:
         trace(context, ROLE, WAIT + KIND, peer, index, since)
-    return seen >= expected
+    return seen
 
 
 @triton.jit

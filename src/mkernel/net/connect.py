@@ -171,7 +171,7 @@ def _try_out(group: Group, transport: RdmaTransport) -> None:
     other: then it is told here, and not in the middle of the first operator. Collective."""
     peers = counterparts(group)
     ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
-    ring[requests.CAPACITY.value] = ring[requests.TAKEN.value] = len(peers)
+    ring[requests.CAPACITY.value] = len(peers)
     for slot, peer in zip(ring[requests.HEADER_WORDS.value :].view(-1, requests.REQUEST_WORDS.value), peers):
         slot[requests.PEER_AND_SEGMENTS.value] = peer | TRIAL_SEGMENT << 16 | TRIAL_SEGMENT << 40
         slot[requests.SIGNAL.value] = 8 * group.rank

@@ -320,8 +320,8 @@ _worlds = itertools.count()
 def _shares(devices: Mapping[int, torch.device], nodes: int) -> dict[int, int]:
     """How many CTAs each rank may have, so that all fit on their GPUs.
 
-    With several nodes some SMs stay free, for the copies between nodes: the driver copies from a GPU to
-    itself with a kernel, which could not start while ours hold all SMs and wait for it (see net/native/cuda.h).
+    With several nodes some SMs stay free, for the copies between nodes: from a GPU to itself they are made
+    with a kernel, which could not start while ours hold all SMs and wait for it (see net/native/cuda.h).
     Four SMs of an H200 copy far more than the network that they stand for.
     """
     shares = {}

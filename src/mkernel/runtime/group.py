@@ -95,12 +95,14 @@ class Group:
         self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
+        self._posting: torch.Tensor | None = None
         if self.nodes > 1:
             ring = world.host_words(
                 world_rank, requests.HEADER_WORDS.value + RING_CAPACITY * requests.REQUEST_WORDS.value
             )
             ring[requests.CAPACITY.value] = RING_CAPACITY
             self._ring = ring
+            self._posting = world.upload(world_rank, [0, RING_CAPACITY, RING_CAPACITY])  # see lang/requests.py
         self._control = self.heap.allocate(ALIGNMENT)
         if self._ring is not None:
             world.start_proxy(self, self._ring)
@@ -313,6 +315,7 @@ class Group:
         table[words.STATE.value] = state.data_ptr()
         table[words.RECORDS.value] = self._records.data_ptr()
         table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
+        table[words.POSTING.value] = self._posting.data_ptr() if self._posting is not None else 0
         table[words.SEGMENT.value] = segment.number
         table[words.OP.value] = records.OPS.index(op)
         table[words.ABORTED.value] = self._control.addresses[self.rank]

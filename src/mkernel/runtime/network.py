@@ -39,6 +39,14 @@ class Connection:
                 self.proxy.alarm(address, device)
 
 
+def drained(ring: torch.Tensor) -> bool:
+    """Has the proxy completed every request in the ring? Nobody posts meanwhile."""
+    consumed, capacity = int(ring[requests.CONSUMED.value]), int(ring[requests.CAPACITY.value])
+    slot = requests.HEADER_WORDS.value + consumed % capacity * requests.REQUEST_WORDS.value
+    due = int(ring[slot + requests.TURN.value]) == consumed // capacity + 1
+    return not due and int(ring[requests.COMPLETED.value]) == consumed
+
+
 class Networked:
     """The part of a world that has to do with connections. The world says which transport, in `start_proxy`."""
 
@@ -61,7 +69,7 @@ class Networked:
 
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while ring[requests.COMPLETED.value] < ring[requests.TAKEN.value] and time.monotonic() < deadline:
+        while not drained(ring) and time.monotonic() < deadline:
             time.sleep(1e-4)
 
     def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:

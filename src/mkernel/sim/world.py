@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from greenlet import greenlet
 
-from mkernel.lang import requests
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
 from mkernel.sim.network import InFlight, Proxy
@@ -233,8 +233,7 @@ class SimWorld:
         self.scheduler.add(proxy)
 
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
-        taken, completed = ring[requests.TAKEN.value], ring[requests.COMPLETED.value]
-        self.scheduler.current_host().block(lambda: bool(completed >= taken), "the network", timeout)
+        self.scheduler.current_host().block(lambda: drained(ring), "the network", timeout)
 
     def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
         seen = self._transfers.pop((group.name, group.world_rank), [])

@@ -1,9 +1,10 @@
 // A stand-in for the NVIDIA driver's library on machines without one: a stream is a thread that does what
-// it was asked to do in order, some time later. "Device" memory is any memory. Used with no context, or
-// for a copy of kForbidden bytes, it fails as the driver would.
+// it was asked to do in order, some time later. "Device" memory is any memory. The only kernel is that of batch.h.
+// Used with no context, or for a copy of kForbidden bytes, it fails as the driver would.
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -12,12 +13,20 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <memory>
 #include <random>
+#include <set>
 #include <thread>
+
+#include "batch.h"
 
 namespace {
 
+using mkernel::batch::Batch;
+
 constexpr int kInvalidContext = 201;
+constexpr int kInvalidValue = 1;
+constexpr int kInvalidImage = 200;
 constexpr int kIllegalAddress = 700;
 constexpr int kNotReady = 600;
 constexpr size_t kForbidden = 666;
@@ -66,7 +75,7 @@ class Stream {
 };
 
 thread_local int depth = 0;
-std::atomic<int64_t> copies{0}, batches{0};
+std::atomic<int64_t> copies{0}, writes{0}, launches{0};
 
 struct Write {
   unsigned operation;
@@ -77,14 +86,45 @@ struct Write {
   uint64_t padding;
 };
 
+template <class Word>
+Word* word_at(unsigned long long address) {
+  return reinterpret_cast<Word*>(address);
+}
+
+// Do what the kernel promises hold? So many CTAs that each has something to do, and no two signals to one word.
+bool is_sound(const Batch& batch, unsigned ctas) {
+  using namespace mkernel::batch;
+  if (batch.copies + batch.signals > kMostEntries || batch.counter % 4 != 0 || batch.done % 8 != 0) return false;
+  uint64_t chunks = 0;
+  std::set<uint64_t> words;
+  for (uint32_t i = 0; i < batch.copies; ++i) chunks += (batch.entries[i].bytes + kChunk - 1) / kChunk;
+  for (uint32_t i = 0; i < batch.signals; ++i) words.insert(batch.entries[batch.copies + i].target);
+  return words.size() == batch.signals && ctas == std::max<uint64_t>(1, std::min<uint64_t>(chunks, kMostCtas));
+}
+
+// The kernel of batch.h: the copies in some order, then the signals in some order, then the number.
+void carry_out(Batch batch) {
+  static thread_local std::minstd_rand random(11);
+  auto* first = batch.entries;
+  std::shuffle(first, first + batch.copies, random);
+  std::shuffle(first + batch.copies, first + batch.copies + batch.signals, random);
+  if (__atomic_load_n(word_at<uint32_t>(batch.counter), __ATOMIC_ACQUIRE) != 0) std::abort();
+  for (uint32_t i = 0; i < batch.copies; ++i, ++first)
+    std::memmove(word_at<void>(first->target), word_at<void>(first->source), first->bytes);
+  for (uint32_t i = 0; i < batch.signals; ++i, ++first)
+    __atomic_store_n(word_at<uint64_t>(first->target), first->source, __ATOMIC_RELEASE);
+  __atomic_store_n(word_at<uint64_t>(batch.done), batch.number, __ATOMIC_RELEASE);
+}
+
 }  // namespace
 
 extern "C" {
 
-// How often the driver was called so far, to copy and to write signals.
-void fake_calls(int64_t* copied, int64_t* written) {
+// How often the driver was called so far: to copy, to write signals, and to launch the kernel that does both.
+void fake_calls(int64_t* copied, int64_t* written, int64_t* launched) {
   *copied = copies;
-  *written = batches;
+  *written = writes;
+  *launched = launches;
 }
 
 int cuInit(unsigned) { return 0; }
@@ -145,16 +185,42 @@ int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, 
   return 0;
 }
 
-int cuStreamBatchMemOp_v2(void* stream, unsigned count, Write* writes, unsigned) {
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, Write* list, unsigned) {
   if (depth == 0) return kInvalidContext;
-  ++batches;
+  ++writes;
   for (unsigned i = 0; i < count; ++i) {
-    Write write = writes[i];
-    if (write.operation != 5 || write.address % 8 != 0) return 1;
+    Write write = list[i];
+    if (write.operation != 5 || write.address % 8 != 0) return kInvalidValue;
     static_cast<Stream*>(stream)->push([write] {
       __atomic_store_n(reinterpret_cast<uint64_t*>(write.address), write.value, __ATOMIC_RELEASE);
     });
   }
+  return 0;
+}
+
+int cuModuleLoadData(void** module, const void* image) {
+  if (depth == 0) return kInvalidContext;
+  if (std::strcmp(static_cast<const char*>(image), mkernel::batch::kPtx) != 0) return kInvalidImage;
+  *module = &copies;
+  return 0;
+}
+
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  if (module != &copies || std::strcmp(name, mkernel::batch::kKernel) != 0) return kInvalidValue;
+  *function = &launches;
+  return 0;
+}
+
+int cuLaunchKernel(void* function, unsigned ctas, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                   unsigned shared, void* stream, void** parameters, void**) {
+  if (depth == 0) return kInvalidContext;
+  if (function != &launches || y * z != 1 || threads != mkernel::batch::kThreads || shared != 0) return kInvalidValue;
+  auto batch = std::make_shared<Batch>(*static_cast<const Batch*>(parameters[0]));
+  if (!is_sound(*batch, ctas)) return kInvalidValue;
+  for (uint32_t i = 0; i < batch->copies; ++i)
+    if (batch->entries[i].bytes == kForbidden) return kIllegalAddress;
+  ++launches;
+  static_cast<Stream*>(stream)->push([batch] { carry_out(*batch); });
   return 0;
 }
 
@@ -164,7 +230,9 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 
 int cuMemAlloc_v2(unsigned long long* memory, size_t bytes) {
-  *memory = reinterpret_cast<unsigned long long>(std::calloc(1, bytes));
+  void* made = std::malloc(bytes);
+  std::memset(made, 0xA5, bytes);  // nobody has cleared it
+  *memory = reinterpret_cast<unsigned long long>(made);
   return 0;
 }
 

@@ -274,7 +274,7 @@ void alarms() {
   request.bytes = 666;  // see fake_cuda
   producer.post(request);
   CHECK(eventually([&] { return look(&flags[0]) == 1; }));
-  CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
+  CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy and set signals: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
   proxy.alarm(&flags[1], -1);  // too late to be early
   CHECK(look(&flags[1]) == 1);
   bool refused = false;
@@ -288,37 +288,49 @@ void alarms() {
 
 struct Calls {
   Calls() {
-    static auto* ask = reinterpret_cast<void (*)(int64_t*, int64_t*)>(
+    static auto* ask = reinterpret_cast<void (*)(int64_t*, int64_t*, int64_t*)>(
         ::dlsym(::dlopen("libcuda.so.1", RTLD_NOW), "fake_calls"));
     CHECK(ask != nullptr);
-    ask(&copies, &batches);
+    ask(&copies, &writes, &launches);
   }
-  int64_t copies, batches;
+  Calls operator-(const Calls& before) const {
+    Calls made = *this;
+    made.copies -= before.copies;
+    made.writes -= before.writes;
+    made.launches -= before.launches;
+    return made;
+  }
+  int64_t copies, writes, launches;
 };
 
-// Requests that are neighbours, and lie in the ring in an order that is random within each `mixed` of them:
-// how many calls of the driver they take. Every block is there when its signal is. `crossed`: neighbours there
-// are none here.
-Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0, bool crossed = false) {
-  constexpr uint64_t kBlocks = 256, kBytes = 1024, kData = kBlocks * 8;
-  std::shared_ptr<Transport> ranks[2];
-  std::vector<std::vector<int64_t>> memory(2, std::vector<int64_t>((kData + kBlocks * kBytes) / 8));
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks[rank] = std::make_shared<LoopbackTransport>("burst", rank, options);
-    ranks[rank]->attach(0, memory[rank].data(), memory[rank].size() * 8, rank == 0 ? 0 : target_device);
+// Two loopback ranks, of which the first sends.
+struct Sending {
+  Sending(LoopbackOptions options, uint64_t bytes, int target_device = 0) : memory(2, std::vector<int64_t>(bytes / 8)) {
+    for (int rank = 0; rank < 2; ++rank) {
+      ranks.push_back(std::make_shared<LoopbackTransport>("sending", rank, options));
+      ranks[rank]->attach(0, memory[rank].data(), bytes, rank == 0 ? 0 : target_device);
+    }
   }
-  for (uint64_t block = 0; block < kBlocks; ++block)
-    std::fill_n(memory[0].begin() + (kData + block * kBytes) / 8, kBytes / 8, block + 1);
-  std::vector<uint64_t> order(kBlocks);
-  for (uint64_t i = 0; i < kBlocks; ++i) order[i] = i;
-  std::mt19937_64 random(3);
-  for (uint64_t i = 0; i < kBlocks; i += mixed) std::shuffle(order.begin() + i, order.begin() + i + mixed, random);
+  ~Sending() {
+    for (auto& rank : ranks) rank->stop(milliseconds(0));
+  }
+  uint8_t* bytes(int rank) { return reinterpret_cast<uint8_t*>(memory[rank].data()); }
+  std::vector<std::vector<int64_t>> memory;
+  std::vector<std::shared_ptr<Transport>> ranks;
+};
+
+// Requests that lie in the ring already: how many calls of the driver they take. Every block is there when its
+// signal is.
+Calls burst(LoopbackOptions options, int target_device = 0) {
+  constexpr uint64_t kBlocks = 256, kBytes = 1024, kData = kBlocks * 8;
+  Sending sending(options, kData + kBlocks * kBytes, target_device);
+  auto& memory = sending.memory;
   Producer producer(kBlocks);
-  for (uint64_t block : order) {
+  for (uint64_t block = 0; block < kBlocks; ++block) {
+    std::fill_n(memory[0].begin() + (kData + block * kBytes) / 8, kBytes / 8, block + 1);
     Request request;
     request.peer = 1;
-    request.source = kData + (block ^ crossed) * kBytes;
-    request.target = kData + block * kBytes;
+    request.source = request.target = kData + block * kBytes;
     request.bytes = kBytes;
     request.signal = block * 8;
     request.value = 5;
@@ -326,40 +338,124 @@ Calls burst(LoopbackOptions options, uint64_t mixed, int target_device = 0, bool
   }
   Calls before;
   auto start = std::chrono::steady_clock::now();
-  Proxy proxy(producer.words.data(), producer.words.size(), ranks[0], ProxyOptions{});
-  for (uint64_t block : order) {
+  Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
+  for (uint64_t block = 0; block < kBlocks; ++block) {
     CHECK(eventually([&] { return look(&memory[1][block]) == 5; }));
     for (uint64_t i = 0; i < kBytes / 8; ++i)
-      CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block ^ crossed) + 1);
+      CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block) + 1);
   }
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   CHECK(options.bytes_per_s == 0 || seconds >= kBlocks * kBytes / options.bytes_per_s);
   CHECK(proxy.stop(milliseconds(20000)));
   CHECK(proxy.statistics().completions == kBlocks);
-  Calls after;
-  for (auto& rank : ranks) rank->detach(0);
-  after.copies -= before.copies;
-  after.batches -= before.batches;
-  return after;
+  return Calls() - before;
 }
 
 void bursts() {
-  // a proxy takes 64 requests out of its ring before it lets the transport work
-  Calls at_once = burst({}, 64);
-  CHECK(at_once.copies == 4 && at_once.batches == 4);
-  // one request every 5 us
+  // a proxy takes 64 requests out of its ring before it lets the transport work; a batch has room for 32
+  Calls at_once = burst({});
+  CHECK(at_once.launches == 8 && at_once.copies == 0 && at_once.writes == 0);
+  // one request every 5 us: those of 20 us go together
   LoopbackOptions paced;
   paced.bytes_per_s = 1024 / 5e-6;
   paced.latency_ns = 5000;
-  Calls in_time = burst(paced, 8);
-  CHECK(in_time.copies <= 64 && in_time.batches <= 96);
-  // nothing can be joined, or is
-  CHECK(burst({}, 64, 0, true).copies == 256);
-  CHECK(burst({0, 0, 1}, 64).copies > 256);
-  // from a device to host memory: the signal is a plain store, and has to wait for the copy
-  burst({}, 1, -1);
-  burst(paced, 8, -1);
-  burst({0, 0, 1}, 1, -1);
+  Calls in_time = burst(paced);
+  CHECK(in_time.launches <= 64 && in_time.copies == 0 && in_time.writes == 0);
+  burst({0, 0, 1});
+  // to another device, and to host memory, the driver copies; the host's signal is a plain store, and waits for it
+  CHECK(burst({}, 1).copies == 256);
+  CHECK(burst({}, -1).copies == 256);
+  burst(paced, -1);
+  burst({0, 0, 1}, -1);
+}
+
+// Any size at any address, each between bytes that nobody may touch; a request without bytes only has a signal.
+void odd_places() {
+  constexpr uint64_t kSizes[] = {0, 1, 7, 8, 15, 16, 17, 100, 4095, 4096, 16383, 16384, 16385, 50001, 70000};
+  constexpr uint64_t kData = 4096, kRoom = 72 * 1024, kCount = std::size(kSizes) * 4;
+  Sending sending({}, kData + kCount * kRoom);
+  std::mt19937_64 random(4);
+  for (uint64_t i = kData; i < kData + kCount * kRoom; ++i) sending.bytes(0)[i] = static_cast<uint8_t>(random());
+  std::vector<Request> requests(kCount);
+  Producer producer(kCount);
+  for (uint64_t i = 0; i < kCount; ++i) {
+    Request& request = requests[i];
+    request.peer = 1;
+    request.bytes = kSizes[i / 4];
+    request.source = kData + i * kRoom + (i % 2 == 0 ? 0 : random() % 64);
+    request.target = kData + i * kRoom + 64 + (i % 4 < 2 ? 0 : random() % 64);
+    request.signal = i * 8;
+    request.value = static_cast<int64_t>(i) + 1;
+    producer.post(request);
+  }
+  Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
+  CHECK(proxy.stop(milliseconds(20000)));
+  std::vector<uint8_t> expected(kData + kCount * kRoom);
+  for (const Request& request : requests) {
+    std::memcpy(expected.data() + request.signal, &request.value, 8);
+    std::memcpy(expected.data() + request.target, sending.bytes(0) + request.source, request.bytes);
+  }
+  CHECK(std::memcmp(expected.data(), sending.bytes(1), expected.size()) == 0);
+}
+
+// Many requests to a few words, of values that grow and shrink, in one batch: the highest stays, and was never undone.
+void one_word_for_many() {
+  for (uint64_t bytes : {0, 8}) {
+    Sending sending({}, 8192);
+    Producer producer(200);
+    std::vector<int64_t> highest(3), seen(3);
+    for (int64_t i = 0; i < 200; ++i) {
+      Request request;
+      request.peer = 1;
+      request.bytes = bytes;
+      request.source = request.target = 1024 + static_cast<uint64_t>(i) * 8;
+      request.signal = static_cast<uint64_t>(i % 3) * 8;
+      request.value = i % 7 == 0 ? -5 : i < 150 ? i : 300 - i;
+      highest[i % 3] = std::max(highest[i % 3], request.value);
+      producer.post(request);
+    }
+    Calls before;
+    Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
+    CHECK(eventually([&] {
+      for (int word = 0; word < 3; ++word) {
+        int64_t now = look(&sending.memory[1][word]);
+        CHECK(now >= seen[word]);
+        seen[word] = now;
+      }
+      return seen == highest;
+    }));
+    CHECK(proxy.stop(milliseconds(20000)));
+    CHECK(proxy.statistics().completions == 200);
+    CHECK(std::equal(highest.begin(), highest.end(), sending.memory[1].begin()));
+    Calls made = Calls() - before;  // signals alone need no SM
+    CHECK(bytes == 0 ? made.launches == 0 && made.writes <= 4 : made.launches <= 8 && made.writes == 0);
+  }
+}
+
+// What was under way is done when detach returns; the memory is not touched any more.
+void detached_in_flight() {
+  for (int round = 0; round < 20; ++round) {
+    LoopbackOptions options;
+    options.bytes_per_s = 4e8;
+    Sending sending(options, 65536 + 8);
+    Producer producer(256);
+    for (int64_t i = 0; i < 200; ++i) {
+      Request request;
+      request.peer = 1;
+      request.source = request.target = 8;
+      request.bytes = 60000;
+      request.value = i + 1;
+      producer.post(request);
+    }
+    Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
+    CHECK(eventually([&] { return look(&sending.memory[1][0]) > round; }));
+    sending.ranks[1]->detach(0);
+    std::fill(sending.memory[1].begin(), sending.memory[1].end(), 77);
+    CHECK(eventually([&] { return !proxy.error().empty(); }));
+    CHECK(proxy.error().find("segment 0 is not attached on rank 1") != std::string::npos);
+    proxy.stop(milliseconds(0));
+    CHECK(std::count(sending.memory[1].begin(), sending.memory[1].end(), 77) == 65536 / 8 + 1);
+  }
 }
 
 // All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
@@ -375,6 +471,9 @@ void on_device() {
   exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000, 1);
   for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
   bursts();
+  odd_places();
+  one_word_for_many();
+  detached_in_flight();
   lifecycle(0);
   alarms();
 }

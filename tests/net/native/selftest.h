@@ -45,7 +45,7 @@ struct Producer {
     using namespace layout;
     int64_t* ring = words.data();
     int64_t capacity = ring[kCapacity];
-    int64_t ticket = __atomic_fetch_add(ring + kTaken, 1, __ATOMIC_RELAXED);
+    int64_t ticket = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
     CHECK(eventually([&] { return look(ring + kConsumed) > ticket - capacity; }));
     int64_t* slot = ring + kHeaderWords + ticket % capacity * kRequestWords;
     slot[kPeerAndSegments] = static_cast<int64_t>(request.peer | uint64_t{request.segment} << kSegmentShift |
@@ -60,6 +60,7 @@ struct Producer {
   }
 
   std::vector<int64_t> words;
+  int64_t taken = 0;
 };
 
 // Two tcp ranks of one process, connected.

@@ -65,11 +65,11 @@ const char* mkernel_net_last_error() { return last_error.c_str(); }
 int64_t mkernel_net_constant(const char* name) {
   using namespace layout;
   static const std::map<std::string, int64_t> constants = {
-      {"TAKEN", kTaken},           {"CONSUMED", kConsumed},         {"COMPLETED", kCompleted},
-      {"CAPACITY", kCapacity},     {"HEADER_WORDS", kHeaderWords},  {"REQUEST_WORDS", kRequestWords},
-      {"TURN", kTurn},             {"SOURCE", kSource},             {"PEER_AND_SEGMENTS", kPeerAndSegments},
-      {"TARGET", kTarget},         {"BYTES", kBytes},               {"SIGNAL", kSignal},
-      {"VALUE", kValue},
+      {"CONSUMED", kConsumed},         {"COMPLETED", kCompleted},      {"CAPACITY", kCapacity},
+      {"HEADER_WORDS", kHeaderWords},  {"REQUEST_WORDS", kRequestWords},
+      {"PEER_AND_SEGMENTS", kPeerAndSegments},
+      {"TURN", kTurn},                 {"SOURCE", kSource},            {"TARGET", kTarget},
+      {"BYTES", kBytes},               {"SIGNAL", kSignal},            {"VALUE", kValue},
   };
   auto it = constants.find(name);
   return it == constants.end() ? -1 : it->second;

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "batch.h"
 #include "error.h"
 
 namespace mkernel {
@@ -20,6 +21,7 @@ namespace {
 
 using Context = void*;
 using Stream = void*;
+using Function = void*;
 using Address = unsigned long long;
 
 constexpr int kSuccess = 0;
@@ -41,7 +43,6 @@ struct Write {
   uint64_t padding = 0;
 };
 static_assert(sizeof(Write) == 48);
-constexpr size_t kWritesAtOnce = 128;
 
 struct Driver {
   Driver();
@@ -57,6 +58,9 @@ struct Driver {
   int (*stream_synchronize)(Stream);
   int (*copy)(Address, Address, size_t, Stream);
   int (*write)(Stream, unsigned, Write*, unsigned);
+  int (*load)(void**, const void*);
+  int (*find_function)(Function*, void*, const char*);
+  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
   int (*host_alloc)(void**, size_t, unsigned);
   int (*alloc)(Address*, size_t);
   int (*handle_for_range)(void*, Address, size_t, int, unsigned long long);  // null in old drivers
@@ -92,6 +96,9 @@ Driver::Driver() {
   find(stream_synchronize, "cuStreamSynchronize");
   find(copy, "cuMemcpyAsync");
   find(write, "cuStreamBatchMemOp_v2");
+  find(load, "cuModuleLoadData");
+  find(find_function, "cuModuleGetFunction");
+  find(launch, "cuLaunchKernel");
   find(host_alloc, "cuMemHostAlloc");
   find(alloc, "cuMemAlloc_v2");
   find(handle_for_range, "cuMemGetHandleForAddressRange", true);
@@ -126,7 +133,10 @@ struct Device {
     cuda.check(cuda.device_get(&handle, number), "find the device");
     cuda.check(cuda.retain(&context, handle), "open the device");
     Inside inside(context);
-    cuda.check(cuda.alloc(&scratch, 2 * kScratch), "allocate memory");
+    cuda.check(cuda.alloc(&scratch, kScratch), "allocate memory");
+    void* module = nullptr;
+    cuda.check(cuda.load(&module, batch::kPtx), "load the kernel that copies");
+    cuda.check(cuda.find_function(&kernel, module, batch::kKernel), "find the kernel that copies");
   }
   // One copy of each size and alignment that may have a kernel of its own, so that none has to be loaded later.
   void warm_up(Stream stream) {
@@ -134,7 +144,6 @@ struct Device {
     PinnedBuffer host(kScratch);
     for (uint64_t size : {uint64_t{1}, uint64_t{8}, uint64_t{100}, uint64_t{4096}, uint64_t{65536}, kScratch - 16})
       for (uint64_t shift : {0, 1, 2, 4, 8}) {
-        cuda.check(cuda.copy(scratch + shift, scratch + kScratch, size, stream), "copy on the device");
         cuda.check(cuda.copy(scratch, address_of(host.data) + shift, size, stream), "copy to the device");
         cuda.check(cuda.copy(address_of(host.data), scratch + shift, size, stream), "copy to the host");
       }
@@ -143,12 +152,14 @@ struct Device {
   static constexpr uint64_t kScratch = 2 << 20;
   Context context = nullptr;
   Address scratch = 0;
+  Function kernel = nullptr;
 };
 
 struct Process {
   std::mutex mutex;  // of all below
   std::map<int, std::unique_ptr<Device>> devices;
   std::map<uint64_t, std::vector<uint8_t*>> free_buffers;  // by size
+  std::map<Device*, std::vector<Address>> free_words;
   std::mutex movers_mutex;
   std::set<Mover*> movers;
 };
@@ -182,9 +193,43 @@ uint8_t* take_pinned(uint64_t size) {
   return static_cast<uint8_t*>(memory);
 }
 
+// A word of a device. It goes back to a pool, as pinned memory does.
+class DeviceWord {
+ public:
+  explicit DeviceWord(Device& device) : device_(device) {
+    Process& here = process();
+    std::lock_guard<std::mutex> lock(here.mutex);
+    auto& pool = here.free_words[&device];
+    if (pool.empty()) {
+      Inside inside(device.context);
+      Address made = 0;
+      driver().check(driver().alloc(&made, sizeof(uint64_t)), "allocate memory");
+      pool.push_back(made);
+    }
+    address_ = pool.back();
+    pool.pop_back();
+  }
+  DeviceWord(const DeviceWord&) = delete;
+  DeviceWord& operator=(const DeviceWord&) = delete;
+  ~DeviceWord() {
+    Process& here = process();
+    std::lock_guard<std::mutex> lock(here.mutex);
+    here.free_words[&device_].push_back(address_);
+  }
+  Address address() const { return address_; }
+
+ private:
+  Device& device_;
+  Address address_ = 0;
+};
+
 constexpr uint64_t kWordBytes = 64;
 constexpr unsigned kLooksBetweenQueries = 4096;
 
+// What was asked for is gathered into a batch. One with copies inside of the device is a launch (see batch.h), for
+// which some SM has to be free. One without is a list of writes by the front end, which need none: kernels that hold
+// all SMs can still be told of what came over a network, and that the group gave up. All other copies are queued
+// on the stream at once, ahead of the batch; so what a batch tells of is always done before.
 class CudaMover : public Mover {
  public:
   // Copies to the host have a stream of their own, to run beside those to the device.
@@ -192,7 +237,8 @@ class CudaMover : public Mover {
       : to_host_(std::move(to_host)),
         device_(device_of(number)),
         word_(kWordBytes),
-        done_word_(reinterpret_cast<uint64_t*>(word_.data)) {
+        done_word_(reinterpret_cast<uint64_t*>(word_.data)),
+        counter_(device_) {
     __atomic_store_n(done_word_, 0, __ATOMIC_RELAXED);
     const Driver& cuda = driver();
     Inside inside(device_.context);
@@ -201,6 +247,9 @@ class CudaMover : public Mover {
     // streams of other priorities do not share a hardware queue with those of kernels that spin
     cuda.check(cuda.stream_create(&stream_, kNonBlocking, greatest), "make a stream");
     device_.warm_up(stream_);
+    signals_[counter_.address()] = 0;
+    flush_inside();
+    copies_.push_back({device_.scratch, device_.scratch + Device::kScratch / 2, 1});
     flush_inside();
     cuda.check(cuda.stream_synchronize(stream_), "warm up");
     Process& here = process();
@@ -224,25 +273,28 @@ class CudaMover : public Mover {
   Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) override {
     if (to.mover == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
     std::lock_guard<std::mutex> lock(mutex_);
-    Inside inside(device_.context);
-    driver().check(driver().copy(address_of(to.data), address_of(from.data), bytes, stream_), "copy");
-    unmarked_ = true;
+    if (is_here(to) && is_here(from)) {
+      make_room();
+      copies_.push_back({address_of(to.data), address_of(from.data), bytes});
+    } else {
+      Inside inside(device_.context);
+      driver().check(driver().copy(address_of(to.data), address_of(from.data), bytes, stream_), "copy");
+      unmarked_ = true;
+    }
     held_.push_back({issued_ + 1, std::move(to), std::move(from)});
     return {this, issued_ + 1};
   }
 
   Mark raise(Segments::Pin signal, int64_t value) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto [highest, is_new] = highest_.try_emplace(address_of(signal.data), value);
-    if (!is_new && highest->second >= value) return {this, issued_ + (writes_.empty() && !unmarked_ ? 0 : 1)};
+    Address address = address_of(signal.data);
+    auto [highest, is_new] = highest_.try_emplace(address, value);
+    if (!is_new && highest->second >= value) return {this, issued_ + (is_marked() ? 0 : 1)};
     highest->second = value;
-    writes_.emplace_back();
-    writes_.back().address = address_of(signal.data);
-    writes_.back().value = static_cast<uint64_t>(value);
+    make_room();
+    signals_[address] = value;
     held_.push_back({issued_ + 1, std::move(signal), Segments::Pin(nullptr)});
-    Mark mark{this, issued_ + 1};
-    if (writes_.size() + 1 >= kWritesAtOnce) flush_locked();
-    return mark;
+    return {this, issued_ + 1};
   }
 
   void flush() override {
@@ -290,22 +342,61 @@ class CudaMover : public Mover {
     Segments::Pin one, other;
   };
 
+  // Is this memory on the mover's device? All movers are of CUDA.
+  bool is_here(const Segments::Pin& pin) const {
+    return pin.mover != nullptr && &static_cast<const CudaMover*>(pin.mover)->device_ == &device_;
+  }
+
+  // Will the last number tell of everything that was asked for?
+  bool is_marked() const { return copies_.empty() && signals_.empty() && !unmarked_; }
+
+  // For one more entry of the batch.
+  void make_room() {
+    if (copies_.size() + signals_.size() >= batch::kMostEntries) flush_locked();
+  }
+
   void flush_locked() {
-    if (writes_.empty() && !unmarked_) return;
+    if (is_marked()) return;
     Inside inside(device_.context);
     flush_inside();
   }
 
-  // The signals that were kept back, and then the number that tells that all is done.
+  // The batch, and at its end the number that tells that all is done.
   void flush_inside() {
-    writes_.emplace_back();
-    writes_.back().address = address_of(done_word_);
-    writes_.back().value = issued_ + 1;
-    int result = driver().write(stream_, static_cast<unsigned>(writes_.size()), writes_.data(), 0);
-    writes_.clear();
+    int result = copies_.empty() ? write() : launch();
+    copies_.clear();
+    signals_.clear();
     unmarked_ = false;
-    driver().check(result, "write signals");
+    driver().check(result, "copy and set signals");
     ++issued_;
+  }
+
+  int write() {
+    std::vector<Write> writes;
+    auto add = [&](Address address, uint64_t value) {
+      writes.emplace_back();
+      writes.back().address = address;
+      writes.back().value = value;
+    };
+    for (auto [address, value] : signals_) add(address, static_cast<uint64_t>(value));
+    add(address_of(done_word_), issued_ + 1);
+    return driver().write(stream_, static_cast<unsigned>(writes.size()), writes.data(), 0);
+  }
+
+  int launch() {
+    batch::Batch whole{};
+    whole.counter = counter_.address();
+    whole.done = address_of(done_word_);
+    whole.number = issued_ + 1;
+    whole.copies = static_cast<uint32_t>(copies_.size());
+    whole.signals = static_cast<uint32_t>(signals_.size());
+    auto* next = std::copy(copies_.begin(), copies_.end(), whole.entries);
+    for (auto [address, value] : signals_) *next++ = {address, static_cast<uint64_t>(value), 0};
+    uint64_t chunks = 0;
+    for (const auto& copy : copies_) chunks += (copy.bytes + batch::kChunk - 1) / batch::kChunk;
+    auto ctas = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, batch::kMostCtas));
+    void* parameters[] = {&whole};
+    return driver().launch(device_.kernel, ctas, 1, 1, batch::kThreads, 1, 1, 0, stream_, parameters, nullptr);
   }
 
   void let_go() {
@@ -317,12 +408,14 @@ class CudaMover : public Mover {
   Device& device_;
   PinnedBuffer word_;
   uint64_t* done_word_;  // the device writes the number of the last batch that is done
+  const DeviceWord counter_;
   Stream stream_ = nullptr;
 
   std::mutex mutex_;  // of all below
   uint64_t issued_ = 0;
-  bool unmarked_ = false;  // copies were started after the last batch
-  std::vector<Write> writes_;
+  std::vector<batch::Entry> copies_;
+  std::map<Address, int64_t> signals_;
+  bool unmarked_ = false;  // other copies were queued after the last batch
   std::deque<Held> held_;
   std::map<Address, int64_t> highest_;  // what signals were raised to: a plain write could lower them
   unsigned looks_ = 0;

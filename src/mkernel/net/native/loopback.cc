@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <tuple>
 
 namespace mkernel {
 namespace {
@@ -10,12 +9,9 @@ namespace {
 constexpr size_t kAtOnce = 1024;      // requests in flight
 constexpr int kPiecesPerPoll = 256;
 constexpr auto kSoon = std::chrono::microseconds(100);  // the proxy does not sleep when a signal is due so soon
-// See loopback.h. The windows are short beside what they save: a call of the driver takes some 4 us, and the
-// proxies of one process make theirs one after the other.
-constexpr auto kCopiedAhead = std::chrono::microseconds(20);
-constexpr auto kCopiedTogether = std::chrono::microseconds(200);
-constexpr auto kRaisedTogether = std::chrono::microseconds(20);
-constexpr uint64_t kMostJoined = 2 << 20;  // no larger: a mover has made copies up to this size when it was made
+// See loopback.h. Short beside what it saves: a call of the driver takes some 4 us, and the proxies of one process
+// make theirs one after the other.
+constexpr auto kTogether = std::chrono::microseconds(20);
 
 // Where the ranks of this process find each other's segments.
 struct Registry {
@@ -64,9 +60,10 @@ std::shared_ptr<Segments> LoopbackTransport::find(uint32_t peer) {
   return found;
 }
 
-// Up to four pieces in random order.
+// When shuffled up to four pieces, in random order.
 std::vector<std::pair<uint64_t, uint64_t>> LoopbackTransport::cut(uint64_t bytes) {
   if (bytes == 0) return {};
+  if (options_.shuffle_seed < 0) return {{0, bytes}};
   std::vector<uint64_t> cuts = {0, bytes};
   for (int i = 0; i < 3; ++i) cuts.push_back(random_() % bytes);
   std::sort(cuts.begin(), cuts.end());
@@ -84,114 +81,74 @@ bool LoopbackTransport::post(const Request& request) {
   segments->pin(request.source_segment, request.source, request.bytes, "source");
   peer->pin(request.segment, request.target, request.bytes, "target");
   peer->pin_signal(request.segment, request.signal);
-  Clock::time_point start{}, due{};
+  Clock::time_point due{};
   if (options_.latency_ns > 0 || options_.bytes_per_s > 0) {
-    start = std::max(link_free_, Clock::now());
     double seconds = options_.bytes_per_s > 0 ? static_cast<double>(request.bytes) / options_.bytes_per_s : 0;
-    link_free_ = start + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+    link_free_ = std::max(link_free_, Clock::now()) + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
     due = link_free_ + std::chrono::nanoseconds(options_.latency_ns);
   }
-  flights_.push_back({request, std::move(peer), start, due, {}});
-  if (options_.shuffle_seed >= 0) flights_.back().pieces = cut(request.bytes);
+  flights_.push_back({request, std::move(peer), due, cut(request.bytes)});
   return true;
 }
 
-Mark LoopbackTransport::copy(const Request& request, Segments& peer) {
-  auto from = segments->pin(request.source_segment, request.source, request.bytes, "source");
-  auto to = peer.pin(request.segment, request.target, request.bytes, "target");
-  return start_copy(std::move(to), std::move(from), request.bytes);
+// At the end of the poll.
+Mark LoopbackTransport::flush_later(Mark mark) {
+  if (mark.mover != nullptr && std::find(busy_.begin(), busy_.end(), mark.mover) == busy_.end())
+    busy_.push_back(mark.mover);
+  return mark;
 }
 
-// The bytes of these requests; those that are neighbours both here and there go in one copy.
-void LoopbackTransport::copy_joined(std::vector<Flight*> flights) {
-  auto place = [](const Flight* flight) {
-    const Request& request = flight->request;
-    return std::tie(request.peer, request.segment, request.source_segment, request.target);
-  };
-  std::stable_sort(flights.begin(), flights.end(), [&](auto* one, auto* other) { return place(one) < place(other); });
-  for (size_t next = 0; next < flights.size();) {
-    size_t first = next;
-    Request whole = flights[next++]->request;
-    for (; next < flights.size(); ++next) {
-      const Request& more = flights[next]->request;
-      if (more.peer != whole.peer || more.segment != whole.segment || more.source_segment != whole.source_segment ||
-          more.target != whole.target + whole.bytes || more.source != whole.source + whole.bytes ||
-          whole.bytes + more.bytes > kMostJoined)
-        break;
-      whole.bytes += more.bytes;
-    }
-    Mark copied = copy(whole, *flights[first]->peer);
-    for (; first < next; ++first) flights[first]->copied = copied;
-  }
+void LoopbackTransport::copy_piece(Flight& flight) {
+  const Request& request = flight.request;
+  auto [begin, end] = flight.pieces.back();
+  auto from = segments->pin(request.source_segment, request.source + begin, end - begin, "source");
+  auto to = flight.peer->pin(request.segment, request.target + begin, end - begin, "target");
+  flight.copied = flush_later(start_copy(std::move(to), std::move(from), end - begin));
+  flight.pieces.pop_back();
 }
 
-// The signal, if the bytes are sure to be there before it.
-bool LoopbackTransport::raise(Flight& flight) {
+// The signal of a request whose copies were started, if the bytes are sure to be there before it.
+bool LoopbackTransport::raise(size_t chosen) {
+  Flight& flight = flights_[chosen];
   const Request& request = flight.request;
   auto signal = flight.peer->pin_signal(request.segment, request.signal);
-  // the mover of the target works in order; what comes from a device to host memory is waited for
+  // the mover of the target keeps that order; what comes from a device to host memory is waited for
   if (signal.mover == nullptr && !flight.copied.done()) return false;
-  flight.raised = raise_signal(std::move(signal), request.value);
-  Mover* mover = flight.raised.mover;
-  if (mover != nullptr && std::find(busy_.begin(), busy_.end(), mover) == busy_.end()) busy_.push_back(mover);
+  flight.raised = flush_later(raise_signal(std::move(signal), request.value));
+  landing_.push_back(std::move(flight));
+  flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(chosen));
   return true;
 }
 
-void LoopbackTransport::land(size_t flight) {
-  landing_.push_back(std::move(flights_[flight]));
-  flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(flight));
-}
-
-// Start the copies whose time has come, and those of the near future with them.
-bool LoopbackTransport::copy_ahead(Clock::time_point now) {
-  if (copied_ == flights_.size() || flights_[copied_].start > now + kCopiedAhead) return false;
-  std::vector<Flight*> flights;
-  for (; copied_ < flights_.size() && flights_[copied_].start <= now + kCopiedTogether; ++copied_)
-    if (flights_[copied_].request.bytes > 0) flights.push_back(&flights_[copied_]);
-  copy_joined(std::move(flights));
-  return true;
-}
-
-// Signals become due in the order of the requests. The first one waits for those that follow closely.
-bool LoopbackTransport::raise_together(Clock::time_point now) {
-  if (copied_ == 0) return false;
-  auto until = std::max(now, flights_.front().due + kRaisedTogether);
+// All that are due, once the first one has waited for those that follow closely.
+bool LoopbackTransport::fly_together(Clock::time_point now) {
+  if (flights_.empty()) return false;
+  auto until = std::max(now, flights_.front().due + kTogether);
   size_t count = 0;
-  while (count < copied_ && flights_[count].due <= until) ++count;
+  while (count < flights_.size() && flights_[count].due <= until) ++count;
   if (count == 0 || flights_[count - 1].due > now) return false;
   bool any = false;
-  for (; count > 0 && raise(flights_.front()); --count) {
-    land(0);
-    --copied_;
-    any = true;
+  for (size_t next = 0; count > 0; --count) {
+    for (; !flights_[next].pieces.empty(); any = true) copy_piece(flights_[next]);
+    if (raise(next)) any = true;
+    else ++next;
   }
   return any;
 }
 
-// One step of a request: its next piece, then its signal.
-bool LoopbackTransport::advance(size_t chosen) {
-  Flight& flight = flights_[chosen];
-  if (flight.pieces.empty()) {
-    if (!raise(flight)) return false;
-    land(chosen);
-    return true;
-  }
-  auto [begin, end] = flight.pieces.back();
-  Request piece = flight.request;
-  piece.source += begin;
-  piece.target += begin;
-  piece.bytes = end - begin;
-  flight.copied = copy(piece, *flight.peer);
-  flight.pieces.pop_back();
-  return true;
-}
-
+// Steps of requests that chance chooses: the next piece, or the signal after the last.
 bool LoopbackTransport::fly_shuffled(Clock::time_point now) {
   bool any = false;
   for (int i = 0; i < kPiecesPerPoll && !flights_.empty(); ++i) {
     if (random_() % 16 == 0) return true;  // put off
     size_t chosen = random_() % flights_.size();
-    if (flights_[chosen].due <= now) any |= advance(chosen);
+    if (flights_[chosen].due > now) continue;
+    if (flights_[chosen].pieces.empty()) {
+      any |= raise(chosen);
+    } else {
+      copy_piece(flights_[chosen]);
+      any = true;
+    }
   }
   return any;
 }
@@ -199,13 +156,7 @@ bool LoopbackTransport::fly_shuffled(Clock::time_point now) {
 bool LoopbackTransport::poll(std::vector<int64_t>& completed) {
   if (flights_.empty() && landing_.empty()) return false;
   auto now = Clock::now();
-  bool any = false;
-  if (options_.shuffle_seed >= 0) {
-    any = fly_shuffled(now);
-  } else {
-    any = copy_ahead(now);
-    any |= raise_together(now);
-  }
+  bool any = options_.shuffle_seed >= 0 ? fly_shuffled(now) : fly_together(now);
   for (Mover* mover : busy_) mover->flush();
   busy_.clear();
   while (!landing_.empty() && landing_.front().raised.done()) {

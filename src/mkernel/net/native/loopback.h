@@ -5,11 +5,9 @@
 // link's rate; the signal comes `latency` after the last byte. So many requests in flight share the
 // rate, and each of them is late by the latency once.
 //
-// Many requests cost few calls of a device's driver. Copies start before the link would take their first
-// byte (a target may be written as soon as a request is posted): when one is due within kCopiedAhead, all that
-// the link takes within kCopiedTogether start, neighbours in one copy. Of the emulated link only the signals tell.
-// Those that are due within kRaisedTogether of the first are raised with the last of them, in one call: one that
-// nothing follows is not late, one in a stream is, by up to kRaisedTogether.
+// Many requests cost few calls of a device's driver: those that are due within kTogether of the first go with the
+// last of them, bytes and signals in one batch of the target's mover. A request that nothing follows is not late,
+// one in a stream is, by up to kTogether.
 #pragma once
 
 #include <chrono>
@@ -46,30 +44,26 @@ class LoopbackTransport : public Transport {
   struct Flight {
     Request request;
     std::shared_ptr<Segments> peer;
-    Clock::time_point start, due;  // when the link takes its first byte, and when its signal is set
-    std::vector<std::pair<uint64_t, uint64_t>> pieces;  // when shuffled, those still to be copied: begin, end
+    Clock::time_point due;                              // when its signal is set
+    std::vector<std::pair<uint64_t, uint64_t>> pieces;  // still to be copied: begin, end
     Mark copied{}, raised{};                            // of the last copy and of the signal, once asked for
   };
 
   std::shared_ptr<Segments> find(uint32_t peer);
   std::vector<std::pair<uint64_t, uint64_t>> cut(uint64_t bytes);
-  Mark copy(const Request& request, Segments& peer);
-  void copy_joined(std::vector<Flight*> flights);
-  bool raise(Flight& flight);
-  void land(size_t flight);
-  bool copy_ahead(Clock::time_point now);
-  bool raise_together(Clock::time_point now);
-  bool advance(size_t chosen);
+  Mark flush_later(Mark mark);
+  void copy_piece(Flight& flight);
+  bool raise(size_t chosen);
+  bool fly_together(Clock::time_point now);
   bool fly_shuffled(Clock::time_point now);
 
   const std::string job_;
   const LoopbackOptions options_;
   std::mt19937_64 random_;
   std::map<uint32_t, std::shared_ptr<Segments>> peers_;
-  std::deque<Flight> flights_;
-  size_t copied_ = 0;           // when not shuffled, so many of the first flights' copies were started
+  std::deque<Flight> flights_;  // in the order in which they are due
   std::deque<Flight> landing_;  // everything was asked for, and may be under way
-  std::vector<Mover*> busy_;    // movers that may keep signals back
+  std::vector<Mover*> busy_;    // movers that may keep something back
   Clock::time_point link_free_{};
 };
 

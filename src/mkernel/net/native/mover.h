@@ -17,18 +17,17 @@ struct Mark {
   bool done() const;
 };
 
-// Works in the order in which it was asked, and holds the memory in place meanwhile. May be used by any
-// thread; nothing here waits for a kernel.
+// Copies in any order, sets signals after everything that was asked for before them, and holds the memory in
+// place meanwhile. What it is asked for may be kept back, to be done together with what follows, until `flush`. May
+// be used by any thread; nothing here waits for a kernel.
 class Mover {
  public:
   virtual ~Mover() = default;
-  // Start to copy.
   virtual Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) = 0;
   // The signal grows to `value` when everything that was asked for before is done.
   virtual Mark raise(Segments::Pin signal, int64_t value) = 0;
-  // Signals may be kept back, to be written together: this sends them off.
   virtual void flush() = 0;
-  // Is everything up to this number done?
+  // Is everything up to this number done? Flushes if it was kept back.
   virtual bool done(uint64_t number) = 0;
   // Return when nothing is under way, and all memory is let go.
   virtual void settle() noexcept = 0;

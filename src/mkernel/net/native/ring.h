@@ -14,10 +14,9 @@ namespace mkernel {
 
 namespace layout {
 // words of the header
-constexpr int64_t kTaken = 0;
-constexpr int64_t kConsumed = 1;
-constexpr int64_t kCompleted = 2;
-constexpr int64_t kCapacity = 3;
+constexpr int64_t kConsumed = 0;
+constexpr int64_t kCompleted = 1;
+constexpr int64_t kCapacity = 2;
 constexpr int64_t kHeaderWords = 8;
 // words of a request
 constexpr int64_t kRequestWords = 8;
