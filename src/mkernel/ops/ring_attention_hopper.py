@@ -1,14 +1,16 @@
 """The kernel of ring_attention for Hopper GPUs, in Gluon: the same roles, rounds and signals, another inside.
 
 Everything between ranks is ring_attention.py's: who sends what, who waits for whom, the schedule. The
-functions for it are the same ones, since they work on scalars. What differs is how a CTA computes: it
-has three kinds of warps.
+functions for it are the same ones, since they work on scalars. What differs is who does it: a CTA has
+four kinds of warps.
 
 - One warp *loads*: it waits for the chunks that a tile needs and brings queries, keys and values into
   shared memory by TMA, two blocks ahead. Signals are looked at while the others compute, so they cost nothing.
 - Two warpgroups *attend*, each with 64 rows of the tile. The scores of the next block are started before
   the values of this one are multiplied, so that the exponentials of one warpgroup run beside the tensor
   cores' work of the other and of its own values.
+- One warp *pushes*: it is the role `intra`, for this CTA's share of the chunks. No CTA is set aside for that. It
+  waits only for peers and never for a warp of its own CTA, and has the time of the whole launch.
 
 Order of a tile's blocks: the first one of the rank's own keys (there is one, since every row sees itself),
 then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
@@ -20,7 +22,11 @@ acquires what has arrived and fences (TMA reads another way than the acquire wen
 its half of a tile is done, so a round counts two for each tile. That its reads are over follows from the
 `full` barriers that it has seen.
 
-Copying CTAs copy with the four warps of the first warpgroup, before the CTA splits.
+CTAs that send to other nodes do it with the four warps of the first warpgroup, before the CTA splits.
+
+Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
+that is. It was told 33 GB/s of each of them; the times of 4 ranks (zigzag 82 ms for 67 ms of computing) fit 18 to
+20, since it waits for each block before it stores it, and all others then waited for the tiles of that CTA.
 
 Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot read. Then the Triton
 kernel runs; ranks may differ in that, as they share everything that others see.
@@ -42,7 +48,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.lang.attention import key_blocks, keys_below, seen_by, seen_by_rank
 from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.context import TABLE, current_epoch, rank_of, segment_of
-from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.device import acquire_for_descriptors, prefetch
 from mkernel.lang.entries import announce
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.rounds import is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
@@ -54,9 +60,12 @@ WARPGROUPS = gl.constexpr(2)  # that attend
 ROWS = gl.constexpr(64)  # of queries, of each of them
 TILE_M = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-# Registers of a thread of the second warpgroup and of the loading warp; the first warpgroup gets what is left, 232.
-ATTEND_REGISTERS = gl.constexpr(232)
-LOAD_REGISTERS = gl.constexpr(40)
+# Registers of a thread of the second warpgroup, and of the warps that load and push; the first warpgroup gets what is
+# left, 216: as many as the loops need.
+ATTEND_REGISTERS = gl.constexpr(216)
+COPY_REGISTERS = gl.constexpr(72)
+PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
+PREFETCHED = gl.constexpr(4)
 
 
 def descriptor_of(plain: TensorDescriptor) -> GluonDescriptor:
@@ -73,16 +82,22 @@ def copy_rows(
     SEEN_ONLY: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
     FLAT: gl.constexpr, COPY: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """As ring_attention._copy_rows, for rows whose elements are contiguous: 16 bytes a thread, by four warps."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    """As ring_attention._copy_rows, for rows whose elements are contiguous: 16 bytes a thread. Rows are brought into
+    the L2 cache PREFETCHED steps before they are loaded: what one warp has in flight is little, so it should not
+    take long."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
     rank = rank_of(context)
     base = rank // GPUS * GPUS
+    peers = gl.minimum(tl.load(context + SIZE_WORD).to(gl.int32), COUNT)  # not unrolled: see _load
+    line = gl.arange(0, COPY // 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 64
     for step in range(0, height, COPY // DIM):
+        ahead = gl.minimum(step + PREFETCHED * (COPY // DIM) + line // DIM, rows - 1)
+        prefetch(start + (ahead.to(gl.int64) * row_stride + line % DIM))
         i = step + gl.expand_dims(gl.arange(0, COPY // DIM, gl.SliceLayout(1, layout)), 1)
         j = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
         inside = (i < height) & (j < dim)
         block = gl.load(start + (i.to(gl.int64) * row_stride + j), mask=inside & (i < rows), other=0.0)
-        for which in gl.static_range(COUNT):
+        for which in range(peers):
             peer = base + (rank - base + offset + which) % GPUS
             wanted = inside
             if SEEN_ONLY:
@@ -229,6 +244,29 @@ def _load(
                     gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end), loaded,
                     chunk_rows, stamps, window, chunks, part_rows, SIZE, SLOTS, TILE_N,
                 )  # fmt: skip
+
+
+@gluon.jit
+def _push(
+    context, epoch, k, v, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    spans, kv_heads, length, padded, dim, data_start,
+    rounds, window, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+    DTYPE: gl.constexpr, SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr,
+    SENDERS: gl.constexpr, INTRAS: gl.constexpr, CREDITS: gl.constexpr, PACED: gl.constexpr,
+    ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """The pushing warp: this CTA's share of what the rank copies to its node."""
+    cta = gl.program_id(0)
+    if GPUS > 1:
+        if (cta >= SENDERS) & (cta < SENDERS + INTRAS):
+            intra(
+                context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
+                spans, kv_heads, length, padded, dim, data_start,
+                rounds, window, 1, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+                cta - SENDERS, INTRAS,
+                DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
+                True, True, PUSHED, TILE_N, DIM, copy_rows,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -407,15 +445,6 @@ def ring_attention_hopper_kernel(
             rounds, window, 1, part_rows, chunk_rows, chunks, stamps, cta, SENDERS,
             DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, True, True, COPY, TILE_N, DIM, copy_rows,
         )  # fmt: skip
-    elif cta < SENDERS + INTRAS:
-        intra(
-            context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
-            spans, kv_heads, length, padded, dim, data_start,
-            rounds, window, 1, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
-            cta - SENDERS, INTRAS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
-            True, True, COPY, TILE_N, DIM, copy_rows,
-        )  # fmt: skip
 
     q_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, DIM], SMEM_LAYOUT)
@@ -469,8 +498,17 @@ def ring_attention_hopper_kernel(
                     SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
                 ),
             ),
+            (
+                _push,
+                (
+                    context, epoch, k, v, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                    spans, kv_heads, length, padded, dim, data_start,
+                    rounds, window, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+                    DTYPE, SIZE, GPUS, SLOTS, SENDERS, INTRAS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
+                ),
+            ),
         ],
-        [4, 1],
-        [ATTEND_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1],
+        [ATTEND_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
     finish(context, epoch, SIZE)
