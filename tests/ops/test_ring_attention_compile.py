@@ -73,6 +73,15 @@ def test_gluon(call):
     assert compiled.spilled <= (0 if plan.sequences.size == 1 else 64 if plan.slots == 3 else 512)
 
 
+def test_gluon_does_not_wait_for_its_result_to_be_stored():
+    """It waits for the result of the tile before, where it needs its place, and for the last one."""
+    ptx = built()[0].ptx
+    places = [found.start() for found in re.finditer(r"cp\.async\.bulk\.wait_group", ptx)]
+    stores = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", ptx)]
+    assert len(places) == 4, "one for each store, one at the end, in each warpgroup"
+    assert places[0] < stores[0]
+
+
 @pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])
 def test_gluon_sets_no_cta_aside_for_pushing(cluster):
     """All CTAs push but those that send to other nodes, and all that push compute from the start."""

@@ -14,7 +14,9 @@ four kinds of warps.
 
 Order of a tile's blocks: the first one of the rank's own keys (there is one, since every row sees itself),
 then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
-branch while a product is under way would make the compiler wait for it.
+branch while a product is under way would make the compiler wait for it. A tile's result leaves shared memory while the
+next tile is computed. (With one rank, 24 blocks a tile, a tile took 2.5 us beside its blocks' 1.52 us each when it
+waited for that, and divided each element instead of multiplying: estimated from 3072 and 16384 positions.)
 
 Synchronisation inside the CTA, by mbarriers: `full` when TMA has written a stage, `empty` when both
 warpgroups have read it; the same for the queries. Between the warps and other CTAs: the loading warp
@@ -398,8 +400,12 @@ def _attend(
             aborted = tl.load(context + TABLE + SIZE + rank).to(tl.pointer_type(tl.int64))
             total += gl.where(tl.load(aborted, volatile=True) == 0, 0.0, float("nan"))
         nothing = total == 0.0
-        divisor = gl.convert_layout(gl.where(nothing, 1.0, total), gl.SliceLayout(1, value))
-        result = accumulator / gl.expand_dims(divisor, 1)
+        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, total), gl.SliceLayout(1, value))
+        result = accumulator * gl.expand_dims(inverse, 1)
+        if OWN_OUT:
+            # the result of the tile before is stored while this one is computed; nobody writes over it before
+            tma.store_wait(0)
+            tl.debug_barrier()
         out_smem.index(GROUP).store(result.to(dtype))
         fence_async_shared()
         source_of_out = out_smem.index(GROUP)._reinterpret(dtype, [1, 1, ROWS, DIM], out.layout)
@@ -408,15 +414,16 @@ def _attend(
             logarithm = (largest + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453
             line = (batch * heads + head).to(gl.int64) * length
             gl.store(lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < length)
-        tma.store_wait(0)
         if not OWN_OUT:
+            tma.store_wait(0)
             mbarrier.arrive(q_empty, count=1)
         if GROUP == 0:
             trace(context, TILES, TILE, rank, at, since)
         if CREDITS:
             one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, COMPUTE)
-        else:
+        elif not OWN_OUT:
             tl.debug_barrier()  # nobody writes the next tile's result before this one was read
+    tma.store_wait(0)
 
 
 @gluon.jit
