@@ -63,9 +63,11 @@ ROWS = gl.constexpr(64)  # of queries, of each of them
 TILE_M = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 # Registers of a thread of the second warpgroup, and of the warps that load and push; the first warpgroup gets what is
-# left, 216: as many as the loops need.
+# left, as many as the second. 216 are enough for the loops without a mask; a rank with nobody to push to has more.
 ATTEND_REGISTERS = gl.constexpr(216)
 COPY_REGISTERS = gl.constexpr(72)
+ATTEND_REGISTERS_ALONE = gl.constexpr(232)
+COPY_REGISTERS_ALONE = gl.constexpr(40)
 PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
 PREFETCHED = gl.constexpr(4)
 
@@ -440,6 +442,8 @@ def ring_attention_hopper_kernel(
     """The whole operator; see the module's docstring and ring_attention.py's."""
     SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
+    ATTEND: gl.constexpr = ATTEND_REGISTERS if GPUS > 1 else ATTEND_REGISTERS_ALONE
+    COPIES: gl.constexpr = COPY_REGISTERS if GPUS > 1 else COPY_REGISTERS_ALONE
     cta = gl.program_id(0)
     epoch = current_epoch(context)
     if SIZE > 1:
@@ -516,6 +520,6 @@ def ring_attention_hopper_kernel(
             ),
         ],
         [4, 1, 1],
-        [ATTEND_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        [ATTEND, COPIES, COPIES],
     )  # fmt: skip
     finish(context, epoch, SIZE)
