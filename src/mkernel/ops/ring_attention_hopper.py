@@ -27,8 +27,8 @@ its half of a tile is done, so a round counts two for each tile. That its reads 
 CTAs that send to other nodes do it with the four warps of the first warpgroup, before the CTA splits.
 
 Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
-that is. It was told 33 GB/s of each of them; the times of 4 ranks (zigzag 82 ms for 67 ms of computing) fit 18 to
-20, since it waits for each block before it stores it, and all others then waited for the tiles of that CTA.
+that is. It was told 33 GB/s of each of them. The times of 4 ranks (zigzag 82 ms for 67 ms of computing) would fit 18 to
+22 (estimated): it waited for each block before it stored it, and in the end all others waited for its tiles.
 
 Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot read. Then the Triton
 kernel runs; ranks may differ in that, as they share everything that others see.
