@@ -73,6 +73,35 @@ def test_gluon(call):
     assert compiled.spilled <= (0 if plan.sequences.size == 1 else 64 if plan.slots == 3 else 512)
 
 
+def test_gluon_does_not_wait_for_its_result_to_be_stored():
+    """It waits for the result of the tile before, where it needs its place, and for the last one."""
+    ptx = built()[0].ptx
+    places = [found.start() for found in re.finditer(r"cp\.async\.bulk\.wait_group", ptx)]
+    stores = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", ptx)]
+    assert len(places) == 4, "one for each store, one at the end, in each warpgroup"
+    assert places[0] < stores[0]
+
+
+@pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])
+def test_gluon_sets_no_cta_aside_for_pushing(cluster):
+    """All CTAs push but those that send to other nodes, and all that push compute from the start."""
+    _, plan = built(cluster=cluster, causal=True, layout="zigzag", heads=32)
+    settings = plan.config
+    assert plan.rounds > plan.window, "CTAs that are set aside would join with the last rounds only"
+    assert settings.send_ctas == (cluster[0] > 1)
+    assert settings.send_ctas + settings.intra_ctas == settings.ctas == 33
+    starts = plan.schedule[: settings.ctas].tolist()
+    rounds = [int(plan.schedule[start]) // (LENGTH // 128) for start in starts]
+    assert max(rounds[settings.send_ctas :]) < plan.rounds - plan.window
+
+
+def test_gluon_with_few_that_push():
+    config = mk.Config(ctas=4, intra_ctas=4)
+    assert built(cluster=(1, 2), config=config)[1].config.intra_ctas == 4
+    with pytest.raises(mk.ArgumentError, match=r"config\.ctas is 4, but must be at least 5"):
+        built(cluster=(1, 2), config=mk.Config(ctas=4, intra_ctas=5))
+
+
 @pytest.mark.parametrize("dim", [256])
 def test_gluon_head_dimensions(dim):
     compiled, plan = built(cluster=(1, 2), dim=dim, causal=True)
@@ -165,6 +194,6 @@ def test_what_arrives_is_acquired_and_fenced(config):
 @pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])
 def test_copies_move_16_bytes_at_a_time(config):
     ptx = built(config=config, **CALLS["four ranks, causal, zigzag"])[0].ptx
-    assert ptx.count("st.global.v4") >= 3 * 8
+    assert ptx.count("st.global.v4") >= (3 * 8 if config else 2 * 2)  # Gluon: 1 KB at a time, in a loop over the peers
     for narrow in ("st.global.b8", "st.global.b16", "st.global.v2.b16"):
         assert narrow not in ptx, narrow

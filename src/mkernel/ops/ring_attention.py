@@ -22,7 +22,8 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
 - `compute`: tiles of queries, in the order of a schedule that the host makes: a tile goes to the CTA that
   would be done first if every key block took as long as any other. Each tile starts with the rank's own
   keys, which are read where the caller has them.
-- send and intra CTAs join the compute when they are done; the schedule says when that will be.
+- send and intra CTAs join the compute when they are done; the schedule says when that will be. In the kernel for
+  Hopper intra is a warp of each CTA instead (ops/ring_attention_hopper.py).
 
 What is signalled: see lang/rounds.py. A round is a unit, or, where the buffer is too small for two units
 of all ranks, a part of a unit's keys; then a tile's state is kept in fp32 in `partial` between two
@@ -40,7 +41,7 @@ tiles of the round are done, and all its chunks that were to be passed on.
 Why it cannot deadlock. All CTAs of a launch are resident: the plan refuses more than fit. Say that all
 rounds before t end. Then round t - window is freed everywhere, since a tile or a chunk of it waits only
 for chunks of its own round and for earlier rounds to be freed, and compute CTAs take their tiles in the
-order of rounds. So round t is sent, passed on, and computed: all rounds end. A CTA that sends must not
+order of rounds. So round t is sent, passed on, and computed: all rounds end. A CTA that sends first must not
 have tiles that this needs: it gets only tiles of the last `window` rounds, which nobody has to free for
 anything to be sent. (Where the window holds all rounds, nothing waits for a tile at all, and a launch with one
 copying CTA ends even if its CTAs run one after the other.) Waits have a timeout all the same.
@@ -111,6 +112,7 @@ LAYOUTS = ("contiguous", "zigzag")
 STRIDES = ("batch", "head", "row", "column")
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
+WARP_PUSH_RATE = 3e9  # bytes/s that the pushing warp of the Gluon kernel writes, to all peers together; estimated
 PACKED_PLANS_KEPT = 32  # such a plan holds 16 bytes of device memory for every row
 TUNABLE = Tunable(
     "ring_attention", agreed=("batch", "heads", "kv_heads", "length", "dim", "causal", "zigzag"), own=(), shared=()
@@ -291,7 +293,7 @@ def intra(
                     slot = slot_of(source, peer, SIZE)
                     word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
                     notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))
-            if CREDITS:
+            if CREDITS and SIZE > GPUS:
                 if source != rank:
                     one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, INTRA)
 
@@ -692,13 +694,20 @@ def plan(
     brought = range(group.local_rank, size, gpus)  # ranks whose keys this one pushes to its node
     pushed = sum(sequences.keys_sent(s, peer) for s in brought for peer in node) * units * 2 * dim * element
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
-    send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
     seconds = work * block_seconds / most
-    rate = planning.push_rate(gpus - 1)
-    intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0)
-    helpers = send_ctas + intra_ctas
     tiles_in_all = batch * heads * len(costs)
-    ctas = pick("ctas", min(most, max(tiles_in_all, 1) + helpers))
+    send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
+    if why_not is None:  # a warp of each CTA pushes, beside those that compute
+        rate = WARP_PUSH_RATE
+        busy = max(tiles_in_all, units * chunks if gpus > 1 else 1)
+        ctas = pick("ctas", min(most, busy + send_ctas))
+        intra_ctas = pick("intra_ctas", ctas - send_ctas if gpus > 1 else 0)
+        helpers = send_ctas
+    else:
+        rate = planning.push_rate(gpus - 1)
+        intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0)
+        helpers = send_ctas + intra_ctas
+        ctas = pick("ctas", min(most, max(tiles_in_all, 1) + helpers))
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
     if gpus > 1:
         reasons.append(
@@ -711,7 +720,10 @@ def plan(
         chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
         steps=tiles.steps,
     )  # fmt: skip
-    planning.check(resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0)
+    planning.check(
+        resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0,
+        copiers_compute=why_not is None,
+    )  # fmt: skip
     # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
     # idle for a while than be late: the whole launch would wait for their tiles
     ready = max(1.25 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))

@@ -1,18 +1,22 @@
 """The kernel of ring_attention for Hopper GPUs, in Gluon: the same roles, rounds and signals, another inside.
 
 Everything between ranks is ring_attention.py's: who sends what, who waits for whom, the schedule. The
-functions for it are the same ones, since they work on scalars. What differs is how a CTA computes: it
-has three kinds of warps.
+functions for it are the same ones, since they work on scalars. What differs is who does it: a CTA has
+four kinds of warps.
 
 - One warp *loads*: it waits for the chunks that a tile needs and brings queries, keys and values into
   shared memory by TMA, two blocks ahead. Signals are looked at while the others compute, so they cost nothing.
 - Two warpgroups *attend*, each with 64 rows of the tile. The scores of the next block are started before
   the values of this one are multiplied, so that the exponentials of one warpgroup run beside the tensor
   cores' work of the other and of its own values.
+- One warp *pushes*: it is the role `intra`, for this CTA's share of the chunks. No CTA is set aside for that. It
+  waits only for peers and never for a warp of its own CTA, and has the time of the whole launch.
 
 Order of a tile's blocks: the first one of the rank's own keys (there is one, since every row sees itself),
 then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
-branch while a product is under way would make the compiler wait for it.
+branch while a product is under way would make the compiler wait for it. A tile's result leaves shared memory while the
+next tile is computed. (With one rank, 24 blocks a tile, a tile took 2.5 us beside its blocks' 1.52 us each when it
+waited for that, and divided each element instead of multiplying: estimated from 3072 and 16384 positions.)
 
 Synchronisation inside the CTA, by mbarriers: `full` when TMA has written a stage, `empty` when both
 warpgroups have read it; the same for the queries. Between the warps and other CTAs: the loading warp
@@ -20,7 +24,11 @@ acquires what has arrived and fences (TMA reads another way than the acquire wen
 its half of a tile is done, so a round counts two for each tile. That its reads are over follows from the
 `full` barriers that it has seen.
 
-Copying CTAs copy with the four warps of the first warpgroup, before the CTA splits.
+CTAs that send to other nodes do it with the four warps of the first warpgroup, before the CTA splits.
+
+Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
+that is. It was told 33 GB/s of each of them. The times of 4 ranks (zigzag 82 ms for 67 ms of computing) would fit 18 to
+22 (estimated): it waited for each block before it stored it, and in the end all others waited for its tiles.
 
 Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot read. Then the Triton
 kernel runs; ranks may differ in that, as they share everything that others see.
@@ -42,7 +50,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.lang.attention import key_blocks, keys_below, seen_by, seen_by_rank
 from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.context import TABLE, current_epoch, rank_of, segment_of
-from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.device import acquire_for_descriptors, prefetch
 from mkernel.lang.entries import announce
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.rounds import is_seen, may_begin, one_done, panel_is_here, slot_of, slot_row
@@ -54,9 +62,14 @@ WARPGROUPS = gl.constexpr(2)  # that attend
 ROWS = gl.constexpr(64)  # of queries, of each of them
 TILE_M = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-# Registers of a thread of the second warpgroup and of the loading warp; the first warpgroup gets what is left, 232.
-ATTEND_REGISTERS = gl.constexpr(232)
-LOAD_REGISTERS = gl.constexpr(40)
+# Registers of a thread of the second warpgroup, and of the warps that load and push; the first warpgroup gets what is
+# left, as many as the second. 216 are enough for the loops without a mask; a rank with nobody to push to has more.
+ATTEND_REGISTERS = gl.constexpr(216)
+COPY_REGISTERS = gl.constexpr(72)
+ATTEND_REGISTERS_ALONE = gl.constexpr(232)
+COPY_REGISTERS_ALONE = gl.constexpr(40)
+PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
+PREFETCHED = gl.constexpr(4)
 
 
 def descriptor_of(plain: TensorDescriptor) -> GluonDescriptor:
@@ -73,16 +86,22 @@ def copy_rows(
     SEEN_ONLY: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
     FLAT: gl.constexpr, COPY: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """As ring_attention._copy_rows, for rows whose elements are contiguous: 16 bytes a thread, by four warps."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    """As ring_attention._copy_rows, for rows whose elements are contiguous: 16 bytes a thread. Rows are brought into
+    the L2 cache PREFETCHED steps before they are loaded: what one warp has in flight is little, so it should not
+    take long."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
     rank = rank_of(context)
     base = rank // GPUS * GPUS
+    peers = gl.minimum(tl.load(context + SIZE_WORD).to(gl.int32), COUNT)  # not unrolled: see _load
+    line = gl.arange(0, COPY // 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 64
     for step in range(0, height, COPY // DIM):
+        ahead = gl.minimum(step + PREFETCHED * (COPY // DIM) + line // DIM, rows - 1)
+        prefetch(start + (ahead.to(gl.int64) * row_stride + line % DIM))
         i = step + gl.expand_dims(gl.arange(0, COPY // DIM, gl.SliceLayout(1, layout)), 1)
         j = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
         inside = (i < height) & (j < dim)
         block = gl.load(start + (i.to(gl.int64) * row_stride + j), mask=inside & (i < rows), other=0.0)
-        for which in gl.static_range(COUNT):
+        for which in range(peers):
             peer = base + (rank - base + offset + which) % GPUS
             wanted = inside
             if SEEN_ONLY:
@@ -232,6 +251,29 @@ def _load(
 
 
 @gluon.jit
+def _push(
+    context, epoch, k, v, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    spans, kv_heads, length, padded, dim, data_start,
+    rounds, window, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+    DTYPE: gl.constexpr, SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr,
+    SENDERS: gl.constexpr, INTRAS: gl.constexpr, CREDITS: gl.constexpr, PACED: gl.constexpr,
+    ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """The pushing warp: this CTA's share of what the rank copies to its node."""
+    cta = gl.program_id(0)
+    if GPUS > 1:
+        if (cta >= SENDERS) & (cta < SENDERS + INTRAS):
+            intra(
+                context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
+                spans, kv_heads, length, padded, dim, data_start,
+                rounds, window, 1, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+                cta - SENDERS, INTRAS,
+                DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
+                True, True, PUSHED, TILE_N, DIM, copy_rows,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _take_in(scores, total, largest, scale, operand: gl.constexpr, DTYPE: gl.constexpr, MASKED: gl.constexpr):
     """As lang/attention.take_in; the weights as an operand of the product with the values."""
     newest = gl.maximum(largest, gl.max(scores, 1) * scale)
@@ -360,8 +402,12 @@ def _attend(
             aborted = tl.load(context + TABLE + SIZE + rank).to(tl.pointer_type(tl.int64))
             total += gl.where(tl.load(aborted, volatile=True) == 0, 0.0, float("nan"))
         nothing = total == 0.0
-        divisor = gl.convert_layout(gl.where(nothing, 1.0, total), gl.SliceLayout(1, value))
-        result = accumulator / gl.expand_dims(divisor, 1)
+        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, total), gl.SliceLayout(1, value))
+        result = accumulator * gl.expand_dims(inverse, 1)
+        if OWN_OUT:
+            # the result of the tile before is stored while this one is computed; nobody writes over it before
+            tma.store_wait(0)
+            tl.debug_barrier()
         out_smem.index(GROUP).store(result.to(dtype))
         fence_async_shared()
         source_of_out = out_smem.index(GROUP)._reinterpret(dtype, [1, 1, ROWS, DIM], out.layout)
@@ -370,15 +416,16 @@ def _attend(
             logarithm = (largest + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453
             line = (batch * heads + head).to(gl.int64) * length
             gl.store(lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < length)
-        tma.store_wait(0)
         if not OWN_OUT:
+            tma.store_wait(0)
             mbarrier.arrive(q_empty, count=1)
         if GROUP == 0:
             trace(context, TILES, TILE, rank, at, since)
         if CREDITS:
             one_done(context, epoch, turn, tasks, stamps, window, SIZE, GPUS, COMPUTE)
-        else:
+        elif not OWN_OUT:
             tl.debug_barrier()  # nobody writes the next tile's result before this one was read
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -395,6 +442,8 @@ def ring_attention_hopper_kernel(
     """The whole operator; see the module's docstring and ring_attention.py's."""
     SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
+    ATTEND: gl.constexpr = ATTEND_REGISTERS if GPUS > 1 else ATTEND_REGISTERS_ALONE
+    COPIES: gl.constexpr = COPY_REGISTERS if GPUS > 1 else COPY_REGISTERS_ALONE
     cta = gl.program_id(0)
     epoch = current_epoch(context)
     if SIZE > 1:
@@ -406,15 +455,6 @@ def ring_attention_hopper_kernel(
             spans, kv_heads, length, padded, dim, data_start,
             rounds, window, 1, part_rows, chunk_rows, chunks, stamps, cta, SENDERS,
             DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, True, True, COPY, TILE_N, DIM, copy_rows,
-        )  # fmt: skip
-    elif cta < SENDERS + INTRAS:
-        intra(
-            context, epoch, k, (k_batch, k_head, k_row, 1), v, (v_batch, v_head, v_row, 1),
-            spans, kv_heads, length, padded, dim, data_start,
-            rounds, window, 1, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
-            cta - SENDERS, INTRAS,
-            DTYPE, SIZE, GPUS, SLOTS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED,
-            True, True, COPY, TILE_N, DIM, copy_rows,
         )  # fmt: skip
 
     q_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
@@ -469,8 +509,17 @@ def ring_attention_hopper_kernel(
                     SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
                 ),
             ),
+            (
+                _push,
+                (
+                    context, epoch, k, v, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                    spans, kv_heads, length, padded, dim, data_start,
+                    rounds, window, part_rows, chunk_rows, chunks, stamps, tasks, nanoseconds_per_mib,
+                    DTYPE, SIZE, GPUS, SLOTS, SENDERS, INTRAS, CREDITS, PACED, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
+                ),
+            ),
         ],
-        [4, 1],
-        [ATTEND_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1],
+        [ATTEND, COPIES, COPIES],
     )  # fmt: skip
     finish(context, epoch, SIZE)

@@ -178,8 +178,10 @@ def check_without_helpers(op: str, config: Config | None) -> None:
             raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
-def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int) -> None:
-    """Refuse a configuration that would not run."""
+def check(
+    config: Settings, *, max_ctas: int, least_send: int, least_intra: int, copiers_compute: bool = False
+) -> None:  # fmt: skip
+    """Refuse a configuration that would not run. `copiers_compute`: CTAs that copy are not lost to the compute."""
     if config.copy_bytes < 64 or config.copy_bytes & (config.copy_bytes - 1):
         raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {config.copy_bytes}")
     for name in ("group_m", "stages", "warps"):
@@ -188,7 +190,7 @@ def check(config: Settings, *, max_ctas: int, least_send: int, least_intra: int)
     for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):
         if getattr(config, name) < least:
             raise ArgumentError(f"config.{name} must be at least {least} for this group and these tensors")
-    least = config.send_ctas + config.intra_ctas + 1
+    least = config.send_ctas + (max(config.intra_ctas, 1) if copiers_compute else config.intra_ctas + 1)
     if config.ctas < least:
         raise ArgumentError(
             f"config.ctas is {config.ctas}, but must be at least {least}: send_ctas + intra_ctas, and one that computes"

@@ -83,7 +83,9 @@ def scheduled(
     """Which CTA computes which tiles, as the kernel reads it: for each CTA where its list starts and the
     next one's does, then the lists. A tile is numbered (round * group + head of the group) * tiles + tile.
 
-    Tiles go to the CTA that is free first, long ones of a unit first; the helpers are free at `ready`, for
+    Tiles go to the CTA that is free first, the longest of a unit with the shortest: with a causal mask all such pairs
+    are equally long, so the CTAs stay in step and read the same keys at the same time. In the last units, where they
+    shall end together, tiles go one by one, long ones first; the helpers are free at `ready`, for
     tiles of rounds from `joined` on. Where units have parts, a tile stays with one CTA.
     """
     blocks = len(costs)
@@ -96,14 +98,16 @@ def scheduled(
                 lists[helpers + place % compute].append(turn * len(order) + tile)
     else:
         free = [(0.0, cta) for cta in range(helpers, ctas)]
+        pairs = [(order[i], order[-1 - i])[: 1 + (2 * i + 1 < len(order))] for i in range((len(order) + 1) // 2)]
+        singly = units - max(2 * ctas // max(len(pairs), 1), 1)  # from here on tiles are dealt one by one
         for unit in range(units):
             if helpers and unit == joined:
                 free += [(ready, cta) for cta in range(helpers)]
                 heapq.heapify(free)
-            for tile in order:
+            for tiles in pairs if unit < singly else [(tile,) for tile in order]:
                 time, cta = free[0]
-                heapq.heapreplace(free, (time + costs[tile % blocks] + 1, cta))
-                lists[cta].append(unit * len(order) + tile)
+                heapq.heapreplace(free, (time + sum(costs[tile % blocks] + 1 for tile in tiles), cta))
+                lists[cta] += [unit * len(order) + tile for tile in tiles]
     words, end = [], ctas + 1
     for mine in lists:
         words.append(end)

@@ -58,13 +58,14 @@ def _attention(group: Group, plan: Any) -> tuple[Axes, Axes]:
     between: Axes = dict(
         ctas=_ctas(group, plan, helpers=True),
         chunk_rows=_near(c.chunk_rows, c.tile_n, plan.part_rows) if group.size > 1 else (),
-        intra_ctas=_copiers(group, c.intra_ctas),
         send_ctas=_copiers(group, c.send_ctas),
         copy_bytes=COPY_BYTES if group.size > 1 else (),
     )
     between = _without(between, c)  # of which both kernels have the same
+    # in the kernel for Hopper all CTAs copy
+    copiers: Axes = dict(intra_ctas=_copiers(group, min(c.intra_ctas, 2) if plan.hopper else c.intra_ctas))
     tiles: Axes = dict(tile_n=_near(c.tile_n, 16, 128), tile_m=_near(c.tile_m, 16, 128), stages=(2, 3, 4), warps=(4, 8))
-    return between | tiles, between
+    return between | _without(copiers, c) | tiles, between
 
 
 def _dispatch(group: Group, plan: Any) -> tuple[Axes, Axes]:
