@@ -124,17 +124,36 @@ def send_tokens(
 
 
 @triton.jit
+def _fetch(
+    origin, stride, column_stride, goes, numbers, far, token, end, j, hidden, K: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Columns j of a token; nothing is read of one that has no row here. goes[token, slot]: its rows, or -1;
+    numbers[token]: where it lies, if it is `far`."""
+    slot = tl.arange(0, SLOTS)
+    wanted = tl.max(tl.load(goes + token * K + slot, mask=(slot < K) & (token < end), other=-1)) >= 0
+    line = tl.where(far, tl.load(numbers + token, mask=wanted & far, other=0), token)
+    return tl.load(origin + line.to(tl.int64) * stride + j.to(tl.int64) * column_stride, mask=(j < hidden) & wanted)
+
+
+@triton.jit
+def _store(packed, row_stride, goes, token, end, which, j, hidden, piece, K: tl.constexpr):
+    """Store columns j of a token as the row of one of its slots, if there is one."""
+    target = tl.load(goes + token * K + which, mask=token < end, other=-1)
+    if target >= 0:
+        tl.store(packed + target.to(tl.int64) * row_stride + j, piece, mask=j < hidden)
+
+
+@triton.jit
 def _place_chunk(
     context, x, x_stride, x_column_stride, packed, epoch, source, token, tokens, hidden, chunk, chunks,
     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
-    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
-    another rank's memory."""
+    """Fetch those tokens of a chunk that name an expert of this rank, four at a time, so that the loads of four are
+    under way together. Returns how many tokens came from another rank's memory."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     holder = holder_of(source, rank, GPUS)
@@ -181,23 +200,21 @@ def _place_chunk(
 
     if here & fits & (wanted > 0):
         since = trace_time(context)
-        for row in range(token, end, COPY_ROWS):
-            i = row + tl.arange(0, COPY_ROWS)
-            goes = tl.load(
-                destinations + places + i[:, None] * K + slot, mask=(i < end)[:, None] & (slot < K), other=-1
-            )
-            wants = tl.max(goes, axis=1) >= 0
-            line = i
-            if source // GPUS != rank // GPUS:
-                line = tl.load(slots + source * most_tokens + i, mask=wants, other=0)
+        far = source // GPUS != rank // GPUS
+        goes = destinations + places
+        numbers = slots + source * most_tokens
+        for first in range(token, end, 4):
             for column in range(0, hidden, COPY_COLUMNS):
-                j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-                pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
-                block = tl.load(pointers, mask=wants[:, None] & (j < hidden))
-                for c in tl.static_range(K):
-                    target = tl.sum(tl.where(slot == c, goes, 0), axis=1)
-                    to = packed + target.to(tl.int64)[:, None] * row_stride + j
-                    tl.store(to, block, mask=(target >= 0)[:, None] & (j < hidden))
+                j = column + tl.arange(0, COPY_COLUMNS)
+                a = _fetch(origin, stride, column_stride, goes, numbers, far, first, end, j, hidden, K, SLOTS)
+                b = _fetch(origin, stride, column_stride, goes, numbers, far, first + 1, end, j, hidden, K, SLOTS)
+                c = _fetch(origin, stride, column_stride, goes, numbers, far, first + 2, end, j, hidden, K, SLOTS)
+                d = _fetch(origin, stride, column_stride, goes, numbers, far, first + 3, end, j, hidden, K, SLOTS)
+                for which in range(K):
+                    _store(packed, row_stride, goes, first, end, which, j, hidden, a, K)
+                    _store(packed, row_stride, goes, first + 1, end, which, j, hidden, b, K)
+                    _store(packed, row_stride, goes, first + 2, end, which, j, hidden, c, K)
+                    _store(packed, row_stride, goes, first + 3, end, which, j, hidden, d, K)
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         trace(context, INTRA, GATHER, source, chunk, since)
@@ -212,17 +229,21 @@ def place_tokens(
     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals, nanoseconds_per_mib,
-    first, step,
+    worker, WORKERS: tl.constexpr, FAR_WORKERS: tl.constexpr,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
-    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch all tokens that name an expert of this rank, in the order in which they become available. SETTLED:
-    signal of each chunk that the tables say where its rows are."""
+    """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of this
+    node go round all workers; those of other nodes, which the network brings one by one, round the first
+    FAR_WORKERS. SETTLED: signal of each chunk that the tables say where its rows are."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
-    for item in range(first, chunks * SIZE, step):
+    near = tl.cdiv(tl.maximum(chunks * GPUS - worker, 0), WORKERS)
+    far = tl.cdiv(tl.maximum(chunks * (SIZE - GPUS) - worker, 0), FAR_WORKERS)
+    for turn in range(near + tl.where(worker < FAR_WORKERS, far, 0)):
+        item = tl.where(turn < near, turn * WORKERS, chunks * GPUS + (turn - near) * FAR_WORKERS) + worker
         source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
         table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
@@ -232,7 +253,7 @@ def place_tokens(
                 chunk, chunks, positions, destinations, everyones_ids, bases, first_blocks, placed, slots,
                 row_source, row_token, summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
                 staged_at, landing_at, half, signals,
-                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_COLUMNS,
             )  # fmt: skip
             if SETTLED:
                 notify(mine + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS), epoch)
@@ -260,12 +281,12 @@ def dispatch(
     tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr,
-    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr,
+    PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole way there, by all CTAs: the first SENDERS of them send, the others count, and of these the first
-    INTRAS place rows. When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an
+    INTRAS place rows, the first FAR_INTRAS also those of other nodes. When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an
     order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by chunk."""
     cta = tl.program_id(0)
     mine = segment_of(context, rank_of(context), tl.int64)
@@ -301,8 +322,9 @@ def dispatch(
                 )  # fmt: skip
                 notify(counted, epoch)
                 schedule_blocks(
-                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
-                )
+                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
+                    SIZE, GPUS, TILE_M, LAYER,
+                )  # fmt: skip
                 notify(scheduled, epoch)
         if cta < SENDERS + INTRAS:
             if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
@@ -310,6 +332,6 @@ def dispatch(
                     context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
                     summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
-                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
-                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_ROWS, COPY_COLUMNS,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS, FAR_INTRAS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_COLUMNS,
                 )  # fmt: skip
