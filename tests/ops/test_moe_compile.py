@@ -30,7 +30,8 @@ LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
 WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
         "returned_at"}  # fmt: skip
 # sizes that a launch does not divide by 16
-ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib", "ids_stride", "weights_stride"}  # fmt: skip
+ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib",
+       "ids_stride", "weights_stride"}  # fmt: skip
 ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride",
         "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
 
@@ -92,7 +93,6 @@ def build(tmp_path_factory):
             PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
             GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
             GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
-            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 32,
         ) | GROUPS[group] | dict(chosen)  # fmt: skip
         if op == "moe_combine":
             constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4

@@ -286,8 +286,9 @@ def dispatch(
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole way there, by all CTAs: the first SENDERS of them send, the others count, and of these the first
-    INTRAS place rows, the first FAR_INTRAS also those of other nodes. When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an
-    order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by chunk."""
+    INTRAS place rows, the first FAR_INTRAS also those of other nodes. When the rank's own signals `counted` and
+    `scheduled` are up, rows have places and blocks an order. LAYER: the results come back, so weights travel with the
+    ids, and places are signalled chunk by chunk."""
     cta = tl.program_id(0)
     mine = segment_of(context, rank_of(context), tl.int64)
     counted = own_signal(mine, 0, SIZE, GPUS)

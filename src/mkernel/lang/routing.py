@@ -460,8 +460,9 @@ def schedule_blocks(
     context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
     SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, NODE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """schedule[place]: expert, first row, rows and number of the block that is computed at that place. NODE_LAST: blocks
-    with rows of the node only come after those with rows of other nodes, whose results have the longest way back."""
+    """schedule[place]: expert, first row, rows and number of the block that is computed at that place. NODE_LAST:
+    blocks with rows of the node only come after those with rows of other nodes, whose results have the longest
+    way back."""
     rank = rank_of(context)
     blocks = tl.load(summary + BLOCKS)
     # at least four blocks of an expert in each bin of other nodes' rows, if all is even

@@ -191,7 +191,8 @@ class Plan:
         c, r = self.config, self.routing
         head = (
             f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which compute when they are done), chunks of {c.chunk_rows} tokens, room for {r.room} rows of {r.experts} experts"
+            f"{c.intra_ctas} intra, which compute when they are done), chunks of "
+            f"{c.chunk_rows} tokens, room for {r.room} rows of {r.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 

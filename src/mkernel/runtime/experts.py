@@ -122,7 +122,7 @@ def surroundings(
         **{f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin},
         half_words=workspace.half_bytes // 4, table_words=routing.table_words(weighted), row_stride=row_stride,
         half=workspace.half_bytes // element, DTYPE=DTYPES[dtype], **routing.constants(), PACED=paced,
-        COPY_ROWS=4, COPY_COLUMNS=max(copy_bytes // element // 4, 1),
+        COPY_COLUMNS=max(copy_bytes // element // 4, 1),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def dispatching(
         ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
         experts=routing.experts, room=routing.room, hidden=x.shape[1],
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, FAR_INTRAS=far_intra_ctas,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m, COPY_ROWS=4,
     )  # fmt: skip
 
 
