@@ -171,7 +171,7 @@ BROKEN = {
     "weights are read before they are here": Broken(
         BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
     ),
-    "a weight of another slot": Broken(BACK, [("combining", "chosen, weight", "position == tl.max(position), weight")]),
+    "a weight of another slot": Broken(BACK, [("combining", "weights + i * K + slot", "weights + i * K")]),
     # inside the layer
     "the second GEMM does not wait for the first": Broken(
         ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]

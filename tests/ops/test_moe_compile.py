@@ -93,6 +93,7 @@ def build(tmp_path_factory):
             PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
             GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
             GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
+            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 16,
         ) | GROUPS[group] | dict(chosen)  # fmt: skip
         if op == "moe_combine":
             constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4

@@ -60,25 +60,10 @@ def tokens_of(summary, source):
 
 
 @triton.jit
-def _slots_of(table, token, end, missing, K: tl.constexpr, SLOTS: tl.constexpr):
-    """What a table says for each slot of a token; `missing` beyond the chunk and beyond K."""
-    slot = tl.arange(0, SLOTS)
-    return tl.load(table + token * K + slot, mask=(slot < K) & (token < end), other=missing)
-
-
-@triton.jit
-def _nth(position, weight, n):
-    """Row and weight of the n-th slot that has a row; -1 and 0 if there are not so many."""
-    has = (position >= 0).to(tl.int32)
-    chosen = (has == 1) & (tl.cumsum(has, 0) - has == n)
-    return tl.max(tl.where(chosen, position, -1)), tl.sum(tl.where(chosen, weight, 0.0))
-
-
-@triton.jit
-def _row(rows, stride, column_stride, line, j, columns):
-    """Columns j of a row in fp32; zeros of row -1."""
-    pointers = rows + line.to(tl.int64) * stride + j.to(tl.int64) * column_stride
-    return tl.load(pointers, mask=(j < columns) & (line >= 0), other=0.0).to(tl.float32)
+def _rows(rows, stride, column_stride, line, j, columns):
+    """Columns j of some rows in fp32; zeros of row -1."""
+    pointers = rows + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+    return tl.load(pointers, mask=(line >= 0)[:, None] & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -86,7 +71,7 @@ def return_chunk(
     context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, destinations, summary,
     weights_at, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half, before, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    CHUNK: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum what this rank's experts made of a chunk of `source`'s tokens. y and the weights must be here;
     all ranks of my node must have entered the epoch before this one."""
@@ -99,28 +84,21 @@ def return_chunk(
     partial += (source * most_tokens).to(tl.int64) * row_stride
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, source))
     since = trace_time(context)
-    for token in range(chunk * CHUNK, end, 2):
-        a = _slots_of(destinations + places, token, end, -1, K, SLOTS)
-        b = _slots_of(destinations + places, token + 1, end, -1, K, SLOTS)
-        # weights of rows that are not here, or nowhere, may be anything
-        a_weights = tl.where(a >= 0, _slots_of(weights, token, end, 0.0, K, SLOTS), 0.0)
-        b_weights = tl.where(b >= 0, _slots_of(weights, token + 1, end, 0.0, K, SLOTS), 0.0)
-        a_rows = tl.sum((a >= 0).to(tl.int32))
-        b_rows = tl.sum((b >= 0).to(tl.int32))
+    for row in range(chunk * CHUNK, end, COPY_ROWS):
+        i = row + tl.arange(0, COPY_ROWS)
         for column in range(0, columns, COPY_COLUMNS):
-            j = column + tl.arange(0, COPY_COLUMNS)
-            a_total = tl.zeros((COPY_COLUMNS,), tl.float32)
-            b_total = tl.zeros((COPY_COLUMNS,), tl.float32)
-            # two rows of two tokens at a time: so many loads are in flight together
-            for n in range(0, tl.maximum(a_rows, b_rows), 2):
-                for more in tl.static_range(2):
-                    line, factor = _nth(a, a_weights, n + more)
-                    a_total += factor * _row(y, y_stride, y_column_stride, line, j, columns)
-                    line, factor = _nth(b, b_weights, n + more)
-                    b_total += factor * _row(y, y_stride, y_column_stride, line, j, columns)
-            target = partial + tl.cast(token, tl.int64) * row_stride + j
-            tl.store(target, a_total.to(DTYPE), mask=(j < columns) & (a_rows > 0))
-            tl.store(target + row_stride, b_total.to(DTYPE), mask=(j < columns) & (b_rows > 0))
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
+            mine = i < 0
+            # each thread loads what it has to know of a token: to ask others for it takes longer
+            for slot in tl.static_range(K):
+                line = tl.load(destinations + places + i * K + slot, mask=i < end, other=-1)
+                # weights of rows that are not here, or nowhere, may be anything
+                factor = tl.load(weights + i * K + slot, mask=line >= 0, other=0.0)
+                total += factor[:, None] * _rows(y, y_stride, y_column_stride, line, j, columns)
+                mine |= line >= 0
+            target = partial + i.to(tl.int64)[:, None] * row_stride + j
+            tl.store(target, total.to(DTYPE), mask=mine[:, None] & (j < columns))
     trace(context, TILES, REDUCE, source, chunk, since)
     signal = returned_signal(parity, source, chunk, chunks, before, signals, SIZE, GPUS)
     notify(segment_of(context, rank, tl.int64) + signal, epoch)
@@ -159,19 +137,35 @@ def _pay_for_link(
 
 
 @triton.jit
-def _sum_of_node(
-    context, total, ids, token, j, columns, source, summary, most_tokens, row_stride, partial_at, half, parity,
-    DTYPE: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr,
+def _ranks_named(
+    context, everyones_ids, source, i, end, summary, most_tokens,
+    K: tl.constexpr, SLOTS: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows that the ranks of my node have for a token of `source`, in rank order."""
+    """A bit for each rank of my node that has an expert of a token."""
+    tl.static_assert(GPUS <= 64)
+    slot = tl.arange(0, SLOTS)[None, :]
+    places = (source * most_tokens).to(tl.int64) * K + i[:, None] * K + slot
+    ids = tl.load(everyones_ids + places, mask=(i < end)[:, None] & (slot < K), other=-1)
+    bits = tl.zeros(i.shape, tl.int64)
     base = rank_of(context) // GPUS * GPUS
-    for i in tl.static_range(GPUS):
-        low = tl.load(summary + SUMMARY + RANKS + base + i)
-        high = tl.load(summary + SUMMARY + RANKS + base + i + 1)
-        has = tl.max(((ids >= low) & (ids < high)).to(tl.int32))
-        partial = segment_of(context, base + i, DTYPE) + partial_at + parity.to(tl.int64) * half
+    for peer in range(GPUS):
+        low = tl.load(summary + SUMMARY + RANKS + base + peer)
+        high = tl.load(summary + SUMMARY + RANKS + base + peer + 1)
+        bits |= named_in(ids, low, high).to(tl.int64) << peer
+    return bits
+
+
+@triton.jit
+def _add_node(
+    context, total, bits, i, j, columns, source, most_tokens, row_stride, partial_at, half, parity,
+    DTYPE: tl.constexpr, GPUS: tl.constexpr,
+):  # fmt: skip
+    """Add the rows that the ranks of my node have for some tokens of `source`, in rank order."""
+    base = rank_of(context) // GPUS * GPUS
+    for peer in tl.static_range(GPUS):
+        partial = segment_of(context, base + peer, DTYPE) + partial_at + parity.to(tl.int64) * half
         partial += (source * most_tokens).to(tl.int64) * row_stride
-        total += _row(partial, row_stride, 1, tl.where(has == 1, token, -1), j, columns)
+        total += _rows(partial, row_stride, 1, tl.where(bits >> peer & 1 == 1, i, -1), j, columns)
     return total
 
 
@@ -180,7 +174,8 @@ def relay_chunk(
     context, epoch, columns, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
     row_stride, partial_at, returning_at, landing_at, half, before, signals, nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum what my node made of a chunk of the tokens of my counterpart `away` nodes on, and send it. That
     node must have entered the epoch before this one."""
@@ -190,8 +185,8 @@ def relay_chunk(
     source = (rank + away * GPUS) % SIZE
     area = most_tokens.to(tl.int64) * row_stride
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, source))
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    numbers = tl.load(slots + source * most_tokens + i, mask=i < end, other=-1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    numbers = tl.load(slots + source * most_tokens + token, mask=token < end, other=-1)
     count = tl.sum((numbers >= 0).to(tl.int64))
     first = tl.min(tl.where(numbers >= 0, numbers, 0x7FFFFFFF)).to(tl.int64)
     if count > 0:
@@ -199,26 +194,18 @@ def relay_chunk(
         if here:
             since = trace_time(context)
             mine = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half + returning_at + (away - 1) * area
-            ids = everyones_ids + (source * most_tokens).to(tl.int64) * K
-            goes = slots + source * most_tokens
-            for token in range(chunk * CHUNK, end, 2):
-                a = tl.load(goes + token)
-                b = tl.load(goes + token + 1, mask=token + 1 < end, other=-1)
-                a_ids = tl.where(a >= 0, _slots_of(ids, token, end, -1, K, SLOTS), -1)
-                b_ids = tl.where(b >= 0, _slots_of(ids, token + 1, end, -1, K, SLOTS), -1)
+            for row in range(chunk * CHUNK, end, COPY_ROWS):
+                i = row + tl.arange(0, COPY_ROWS)
+                number = tl.load(slots + source * most_tokens + i, mask=i < end, other=-1)
+                bits = _ranks_named(context, everyones_ids, source, i, end, summary, most_tokens, K, SLOTS, GPUS, RANKS)
                 for column in range(0, columns, COPY_COLUMNS):
-                    j = column + tl.arange(0, COPY_COLUMNS)
-                    nothing = tl.zeros((COPY_COLUMNS,), tl.float32)
-                    a_total = _sum_of_node(
-                        context, nothing, a_ids, token, j, columns, source, summary, most_tokens, row_stride,
-                        partial_at, half, parity, DTYPE, GPUS, RANKS,
+                    j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+                    total = _add_node(
+                        context, tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32), bits, i, j, columns, source,
+                        most_tokens, row_stride, partial_at, half, parity, DTYPE, GPUS,
                     )  # fmt: skip
-                    b_total = _sum_of_node(
-                        context, nothing, b_ids, token + 1, j, columns, source, summary, most_tokens, row_stride,
-                        partial_at, half, parity, DTYPE, GPUS, RANKS,
-                    )  # fmt: skip
-                    tl.store(mine + a.to(tl.int64) * row_stride + j, a_total.to(DTYPE), mask=(j < columns) & (a >= 0))
-                    tl.store(mine + b.to(tl.int64) * row_stride + j, b_total.to(DTYPE), mask=(j < columns) & (b >= 0))
+                    target = mine + number.to(tl.int64)[:, None] * row_stride + j
+                    tl.store(target, total.to(DTYPE), mask=(number >= 0)[:, None] & (j < columns))
             if PACED:
                 _pay_for_link(
                     context, source, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
@@ -235,38 +222,12 @@ def relay_chunk(
 
 
 @triton.jit
-def _sum_of_nodes(
-    context, landed, token, end, j, columns, everyones_ids, departed, summary, most_tokens, row_stride,
-    partial_at, half, parity,
-    DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """What all nodes made of a token of mine, in the order of nodes; zeros beyond the chunk."""
-    rank = rank_of(context)
-    nodes: tl.constexpr = SIZE // GPUS
-    ids = _slots_of(everyones_ids + (rank * most_tokens).to(tl.int64) * K, token, end, -1, K, SLOTS)
-    total = tl.zeros(j.shape, tl.float32)
-    for node in tl.static_range(nodes):
-        distance = (node - rank // GPUS + nodes) % nodes
-        if distance == 0:
-            total = _sum_of_node(
-                context, total, ids, token, j, columns, rank, summary, most_tokens, row_stride, partial_at,
-                half, parity, DTYPE, GPUS, RANKS,
-            )  # fmt: skip
-        else:
-            number = tl.load(departed + (distance - 1) * most_tokens + token, mask=token < end, other=-1)
-            # where what comes from so many nodes on lands
-            lines = landed + (distance - 1) * most_tokens.to(tl.int64) * row_stride
-            total += _row(lines, row_stride, 1, number, j, columns)
-    return total
-
-
-@triton.jit
 def collect_chunk(
     context, epoch, out, out_stride, out_column_stride, columns, chunk, chunks, everyones_ids, departed, summary,
     most_tokens, row_stride, partial_at, landing_at, half, before, signals, nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum what all nodes made of a chunk of my tokens, in the order of nodes."""
     rank = rank_of(context)
@@ -277,8 +238,8 @@ def collect_chunk(
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, rank))
     here = _wait_for_node(context, epoch, rank, chunk, chunks, before, signals, SIZE, GPUS)
     for away in range(1, nodes):
-        i = chunk * CHUNK + tl.arange(0, CHUNK)
-        numbers = tl.load(departed + (away - 1) * most_tokens + i, mask=i < end, other=-1)
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        numbers = tl.load(departed + (away - 1) * most_tokens + token, mask=token < end, other=-1)
         if tl.max(numbers) >= 0:
             peer = (rank + away * GPUS) % SIZE
             signal = back_signal(parity, peer, chunk, chunks, before, signals, SIZE, GPUS)
@@ -290,22 +251,25 @@ def collect_chunk(
             context, rank, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
             DTYPE, K, SLOTS, GPUS, RANKS, CHUNK,
         )  # fmt: skip
-    for token in range(chunk * CHUNK, end, 2):
+    for row in range(chunk * CHUNK, end, COPY_ROWS):
+        i = row + tl.arange(0, COPY_ROWS)
+        bits = _ranks_named(context, everyones_ids, rank, i, end, summary, most_tokens, K, SLOTS, GPUS, RANKS)
         for column in range(0, columns, COPY_COLUMNS):
-            j = column + tl.arange(0, COPY_COLUMNS)
-            a = _sum_of_nodes(
-                context, landed, token, end, j, columns, everyones_ids, departed, summary, most_tokens, row_stride,
-                partial_at, half, parity, DTYPE, K, SLOTS, SIZE, GPUS, RANKS,
-            )  # fmt: skip
-            b = _sum_of_nodes(
-                context, landed, token + 1, end, j, columns, everyones_ids, departed, summary, most_tokens, row_stride,
-                partial_at, half, parity, DTYPE, K, SLOTS, SIZE, GPUS, RANKS,
-            )  # fmt: skip
-            pointers = out + tl.cast(token, tl.int64) * out_stride + j.to(tl.int64) * out_column_stride
-            tl.store(pointers, (a + missing).to(out.dtype.element_ty), mask=j < columns)
-            tl.store(
-                pointers + out_stride,
-                (b + missing).to(out.dtype.element_ty),
-                mask=(j < columns) & (token + 1 < end),
-            )
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
+            for node in tl.static_range(nodes):
+                distance = (node - rank // GPUS + nodes) % nodes
+                if distance == 0:
+                    total = _add_node(
+                        context, total, bits, i, j, columns, rank, most_tokens, row_stride, partial_at, half, parity,
+                        DTYPE, GPUS,
+                    )  # fmt: skip
+                else:
+                    number = tl.load(departed + (distance - 1) * most_tokens + i, mask=i < end, other=-1)
+                    # where what comes from so many nodes on lands
+                    lines = landed + (distance - 1) * most_tokens.to(tl.int64) * row_stride
+                    total += _rows(lines, row_stride, 1, number, j, columns)
+            pointers = out + i.to(tl.int64)[:, None] * out_stride + j.to(tl.int64) * out_column_stride
+            inside = (i < end)[:, None] & (j < columns)
+            tl.store(pointers, (total + missing).to(out.dtype.element_ty), mask=inside)
     trace(context, TILES, GATHER, rank, chunk, since)

@@ -125,22 +125,33 @@ def send_tokens(
 
 @triton.jit
 def _fetch(
-    origin, stride, column_stride, goes, numbers, far, token, end, j, hidden, K: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Columns j of a token; nothing is read of one that has no row here. goes[token, slot]: its rows, or -1;
-    numbers[token]: where it lies, if it is `far`."""
-    slot = tl.arange(0, SLOTS)
-    wanted = tl.max(tl.load(goes + token * K + slot, mask=(slot < K) & (token < end), other=-1)) >= 0
-    line = tl.where(far, tl.load(numbers + token, mask=wanted & far, other=0), token)
-    return tl.load(origin + line.to(tl.int64) * stride + j.to(tl.int64) * column_stride, mask=(j < hidden) & wanted)
+    origin, stride, column_stride, goes, numbers, far, first, end, column, hidden,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A piece of ROWS tokens; nothing is read of those that have no row here. goes[token, slot]: its rows, or -1;
+    numbers[token]: where it lies, if it is `far`. What a thread needs to know of a token it loads itself: to ask
+    other threads takes as long as the copy."""
+    i = first + tl.arange(0, ROWS)
+    wanted = i < 0
+    for slot in tl.static_range(K):
+        wanted |= tl.load(goes + i * K + slot, mask=i < end, other=-1) >= 0
+    line = tl.where(far, tl.load(numbers + i, mask=wanted & far, other=0), i)
+    j = column + tl.arange(0, COLUMNS)[None, :]
+    pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+    return tl.load(pointers, mask=wanted[:, None] & (j < hidden))
 
 
 @triton.jit
-def _store(packed, row_stride, goes, token, end, which, j, hidden, piece, K: tl.constexpr):
-    """Store columns j of a token as the row of one of its slots, if there is one."""
-    target = tl.load(goes + token * K + which, mask=token < end, other=-1)
-    if target >= 0:
-        tl.store(packed + target.to(tl.int64) * row_stride + j, piece, mask=j < hidden)
+def _store(
+    packed, row_stride, goes, first, end, column, hidden, piece,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store a piece of ROWS tokens as each of their rows."""
+    i = first + tl.arange(0, ROWS)
+    j = column + tl.arange(0, COLUMNS)[None, :]
+    for slot in tl.static_range(K):
+        target = tl.load(goes + i * K + slot, mask=i < end, other=-1)
+        tl.store(packed + target.to(tl.int64)[:, None] * row_stride + j, piece, (target >= 0)[:, None] & (j < hidden))
 
 
 @triton.jit
@@ -150,10 +161,11 @@ def _place_chunk(
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch those tokens of a chunk that name an expert of this rank, four at a time, so that the loads of four are
-    under way together. Returns how many tokens came from another rank's memory."""
+    """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
+    another rank's memory."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     holder = holder_of(source, rank, GPUS)
@@ -203,18 +215,20 @@ def _place_chunk(
         far = source // GPUS != rank // GPUS
         goes = destinations + places
         numbers = slots + source * most_tokens
-        for first in range(token, end, 4):
-            for column in range(0, hidden, COPY_COLUMNS):
-                j = column + tl.arange(0, COPY_COLUMNS)
-                a = _fetch(origin, stride, column_stride, goes, numbers, far, first, end, j, hidden, K, SLOTS)
-                b = _fetch(origin, stride, column_stride, goes, numbers, far, first + 1, end, j, hidden, K, SLOTS)
-                c = _fetch(origin, stride, column_stride, goes, numbers, far, first + 2, end, j, hidden, K, SLOTS)
-                d = _fetch(origin, stride, column_stride, goes, numbers, far, first + 3, end, j, hidden, K, SLOTS)
-                for which in range(K):
-                    _store(packed, row_stride, goes, first, end, which, j, hidden, a, K)
-                    _store(packed, row_stride, goes, first + 1, end, which, j, hidden, b, K)
-                    _store(packed, row_stride, goes, first + 2, end, which, j, hidden, c, K)
-                    _store(packed, row_stride, goes, first + 3, end, which, j, hidden, d, K)
+        # the next piece is on its way here while one is stored
+        piece: tl.constexpr = COPY_COLUMNS // 2
+        pieces = tl.cdiv(hidden, piece)
+        block = _fetch(origin, stride, column_stride, goes, numbers, far, token, end, 0, hidden, K, COPY_ROWS, piece)
+        for step in range(tl.cdiv(end - token, COPY_ROWS) * pieces):
+            following = _fetch(
+                origin, stride, column_stride, goes, numbers, far, token + (step + 1) // pieces * COPY_ROWS, end,
+                (step + 1) % pieces * piece, hidden, K, COPY_ROWS, piece,
+            )  # fmt: skip
+            _store(
+                packed, row_stride, goes, token + step // pieces * COPY_ROWS, end, step % pieces * piece, hidden,
+                block, K, COPY_ROWS, piece,
+            )  # fmt: skip
+            block = following
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         trace(context, INTRA, GATHER, source, chunk, since)
@@ -232,7 +246,7 @@ def place_tokens(
     worker, WORKERS: tl.constexpr, FAR_WORKERS: tl.constexpr,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
-    COPY_COLUMNS: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of this
     node go round all workers; those of other nodes, which the network brings one by one, round the first
@@ -253,7 +267,7 @@ def place_tokens(
                 chunk, chunks, positions, destinations, everyones_ids, bases, first_blocks, placed, slots,
                 row_source, row_token, summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
                 staged_at, landing_at, half, signals,
-                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_COLUMNS,
+                DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, COPY_ROWS, COPY_COLUMNS,
             )  # fmt: skip
             if SETTLED:
                 notify(mine + settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS), epoch)
@@ -334,5 +348,5 @@ def dispatch(
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
                     summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
                     staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS, FAR_INTRAS,
-                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_COLUMNS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip

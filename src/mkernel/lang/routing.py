@@ -465,8 +465,9 @@ def schedule_blocks(
     way back."""
     rank = rank_of(context)
     blocks = tl.load(summary + BLOCKS)
-    # at least four blocks of an expert in each bin of other nodes' rows, if all is even
+    # classes that have a few blocks of each expert, if all is even
     bins = tl.minimum(tl.maximum(blocks // (4 * tl.maximum(experts, 1)), 1), MOST_BINS)
+    few = blocks < 4 * SIZE * experts
     for start in range(0, blocks, 128):
         block = start + tl.arange(0, 128)
         inside = block < blocks
@@ -486,7 +487,8 @@ def schedule_blocks(
         if NODE_LAST:
             key = tl.where(own, 0, tl.where(near, 1 + bins, 1 + far))
         else:
-            key = tl.where(own, 0, tl.where(near, 1, 2 + far))
+            # few own rows of an expert are computed together with those of the node, which come soon
+            key = tl.where(own & ~few, 0, tl.where(near, 1, 2 + far))
         tl.store(unsorted + block * ENTRY, expert, mask=inside)
         tl.store(unsorted + block * ENTRY + 1, row, mask=inside)
         tl.store(unsorted + block * ENTRY + 2, rows, mask=inside)

@@ -70,7 +70,7 @@ def _combine(
     destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
     nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 to 5."""
     rank = rank_of(context)
@@ -89,7 +89,7 @@ def _combine(
                 return_chunk(
                     context, epoch, y, y_stride, y_column_stride, columns, source, chunk, chunks, destinations, summary,
                     0, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half, 1, signals,
-                    DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_COLUMNS,
+                    DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip
         if SIZE > GPUS:
             if step == 0:
@@ -100,13 +100,13 @@ def _combine(
                             context, epoch, columns, away, item // (SIZE // GPUS - 1), chunks, everyones_ids, slots,
                             summary, most_tokens, row_stride, partial_at, returning_at, landing_at, half, 1, signals,
                             nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
-                            COPY_COLUMNS,
+                            COPY_ROWS, COPY_COLUMNS,
                         )  # fmt: skip
     for chunk in range(cta, tl.cdiv(tokens, CHUNK), ctas):
         collect_chunk(
             context, epoch, out, out_stride, out_column_stride, columns, tl.cast(chunk, tl.int32), chunks,
             everyones_ids, departed, summary, most_tokens, row_stride, partial_at, landing_at, half, 1, signals,
-            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_COLUMNS,
+            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def moe_combine_kernel(
     tokens, most_tokens, columns, chunks, signals,
     nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole operator; see the module's docstring for the steps and the signals."""
     cta = tl.program_id(0)
@@ -143,13 +143,13 @@ def moe_combine_kernel(
             destinations, everyones_ids, slots, departed, summary, tokens, most_tokens, columns, chunks, signals,
             nanoseconds_per_mib, tables_at, half_words, table_words, row_stride, partial_at, returning_at,
             landing_at, half,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_COLUMNS,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
     finish(context, epoch, SIZE)
 
 
-# four rows of a quarter of this are under way together, and two fp32 sums are in registers
-COPY_BYTES = {torch.bfloat16: 65536, torch.float16: 65536, torch.float32: 32768}
+# what fits into the registers, with the rows of 8 slots at a time
+COPY_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 
 @dataclass(frozen=True, eq=False)

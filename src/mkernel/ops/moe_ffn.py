@@ -190,7 +190,7 @@ def _way_back(
     nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
-    COPY_COLUMNS: tl.constexpr,
+    COPY_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pieces of the way back, as long as there are any."""
     rank = rank_of(context)
@@ -220,7 +220,7 @@ def _way_back(
                         context, epoch, packed_rows, row_stride, 1, hidden, source, chunk, chunks, destinations,
                         summary,
                         most_tokens * K, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half,
-                        before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_COLUMNS,
+                        before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, SUM_COLUMNS,
                     )  # fmt: skip
         elif own < 0:
             if SIZE > GPUS:
@@ -233,7 +233,8 @@ def _way_back(
                         relay_chunk(
                             context, epoch, hidden, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
                             row_stride, partial_at, returning_at, returned_at, half, before, signals,
-                            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_COLUMNS,
+                            nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
+                            COPY_ROWS, SUM_COLUMNS,
                         )  # fmt: skip
         elif own * CHUNK < tokens:
             settled = settled_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
@@ -246,7 +247,7 @@ def _way_back(
                 collect_chunk(
                     context, epoch, out, out_stride, out_column_stride, hidden, own, chunks, everyones_ids, departed,
                     summary, most_tokens, row_stride, partial_at, returned_at, half, before, signals,
-                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_COLUMNS,
+                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
                 )  # fmt: skip
             else:
                 rows = out + (own * CHUNK).to(tl.int64) * out_stride
@@ -286,7 +287,7 @@ def moe_ffn_kernel(
     GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
     DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole operator; see the module's docstring for the roles and the signals."""
     cta = tl.program_id(0)
@@ -320,7 +321,7 @@ def moe_ffn_kernel(
             destinations, everyones_ids, bases, first_blocks, placed, slots, departed, summary, experts, tokens,
             most_tokens, tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half,
             signals, nanoseconds_per_mib,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_COLUMNS,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
         )  # fmt: skip
     else:
         fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
@@ -439,6 +440,7 @@ def _launch(
         inter=inter,
         GATE_DESCRIPTOR=plan.gate_read[0], GATE_TRANSPOSED=plan.gate_read[1],
         DOWN_DESCRIPTOR=plan.down_read[0], DOWN_TRANSPOSED=plan.down_read[1], PRECISION=plan.precision,
+        SUM_COLUMNS=max(c.copy_bytes // element // 16, 1),
     )  # fmt: skip
     return Launch(
         op="moe_ffn",

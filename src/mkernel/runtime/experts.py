@@ -122,7 +122,7 @@ def surroundings(
         **{f"{name}_at": areas.at(workspace, name, 4 if name == "tables" else element) for name in areas.begin},
         half_words=workspace.half_bytes // 4, table_words=routing.table_words(weighted), row_stride=row_stride,
         half=workspace.half_bytes // element, DTYPE=DTYPES[dtype], **routing.constants(), PACED=paced,
-        COPY_COLUMNS=max(copy_bytes // element // 4, 1),
+        COPY_ROWS=4, COPY_COLUMNS=max(copy_bytes // element // 4, 1),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def dispatching(
         ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
         experts=routing.experts, room=routing.room, hidden=x.shape[1],
         SENDERS=c.send_ctas, INTRAS=c.intra_ctas, FAR_INTRAS=far_intra_ctas,
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m, COPY_ROWS=4,
+        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
     )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ class Copying:
         group: Group, routing: Routing, row_bytes: int, seconds: float, pick: Callable[[str, int], int]
     ) -> Copying:  # fmt: skip
         """For a call whose arithmetic takes so many seconds, if nearly all tokens are needed everywhere. Tokens are
-        staged before the network can take them. Rows of this node are in place after a tenth of the time: all wait
+        staged before the network can take them. Rows of this node are in place as soon as possible: all wait
         for them, and who has placed them computes. Those of other nodes come at the network's pace."""
         most = group.world.ctas(group.world_rank)
         tokens = routing.most_tokens * row_bytes
@@ -382,8 +382,8 @@ class Copying:
         away = (routing.nodes - 1) * tokens / network  # seconds that the network takes
         near = placed * routing.gpus // routing.size
         send_ctas = copiers(staged, STAGE_RATE, max(min(seconds, away), seconds / 4) / 2, most)
-        intra_ctas = pick("intra_ctas", copiers(near, PLACE_RATE, seconds / 10, most))
-        far = copiers(placed - near, PLACE_RATE, max(seconds, away) / 2, most)
+        intra_ctas = pick("intra_ctas", copiers(near, PLACE_RATE, seconds / 20, most))
+        far = copiers(placed - near, PLACE_RATE, away / 2, most)
         return Copying(
             staged,
             placed,
