@@ -18,6 +18,7 @@ from mkernel.runtime.heap import ALIGNMENT
 from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors
 
 MOST_SLOTS = 16
+MOST_MATES = 64  # ranks of a node: each has a bit in lang/combining.py
 LINE = 64  # bytes that rows in a workspace are aligned to
 OWN_SIGNALS = 8
 
@@ -271,6 +272,11 @@ def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor)
         raise ArgumentError(f"topk_ids has dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64")
     if topk_ids.shape[0] != x.shape[0]:
         raise ArgumentError(f"topk_ids has {topk_ids.shape[0]} rows, but x has {x.shape[0]} tokens")
+    if group.gpus_per_node > MOST_MATES:
+        raise ArgumentError(
+            f"{op} takes nodes of at most {MOST_MATES} ranks, and this group's have {group.gpus_per_node}: "
+            f"cut them with mk.init(gpus_per_node=...)"
+        )
     if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
         raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts for each token; it must be 1 to {MOST_SLOTS}")
     if x.shape[1] < 1:
