@@ -128,7 +128,10 @@ BROKEN = {
     ),
     "no release": Broken(NODE, RELAXED_NOTIFY, ASTRAY),
     "no acquire": Broken(NODE, RELAXED_WAIT, ASTRAY),
-    "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "        acquire_for_descriptors()\n", "")]),
+    "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "    acquire_for_descriptors()\n", "")]),
+    "tiles are handed out where the call before ended": Broken(
+        NODE, [("routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")]
+    ),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(
         Scenario((1, 2), "moe_dispatch_matmul", calls=5, slow=1),
@@ -168,7 +171,7 @@ BROKEN = {
     "weights are read before they are here": Broken(
         BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
     ),
-    "a weight of another slot": Broken(BACK, [("combining", "slot == some + one, weight", "slot == one * 0, weight")]),
+    "a weight of another slot": Broken(BACK, [("combining", "weights + i * K + slot", "weights + i * K")]),
     # inside the layer
     "the second GEMM does not wait for the first": Broken(
         ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]

@@ -19,9 +19,9 @@ KERNELS = {
     "moe_ffn": moe_ffn_kernel,
 }
 
-ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4)
-FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4)
-TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4)
+ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4, FAR_INTRAS=1)
+FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4, FAR_INTRAS=2)
+TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4, FAR_INTRAS=2)
 GROUPS = {"one rank": ONE_RANK, "four ranks": FOUR_RANKS, "two nodes": TWO_NODES}
 
 # arguments that are pointers to the tokens' type, to 64-bit numbers, and 64-bit numbers themselves
@@ -30,7 +30,7 @@ LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
 WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
         "returned_at"}  # fmt: skip
 # sizes that a launch does not divide by 16
-ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib",
+ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib",
        "ids_stride", "weights_stride"}  # fmt: skip
 ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride",
         "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
@@ -93,7 +93,7 @@ def build(tmp_path_factory):
             PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
             GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
             GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
-            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 32,
+            SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 16,
         ) | GROUPS[group] | dict(chosen)  # fmt: skip
         if op == "moe_combine":
             constants["COPY_COLUMNS"] = COPY_BYTES[dtype] // dtype.itemsize // 4

@@ -39,8 +39,8 @@ def test_rows_are_the_tokens_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("config", [
-    SMALL, mk.Config(chunk_rows=2), mk.Config(chunk_rows=32, group_m=1, join_tiles=50, copy_bytes=64),
-    mk.Config(intra_ctas=3, send_ctas=2, join_tiles=0),
+    SMALL, mk.Config(chunk_rows=2), mk.Config(chunk_rows=32, group_m=1, copy_bytes=64),
+    mk.Config(intra_ctas=3, send_ctas=2),
 ], ids=["small tiles", "small chunks", "one chunk", "helpers"])  # fmt: skip
 def test_configurations(config):
     layer = Layer((9, 17), (2, 3), k=4, dtype=torch.float32)

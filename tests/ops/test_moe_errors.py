@@ -8,6 +8,7 @@ from experts import Layer, dispatch
 from helpers import run
 
 import mkernel as mk
+from mkernel.runtime import experts
 
 LAYER = Layer((6,), (2,), k=2, hidden=16, out=8, dtype=torch.float32)
 
@@ -48,6 +49,11 @@ BOTH = [
     ({}, dict(config=mk.Config(ctas=100)), "config.ctas is 100, but only 6 CTAs"),
     ({}, dict(config=mk.Config(intra_ctas=0)), "config.intra_ctas must be at least 1"),
     ({}, dict(config=3), "config must be a mk.Config"),
+    (
+        {},
+        dict(config=mk.Config(join_tiles=2)),
+        "config.join_tiles means nothing to moe_.*: a tile is computed by whoever",
+    ),
 ]
 DISPATCH = [
     (dict(w=torch.ones(2, 15, 8)), {}, r"its second dimension \(15\) must be the size of a token \(16\)"),
@@ -162,3 +168,13 @@ def test_explain():
     assert "room for 280 rows of 3 experts" in ffn_plan
     assert "w_gate_up has no contiguous, 16-byte aligned rows" in ffn_plan
     assert combine_plan.startswith("moe_combine: 6 CTAs, 1 chunks of 8 tokens per rank")
+
+
+def test_nodes_of_too_many_ranks(monkeypatch):
+    monkeypatch.setattr(experts, "MOST_MATES", 1)
+
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError, match="nodes of at most 1 ranks, and this group's have 2"):
+            call_dispatch(arguments())
+
+    run(on_rank, cluster=(1, 2))

@@ -27,7 +27,7 @@ from mkernel.bench.reduction import worst_of
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops import moe_dispatch_matmul as dispatch_op
 from mkernel.ops import moe_ffn as ffn_op
-from mkernel.ops.moe_dispatch_matmul import _compute
+from mkernel.ops.moe_dispatch_matmul import multiply_block
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -45,11 +45,11 @@ def _gemm_alone_kernel(
     TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The compute role of moe_dispatch_matmul, with the tables that a launch has left."""
-    _compute(
-        context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
-        tl.program_id(0), blocks * tl.cdiv(n, TILE_N), tl.num_programs(0),
-        W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
-    )  # fmt: skip
+    for tile in range(tl.program_id(0), blocks * tl.cdiv(n, TILE_N), tl.num_programs(0)):
+        multiply_block(
+            context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
+            tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

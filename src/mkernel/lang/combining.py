@@ -60,11 +60,10 @@ def tokens_of(summary, source):
 
 
 @triton.jit
-def _ids(everyones_ids, source, i, end, most_tokens, K: tl.constexpr, SLOTS: tl.constexpr):
-    """The ids of some tokens; -1 beyond the chunk."""
-    slot = tl.arange(0, SLOTS)[None, :]
-    places = (source * most_tokens).to(tl.int64) * K + i[:, None] * K + slot
-    return tl.load(everyones_ids + places, mask=(i < end)[:, None] & (slot < K), other=-1)
+def _rows(rows, stride, column_stride, line, j, columns):
+    """Columns j of some rows in fp32; zeros of row -1."""
+    pointers = rows + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+    return tl.load(pointers, mask=(line >= 0)[:, None] & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -83,30 +82,23 @@ def return_chunk(
     places = (source * most_tokens).to(tl.int64) * K
     partial = segment_of(context, rank, DTYPE) + partial_at + parity.to(tl.int64) * half
     partial += (source * most_tokens).to(tl.int64) * row_stride
-    slot = tl.arange(0, SLOTS)[None, :]
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, source))
     since = trace_time(context)
     for row in range(chunk * CHUNK, end, COPY_ROWS):
         i = row + tl.arange(0, COPY_ROWS)
-        inside = (i < end)[:, None] & (slot < K)
-        position = tl.load(destinations + places + i[:, None] * K + slot, mask=inside, other=-1)
-        # weights of rows that are not here, or nowhere, may be anything
-        weight = tl.load(weights + i[:, None] * K + slot, mask=inside & (position >= 0), other=0.0)
-        mine = tl.max(position, axis=1) >= 0
-        if tl.max(mine.to(tl.int32)) > 0:
-            for column in range(0, columns, COPY_COLUMNS):
-                j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-                total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
-                # so many slots at a time that the loads are in flight together and fit into the registers
-                for some in range(0, SLOTS, min(SLOTS, 4)):
-                    for one in tl.static_range(min(SLOTS, 4)):
-                        line = tl.sum(tl.where(slot == some + one, position, 0), axis=1)
-                        factor = tl.sum(tl.where(slot == some + one, weight, 0.0), axis=1)
-                        pointers = y + line.to(tl.int64)[:, None] * y_stride + j.to(tl.int64) * y_column_stride
-                        value = tl.load(pointers, mask=(line >= 0)[:, None] & (j < columns), other=0.0)
-                        total += factor[:, None] * value.to(tl.float32)
-                target = partial + i.to(tl.int64)[:, None] * row_stride + j
-                tl.store(target, total.to(DTYPE), mask=mine[:, None] & (j < columns))
+        for column in range(0, columns, COPY_COLUMNS):
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
+            mine = i < 0
+            # each thread loads what it has to know of a token: to ask others for it takes longer
+            for slot in tl.static_range(K):
+                line = tl.load(destinations + places + i * K + slot, mask=i < end, other=-1)
+                # weights of rows that are not here, or nowhere, may be anything
+                factor = tl.load(weights + i * K + slot, mask=line >= 0, other=0.0)
+                total += factor[:, None] * _rows(y, y_stride, y_column_stride, line, j, columns)
+                mine |= line >= 0
+            target = partial + i.to(tl.int64)[:, None] * row_stride + j
+            tl.store(target, total.to(DTYPE), mask=mine[:, None] & (j < columns))
     trace(context, TILES, REDUCE, source, chunk, since)
     signal = returned_signal(parity, source, chunk, chunks, before, signals, SIZE, GPUS)
     notify(segment_of(context, rank, tl.int64) + signal, epoch)
@@ -132,7 +124,10 @@ def _pay_for_link(
 ):  # fmt: skip
     """Wait as long as a paced link takes for the rows of a chunk that come from other ranks of the node."""
     rank = rank_of(context)
-    ids = _ids(everyones_ids, source, chunk * CHUNK + tl.arange(0, CHUNK), end, most_tokens, K, SLOTS)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+    slot = tl.arange(0, SLOTS)[None, :]
+    places = (source * most_tokens).to(tl.int64) * K + token * K + slot
+    ids = tl.load(everyones_ids + places, mask=(token < end) & (slot < K), other=-1)
     rows = tl.full((), 0, tl.int64)
     for peer in range(rank // GPUS * GPUS, rank // GPUS * GPUS + GPUS):
         low = tl.load(summary + SUMMARY + RANKS + peer)
@@ -142,20 +137,35 @@ def _pay_for_link(
 
 
 @triton.jit
+def _ranks_named(
+    context, everyones_ids, source, i, end, summary, most_tokens,
+    K: tl.constexpr, SLOTS: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A bit for each rank of my node that has an expert of a token."""
+    tl.static_assert(GPUS <= 64)
+    slot = tl.arange(0, SLOTS)[None, :]
+    places = (source * most_tokens).to(tl.int64) * K + i[:, None] * K + slot
+    ids = tl.load(everyones_ids + places, mask=(i < end)[:, None] & (slot < K), other=-1)
+    bits = tl.zeros(i.shape, tl.int64)
+    base = rank_of(context) // GPUS * GPUS
+    for peer in range(GPUS):
+        low = tl.load(summary + SUMMARY + RANKS + base + peer)
+        high = tl.load(summary + SUMMARY + RANKS + base + peer + 1)
+        bits |= named_in(ids, low, high).to(tl.int64) << peer
+    return bits
+
+
+@triton.jit
 def _add_node(
-    context, total, ids, i, j, inside, source, summary, most_tokens, row_stride, partial_at, half, parity,
-    DTYPE: tl.constexpr, GPUS: tl.constexpr, RANKS: tl.constexpr,
+    context, total, bits, i, j, columns, source, most_tokens, row_stride, partial_at, half, parity,
+    DTYPE: tl.constexpr, GPUS: tl.constexpr,
 ):  # fmt: skip
     """Add the rows that the ranks of my node have for some tokens of `source`, in rank order."""
-    rank = rank_of(context)
-    for peer in range(rank // GPUS * GPUS, rank // GPUS * GPUS + GPUS):
-        low = tl.load(summary + SUMMARY + RANKS + peer)
-        high = tl.load(summary + SUMMARY + RANKS + peer + 1)
-        has = (named_in(ids, low, high) == 1)[:, None]
-        partial = segment_of(context, peer, DTYPE) + partial_at + parity.to(tl.int64) * half
+    base = rank_of(context) // GPUS * GPUS
+    for peer in tl.static_range(GPUS):
+        partial = segment_of(context, base + peer, DTYPE) + partial_at + parity.to(tl.int64) * half
         partial += (source * most_tokens).to(tl.int64) * row_stride
-        value = tl.load(partial + i.to(tl.int64)[:, None] * row_stride + j, mask=has & inside, other=0.0)
-        total += value.to(tl.float32)
+        total += _rows(partial, row_stride, 1, tl.where(bits >> peer & 1 == 1, i, -1), j, columns)
     return total
 
 
@@ -186,17 +196,16 @@ def relay_chunk(
             mine = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half + returning_at + (away - 1) * area
             for row in range(chunk * CHUNK, end, COPY_ROWS):
                 i = row + tl.arange(0, COPY_ROWS)
-                ids = _ids(everyones_ids, source, i, end, most_tokens, K, SLOTS)
                 number = tl.load(slots + source * most_tokens + i, mask=i < end, other=-1)
+                bits = _ranks_named(context, everyones_ids, source, i, end, summary, most_tokens, K, SLOTS, GPUS, RANKS)
                 for column in range(0, columns, COPY_COLUMNS):
                     j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-                    inside = (number >= 0)[:, None] & (j < columns)
-                    total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
                     total = _add_node(
-                        context, total, ids, i, j, inside, source, summary, most_tokens, row_stride, partial_at,
-                        half, parity, DTYPE, GPUS, RANKS,
+                        context, tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32), bits, i, j, columns, source,
+                        most_tokens, row_stride, partial_at, half, parity, DTYPE, GPUS,
                     )  # fmt: skip
-                    tl.store(mine + number.to(tl.int64)[:, None] * row_stride + j, total.to(DTYPE), mask=inside)
+                    target = mine + number.to(tl.int64)[:, None] * row_stride + j
+                    tl.store(target, total.to(DTYPE), mask=(number >= 0)[:, None] & (j < columns))
             if PACED:
                 _pay_for_link(
                     context, source, chunk, end, columns, everyones_ids, summary, most_tokens, nanoseconds_per_mib,
@@ -224,7 +233,6 @@ def collect_chunk(
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     nodes: tl.constexpr = SIZE // GPUS
-    area = most_tokens.to(tl.int64) * row_stride
     mine = segment_of(context, rank, tl.int64)
     landed = segment_of(context, rank, DTYPE) + landing_at + parity.to(tl.int64) * half
     end = tl.minimum((chunk + 1) * CHUNK, tokens_of(summary, rank))
@@ -245,24 +253,23 @@ def collect_chunk(
         )  # fmt: skip
     for row in range(chunk * CHUNK, end, COPY_ROWS):
         i = row + tl.arange(0, COPY_ROWS)
-        ids = _ids(everyones_ids, rank, i, end, most_tokens, K, SLOTS)
+        bits = _ranks_named(context, everyones_ids, rank, i, end, summary, most_tokens, K, SLOTS, GPUS, RANKS)
         for column in range(0, columns, COPY_COLUMNS):
             j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-            inside = (i < end)[:, None] & (j < columns)
             total = tl.zeros((COPY_ROWS, COPY_COLUMNS), tl.float32)
-            for node in range(nodes):
+            for node in tl.static_range(nodes):
                 distance = (node - rank // GPUS + nodes) % nodes
                 if distance == 0:
                     total = _add_node(
-                        context, total, ids, i, j, inside, rank, summary, most_tokens, row_stride, partial_at,
-                        half, parity, DTYPE, GPUS, RANKS,
+                        context, total, bits, i, j, columns, rank, most_tokens, row_stride, partial_at, half, parity,
+                        DTYPE, GPUS,
                     )  # fmt: skip
                 else:
                     number = tl.load(departed + (distance - 1) * most_tokens + i, mask=i < end, other=-1)
                     # where what comes from so many nodes on lands
-                    lines = landed + (distance - 1) * area + number.to(tl.int64)[:, None] * row_stride + j
-                    value = tl.load(lines, mask=(number >= 0)[:, None] & inside, other=0.0)
-                    total += value.to(tl.float32)
+                    lines = landed + (distance - 1) * most_tokens.to(tl.int64) * row_stride
+                    total += _rows(lines, row_stride, 1, number, j, columns)
             pointers = out + i.to(tl.int64)[:, None] * out_stride + j.to(tl.int64) * out_column_stride
+            inside = (i < end)[:, None] & (j < columns)
             tl.store(pointers, (total + missing).to(out.dtype.element_ty), mask=inside)
     trace(context, TILES, GATHER, rank, chunk, since)

@@ -124,6 +124,37 @@ def send_tokens(
 
 
 @triton.jit
+def _fetch(
+    origin, stride, column_stride, goes, numbers, far, first, end, column, hidden,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A piece of ROWS tokens; nothing is read of those that have no row here. goes[token, slot]: its rows, or -1;
+    numbers[token]: where it lies, if it is `far`. What a thread needs to know of a token it loads itself: to ask
+    other threads takes as long as the copy."""
+    i = first + tl.arange(0, ROWS)
+    wanted = i < 0
+    for slot in tl.static_range(K):
+        wanted |= tl.load(goes + i * K + slot, mask=i < end, other=-1) >= 0
+    line = tl.where(far, tl.load(numbers + i, mask=wanted & far, other=0), i)
+    j = column + tl.arange(0, COLUMNS)[None, :]
+    pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+    return tl.load(pointers, mask=wanted[:, None] & (j < hidden))
+
+
+@triton.jit
+def _store(
+    packed, row_stride, goes, first, end, column, hidden, piece,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store a piece of ROWS tokens as each of their rows."""
+    i = first + tl.arange(0, ROWS)
+    j = column + tl.arange(0, COLUMNS)[None, :]
+    for slot in tl.static_range(K):
+        target = tl.load(goes + i * K + slot, mask=i < end, other=-1)
+        tl.store(packed + target.to(tl.int64)[:, None] * row_stride + j, piece, (target >= 0)[:, None] & (j < hidden))
+
+
+@triton.jit
 def _place_chunk(
     context, x, x_stride, x_column_stride, packed, epoch, source, token, tokens, hidden, chunk, chunks,
     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
@@ -181,23 +212,23 @@ def _place_chunk(
 
     if here & fits & (wanted > 0):
         since = trace_time(context)
-        for row in range(token, end, COPY_ROWS):
-            i = row + tl.arange(0, COPY_ROWS)
-            goes = tl.load(
-                destinations + places + i[:, None] * K + slot, mask=(i < end)[:, None] & (slot < K), other=-1
-            )
-            wants = tl.max(goes, axis=1) >= 0
-            line = i
-            if source // GPUS != rank // GPUS:
-                line = tl.load(slots + source * most_tokens + i, mask=wants, other=0)
-            for column in range(0, hidden, COPY_COLUMNS):
-                j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-                pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
-                block = tl.load(pointers, mask=wants[:, None] & (j < hidden))
-                for c in tl.static_range(K):
-                    target = tl.sum(tl.where(slot == c, goes, 0), axis=1)
-                    to = packed + target.to(tl.int64)[:, None] * row_stride + j
-                    tl.store(to, block, mask=(target >= 0)[:, None] & (j < hidden))
+        far = source // GPUS != rank // GPUS
+        goes = destinations + places
+        numbers = slots + source * most_tokens
+        # the next piece is on its way here while one is stored
+        piece: tl.constexpr = COPY_COLUMNS // 2
+        pieces = tl.cdiv(hidden, piece)
+        block = _fetch(origin, stride, column_stride, goes, numbers, far, token, end, 0, hidden, K, COPY_ROWS, piece)
+        for step in range(tl.cdiv(end - token, COPY_ROWS) * pieces):
+            following = _fetch(
+                origin, stride, column_stride, goes, numbers, far, token + (step + 1) // pieces * COPY_ROWS, end,
+                (step + 1) % pieces * piece, hidden, K, COPY_ROWS, piece,
+            )  # fmt: skip
+            _store(
+                packed, row_stride, goes, token + step // pieces * COPY_ROWS, end, step % pieces * piece, hidden,
+                block, K, COPY_ROWS, piece,
+            )  # fmt: skip
+            block = following
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         trace(context, INTRA, GATHER, source, chunk, since)
@@ -212,17 +243,21 @@ def place_tokens(
     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals, nanoseconds_per_mib,
-    first, step,
+    worker, WORKERS: tl.constexpr, FAR_WORKERS: tl.constexpr,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch all tokens that name an expert of this rank, in the order in which they become available. SETTLED:
-    signal of each chunk that the tables say where its rows are."""
+    """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of this
+    node go round all workers; those of other nodes, which the network brings one by one, round the first
+    FAR_WORKERS. SETTLED: signal of each chunk that the tables say where its rows are."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
-    for item in range(first, chunks * SIZE, step):
+    near = tl.cdiv(tl.maximum(chunks * GPUS - worker, 0), WORKERS)
+    far = tl.cdiv(tl.maximum(chunks * (SIZE - GPUS) - worker, 0), FAR_WORKERS)
+    for turn in range(near + tl.where(worker < FAR_WORKERS, far, 0)):
+        item = tl.where(turn < near, turn * WORKERS, chunks * GPUS + (turn - near) * FAR_WORKERS) + worker
         source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
         table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
@@ -260,13 +295,14 @@ def dispatch(
     tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr,
-    TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr,
+    PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole way there, by all CTAs: the first SENDERS of them send, the others count, and of these the first
-    INTRAS place rows. When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an
-    order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by chunk."""
+    INTRAS place rows, the first FAR_INTRAS also those of other nodes. When the rank's own signals `counted` and
+    `scheduled` are up, rows have places and blocks an order. LAYER: the results come back, so weights travel with the
+    ids, and places are signalled chunk by chunk."""
     cta = tl.program_id(0)
     mine = segment_of(context, rank_of(context), tl.int64)
     counted = own_signal(mine, 0, SIZE, GPUS)
@@ -301,8 +337,9 @@ def dispatch(
                 )  # fmt: skip
                 notify(counted, epoch)
                 schedule_blocks(
-                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M
-                )
+                    context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
+                    SIZE, GPUS, TILE_M, LAYER,
+                )  # fmt: skip
                 notify(scheduled, epoch)
         if cta < SENDERS + INTRAS:
             if wait(context, counted, epoch, INTRA, COUNTED, -1, 0):
@@ -310,6 +347,6 @@ def dispatch(
                     context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
                     summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
-                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS, FAR_INTRAS,
                     DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip

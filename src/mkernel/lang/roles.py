@@ -8,10 +8,10 @@ A CTA whose transfers are done joins the compute. It takes tiles of the rank's o
 left for it: those need nothing from anybody. If it took tiles of other ranks' rows, it would wait for
 copies that higher program ids of those ranks make, and two ranks could wait for each other.
 
-Who computes what is fixed before the launch. The alternative, an atomic counter that hands out
+In general, who computes what is fixed before the launch. The alternative, an atomic counter that hands out
 tiles, lost in a prototype (floor fraction 0.86-0.89 with 4 ranks): its `while` loop keeps Triton from
 overlapping one tile's store with the next tile's loads, and it makes the order of tiles differ from run
-to run.
+to run. Mixture of experts does so all the same (`take`): there nobody knows before the launch who is free when.
 """
 
 import triton
@@ -42,3 +42,9 @@ def other_tiles_of(cta, helpers, before, tiles):
     turn = (cta - helpers + compute - before % compute) % compute
     first = tl.where(cta < helpers, tiles, turn)
     return first, tiles, compute
+
+
+@triton.jit
+def take(tickets):
+    """The next number that nobody in this rank has taken."""
+    return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")

@@ -16,8 +16,8 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
 - `intra`: fetches the tokens that name an expert of this rank, chunk by chunk in the order in which they
   become available: own ones, those of the node, those of other nodes from the counterparts in the node. A
   token is read once, over NVLink or not, and stored once for each of its rows.
-- `compute`: takes tiles in the order in which the blocks of rows become complete.
-- send and intra CTAs join the compute when they are done, with the last tiles.
+- `compute`: takes tiles, in about the order in which the blocks of rows become complete. A counter hands them out to
+  whoever is free; so send and intra CTAs join when they are done, be it early or late.
 
 What is signalled. `entered[rank]`: that rank of my node has begun epoch e; `entered[node]`: all ranks of
 that node have. `routed[parity, source]`: the source's routing table is in this rank's memory.
@@ -41,6 +41,10 @@ all the same.
 When the input is impossible. All ranks see all tables, so all find the same ranks that have no room for
 their rows, or ids that no rank has an expert for. Then no row is placed and y is filled with NaN, on all
 ranks; transfers are waited for as always. The host raises, and the group can be used again.
+
+Why tiles are handed out, and not dealt as in all_gather_matmul. When a CTA is done with its copies depends on the
+routing and on the others. A tile's bits do not depend on who computes it. Who holds a number waits only for rows that
+are being placed, by CTAs that hold none.
 
 What it costs. FLOPs 2*rows*hidden*out. Each token is copied once on its rank, if others need it, crosses
 NVLink once for each rank that has an expert of it, the network once for each such node. Every row is stored
@@ -67,13 +71,14 @@ from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_rows, store_rows
 from mkernel.lang.order import grouped
-from mkernel.lang.roles import COMPUTE, own_tiles_of
+from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
     BLOCKS,
     ENTRY,
     FITS,
     PLACED,
     SCHEDULED,
+    TILES_TAKEN,
     VERDICT,
     own_signal,
 )
@@ -94,34 +99,31 @@ TUNABLE = Tunable(
 
 
 @triton.jit
-def _compute(
-    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
-    first, end, step,
+def multiply_block(
+    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks, tile,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first, first+step, ... below end, each when the rows of its block have been placed."""
-    column_blocks = tl.cdiv(n, TILE_N)
-    for tile in tl.range(first, end, step):
-        place, column_block = grouped(tile, blocks, column_blocks, GROUP)
-        expert = tl.load(schedule + place * ENTRY)
-        row = tl.load(schedule + place * ENTRY + 1)
-        rows = tl.load(schedule + place * ENTRY + 2)
-        block = tl.load(schedule + place * ENTRY + 3)
-        here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
-        acquire_for_descriptors()
-        since = trace_time(context)
-        accumulator = multiply_rows(
-            packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
-            TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
-        )  # fmt: skip
-        accumulator += tl.where(here, 0.0, float("nan"))
-        store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
-        trace(context, TILES, TILE, -1, tile, since)
+    """A tile, when the rows of its block have been placed."""
+    place, column_block = grouped(tile, blocks, tl.cdiv(n, TILE_N), GROUP)
+    expert = tl.load(schedule + place * ENTRY)
+    row = tl.load(schedule + place * ENTRY + 1)
+    rows = tl.load(schedule + place * ENTRY + 2)
+    block = tl.load(schedule + place * ENTRY + 3)
+    here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
+    acquire_for_descriptors()
+    since = trace_time(context)
+    accumulator = multiply_rows(
+        packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
+        TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
+    )  # fmt: skip
+    accumulator += tl.where(here, 0.0, float("nan"))
+    store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+    trace(context, TILES, TILE, -1, tile, since)
 
 
 # numbers that follow the batch: another binary for each would be compiled while a model is being served
-VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "join_tiles", "nanoseconds_per_mib"]
+VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -130,10 +132,10 @@ def moe_dispatch_matmul_kernel(
     w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_rows, y, y_rows, y_stride,
     positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
     unsorted, schedule, summary, row_source, row_token,
-    tokens, most_tokens, experts, room, hidden, n, chunks, signals, join_tiles, nanoseconds_per_mib,
+    tokens, most_tokens, experts, room, hidden, n, chunks, signals, nanoseconds_per_mib,
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
@@ -141,7 +143,6 @@ def moe_dispatch_matmul_kernel(
     """The whole operator; see the module's docstring for the roles and the signals."""
     cta = tl.program_id(0)
     epoch = current_epoch(context)
-    helpers: tl.constexpr = SENDERS + INTRAS
     dispatch(
         context, epoch, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
         ids, 0, 0, packed_rows,
@@ -149,7 +150,7 @@ def moe_dispatch_matmul_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, PACED, False, TILE_M, 1, CHUNK,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, FAR_INTRAS, PACED, False, TILE_M, 1, CHUNK,
         COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
@@ -161,13 +162,15 @@ def moe_dispatch_matmul_kernel(
         fits = tl.load(summary + VERDICT) == FITS
     if not fits:
         fill_with_nan(y_rows, room, n, y_stride, 1, cta, tl.num_programs(0))
-    tiles = blocks * tl.cdiv(n, TILE_N)
-    left = tl.minimum(join_tiles * helpers, tiles * helpers // tl.num_programs(0))
-    first, end, step = own_tiles_of(cta, helpers, tiles, left)
-    _compute(
-        context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks,
-        first, end, step, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
-    )  # fmt: skip
+    if blocks > 0:
+        tiles = blocks * tl.cdiv(n, TILE_N)
+        tile = take(summary + TILES_TAKEN)
+        while tile < tiles:
+            multiply_block(
+                context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed,
+                blocks, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+            )  # fmt: skip
+            tile = take(summary + TILES_TAKEN)
     finish(context, epoch, SIZE)
 
 
@@ -177,6 +180,7 @@ class Plan:
 
     config: Settings
     routing: Routing
+    far_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of other nodes
     row_stride: int
     described: bool  # w is read through descriptors
     transposed: bool
@@ -187,7 +191,7 @@ class Plan:
         c, r = self.config, self.routing
         head = (
             f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which compute up to {c.join_tiles} tiles each when they are done), chunks of "
+            f"{c.intra_ctas} intra, which compute when they are done), chunks of "
             f"{c.chunk_rows} tokens, room for {r.room} rows of {r.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
@@ -206,21 +210,17 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
     most = group.world.ctas(group.world_rank)
     rows = routing.expected_rows
     tiles = (math.ceil(rows / tile_m) + routing.experts) * math.ceil(n / tile_n)
-    tile_seconds = 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype]
-    compute_seconds = tiles * tile_seconds / most
-    share = host.Copying.of(group, routing, hidden * x.element_size(), 0.9 * compute_seconds, pick)
-    helpers = share.send_ctas + share.intra_ctas
-    ctas = pick("ctas", most)
-    done = math.ceil(share.placed / planning.push_rate(2) / max(share.intra_ctas, 1) / max(tile_seconds, 1e-9)) + 1
-    join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, max(ctas, helpers + 1), helpers, done))
+    compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / most
+    share = host.Copying.of(group, routing, hidden * x.element_size(), compute_seconds, pick)
     reasons.append(
         f"{share} while about {tiles} tiles are computed, if the rows are even: estimated "
         f"{compute_seconds * 1e3:.3g} ms"
     )
-    resolved = host.settings(group, routing, tiles_of, share, ctas, join_tiles, pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
     return Plan(
         config=resolved,
         routing=routing,
+        far_intra_ctas=share.far_intra_ctas,
         row_stride=host.row_stride_of(hidden, x.dtype),
         described=described,
         transposed=transposed,
@@ -251,14 +251,14 @@ def _launch(
     packed = group.world.empty(group.world_rank, (max(routing.room, 1), plan.row_stride), x.dtype)
     arguments = dict(
         **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, False, c.copy_bytes),
-        **host.dispatching(x, topk_ids, routing, c),
+        **host.dispatching(x, topk_ids, routing, c, plan.far_intra_ctas),
         **tables,
         w=host.matrices_descriptor(w, plan.transposed, c.tile_k, c.tile_n) if plan.described else w,
         w_expert_stride=w.stride(0), w_row_stride=w.stride(1), w_column_stride=w.stride(2),
         packed=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [c.tile_m, c.tile_k]),
         packed_rows=packed,
         y=host.rows_descriptor(y, c.tile_m, c.tile_n), y_rows=y, y_stride=y.stride(0),
-        n=n, join_tiles=c.join_tiles,
+        n=n,
         W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision,
     )  # fmt: skip
     return Launch(
@@ -277,7 +277,7 @@ def _check(
     max_tokens: int | None, config: Config | None,
 ) -> None:  # fmt: skip
     """Refuse what can not be computed, naming the argument and the rule."""
-    planning.check_given(config)
+    host.check_config("moe_dispatch_matmul", config)
     host.check_tokens("moe_dispatch_matmul", group, x, topk_ids)
     host.check_matrices("moe_dispatch_matmul", group, "w", w, x.dtype, x.shape[1], "the size of a token")
     host.check_bounds(x.shape[0], capacity, max_tokens)

@@ -9,13 +9,16 @@ moe_dispatch_matmul, and goes on where that operator ends:
 - CTA 0 announces the launch and publishes the rank's routing table: ids and weights.
 - `send`, `intra`: bring the tokens to their experts' ranks (lang/dispatching.py).
 - all but send count rows and order blocks of rows (lang/routing.py).
-- `compute`: tiles of both GEMMs in one sequence (lang/order.py, `interleaved`). A tile of the first multiplies
+- `compute`, and the others when all tokens are in place: tiles of both GEMMs in one sequence (lang/order.py,
+  `interleaved`), which a counter hands out. A tile of the first multiplies
   a block of rows by columns of gate and up, and stores silu(gate) * up; a tile of the second multiplies that block
   by columns of down. The rows of the second take the place of the tokens in memory, which nobody needs any more.
-- The way back (lang/combining.py) is cut into pieces: sums of chunks of tokens of this node, then chunk by chunk
-  of other nodes' tokens with the sums that are sent there, then the chunks of the rank's own tokens. They go, in
-  this order, to whoever is free: to send and intra CTAs once all tokens are in place, to compute CTAs after their
+- The way back (lang/combining.py) is cut into pieces: chunk by chunk of other nodes' tokens with the sums that are
+  sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
+  this order, to whoever is free: to one or two send CTAs once their tokens are on their way, to the others after the
   last tile.
+  Blocks with rows of other nodes are computed before those with rows of this node only (but for the rank's own,
+  which are the first to be in place): while the latter are computed, results are on their way over the network.
 
 What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
 that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
@@ -28,9 +31,9 @@ of the first have read it; a tile at the end of an expert reads rows of the next
 what it makes of them.
 
 Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
-intra, tiles of the second for tiles of the first, which come before them in the one sequence that all CTAs follow;
-pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for tiles, and
-compute never for the way back. There is no barrier between the stages. All CTAs must be resident: the launch
+intra, tiles of the second for tiles of the first, which come before them in the one sequence and so were handed out
+before; pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for
+tiles, and tiles never for the way back. There is no barrier between the stages. All CTAs must be resident: the launch
 checks that. Waits have a timeout all the same.
 
 When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN
@@ -58,7 +61,7 @@ from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_sto
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
 from mkernel.lang.order import interleaved
-from mkernel.lang.roles import COMPUTE, own_tiles_of
+from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
     BLOCKS,
     COMPUTED,
@@ -70,6 +73,7 @@ from mkernel.lang.routing import (
     SCHEDULED,
     SETTLED,
     TICKETS,
+    TILES_TAKEN,
     VERDICT,
     held_signal,
     node_has_entered,
@@ -102,15 +106,17 @@ def _compute(
     context, packed, packed_store, inner, inner_rows, inner_stride,
     w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
     w_down, down_expert_stride, down_row_stride, down_column_stride,
-    hidden, inter, schedule, placed, blocks, first, end, step,
+    hidden, inter, schedule, placed, summary, blocks,
     GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
     DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first, first+step, ... below end of the sequence of both GEMMs."""
+    """Tiles of both GEMMs, in one sequence, as long as there are any."""
     half: tl.constexpr = TILE_N // 2  # columns of gate, and as many of up
     gates = tl.cdiv(inter, half)
-    for tile in tl.range(first, end, step):
+    tiles = blocks * (gates + tl.cdiv(hidden, TILE_N))
+    tile = take(summary + TILES_TAKEN)
+    while tile < tiles:
         second, place, column_block = interleaved(tile, blocks, gates, tl.cdiv(hidden, TILE_N), GROUP)
         expert = tl.load(schedule + place * ENTRY)
         row = tl.load(schedule + place * ENTRY + 1)
@@ -146,6 +152,7 @@ def _compute(
         complete_descriptor_stores()
         tl.debug_barrier()
         tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
+        tile = take(summary + TILES_TAKEN)
 
 
 @triton.jit
@@ -183,7 +190,7 @@ def _way_back(
     nanoseconds_per_mib,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
-    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    COPY_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pieces of the way back, as long as there are any."""
     rank = rank_of(context)
@@ -196,15 +203,14 @@ def _way_back(
     left = node_has_entered(context, epoch - 1, COMPUTE, GPUS)
     left &= other_nodes_have_entered(context, epoch - 1, COMPUTE, SIZE, GPUS)
     pieces = chunks * (GPUS + far + 1)
-    piece = tl.atomic_add(summary + TICKETS, 1, sem="relaxed", scope="gpu")
+    piece = take(summary + TICKETS)
     while piece < pieces:
-        near = piece < chunks * GPUS
-        beyond = piece - chunks * GPUS
-        own = beyond - chunks * far
-        if near | ((own < 0) & (beyond % max(far, 1) < others)):
-            chunk = tl.where(near, piece // GPUS, beyond // max(far, 1))
+        within = piece - chunks * far  # this node
+        own = within - chunks * GPUS
+        if (own < 0) & ((within >= 0) | (piece % max(far, 1) < others)):
+            chunk = tl.where(within >= 0, within // GPUS, piece // max(far, 1))
             node = rank // GPUS * GPUS
-            source = tl.where(near, node + piece % GPUS, (node + GPUS + beyond % max(far, 1)) % SIZE)
+            source = tl.where(within >= 0, node + within % GPUS, (node + GPUS + piece % max(far, 1)) % SIZE)
             if left & (chunk * CHUNK < tokens_of(summary, source)):
                 if _chunk_is_computed(
                     context, epoch, source, chunk, chunks, destinations, everyones_ids, bases, first_blocks, placed,
@@ -214,12 +220,12 @@ def _way_back(
                         context, epoch, packed_rows, row_stride, 1, hidden, source, chunk, chunks, destinations,
                         summary,
                         most_tokens * K, most_tokens, tables_at, half_words, table_words, row_stride, partial_at, half,
-                        before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                        before, signals, DTYPE, K, SLOTS, SIZE, GPUS, CHUNK, COPY_ROWS, SUM_COLUMNS,
                     )  # fmt: skip
         elif own < 0:
             if SIZE > GPUS:
-                chunk = beyond // max(far, 1)
-                away = beyond % max(far, 1) - others + 1
+                chunk = piece // max(far, 1)
+                away = piece % max(far, 1) - others + 1
                 source = (rank + away * GPUS) % SIZE
                 settled = settled_signal(parity, source, chunk, chunks, signals, SIZE, GPUS)
                 if left & (chunk * CHUNK < tokens_of(summary, source)):
@@ -228,7 +234,7 @@ def _way_back(
                             context, epoch, hidden, away, chunk, chunks, everyones_ids, slots, summary, most_tokens,
                             row_stride, partial_at, returning_at, returned_at, half, before, signals,
                             nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED,
-                            COPY_ROWS, COPY_COLUMNS,
+                            COPY_ROWS, SUM_COLUMNS,
                         )  # fmt: skip
         elif own * CHUNK < tokens:
             settled = settled_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
@@ -241,13 +247,13 @@ def _way_back(
                 collect_chunk(
                     context, epoch, out, out_stride, out_column_stride, hidden, own, chunks, everyones_ids, departed,
                     summary, most_tokens, row_stride, partial_at, returned_at, half, before, signals,
-                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, COPY_COLUMNS,
+                    nanoseconds_per_mib, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
                 )  # fmt: skip
             else:
                 rows = out + (own * CHUNK).to(tl.int64) * out_stride
                 count = tl.minimum(tokens - own * CHUNK, CHUNK)
                 fill_with_nan(rows, count, hidden, out_stride, out_column_stride, 0, 1)
-        piece = tl.atomic_add(summary + TICKETS, 1, sem="relaxed", scope="gpu")
+        piece = take(summary + TICKETS)
 
 
 @triton.jit
@@ -277,7 +283,7 @@ def moe_ffn_kernel(
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at,
     partial_at, returning_at, returned_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, PACED: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
     GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
     DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
@@ -286,7 +292,6 @@ def moe_ffn_kernel(
     """The whole operator; see the module's docstring for the roles and the signals."""
     cta = tl.program_id(0)
     epoch = current_epoch(context)
-    helpers: tl.constexpr = SENDERS + INTRAS
     dispatch(
         context, epoch, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
         weights, weights_stride, weights_column_stride, packed_rows,
@@ -294,22 +299,21 @@ def moe_ffn_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, PACED, True, TILE_M, COUNTERS, CHUNK,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, FAR_INTRAS, PACED, True, TILE_M, COUNTERS, CHUNK,
         COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
-    blocks = tl.full((), 0, tl.int32)
-    if _is_scheduled(context, summary, SIZE, GPUS):
-        blocks = tl.load(summary + BLOCKS)
-    tiles = blocks * (tl.cdiv(inter, TILE_N // 2) + tl.cdiv(hidden, TILE_N))
-    first, end, step = own_tiles_of(cta, helpers, tiles, 0)
-    _compute(
-        context, packed, packed_store, inner, inner_rows, inner_stride,
-        w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
-        w_down, down_expert_stride, down_row_stride, down_column_stride,
-        hidden, inter, schedule, placed, blocks, first, end, step,
-        GATE_DESCRIPTOR, GATE_TRANSPOSED, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
-    )  # fmt: skip
+    returners: tl.constexpr = min(SENDERS, 2)
+    if cta >= returners:
+        if _is_scheduled(context, summary, SIZE, GPUS):
+            _compute(
+                context, packed, packed_store, inner, inner_rows, inner_stride,
+                w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
+                w_down, down_expert_stride, down_row_stride, down_column_stride,
+                hidden, inter, schedule, placed, summary, tl.load(summary + BLOCKS),
+                GATE_DESCRIPTOR, GATE_TRANSPOSED, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION,
+                TILE_M, TILE_N, TILE_K, GROUP,
+            )  # fmt: skip
     # asked again, so that the answer, and the epoch, need no registers meanwhile
     if _is_scheduled(context, summary, SIZE, GPUS):
         _way_back(
@@ -330,6 +334,7 @@ class Plan:
 
     config: Settings
     routing: Routing
+    far_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of other nodes
     row_stride: int
     gate_read: tuple[bool, bool]  # through descriptors, of transposed matrices
     down_read: tuple[bool, bool]
@@ -376,13 +381,13 @@ def plan(
     most = group.world.ctas(group.world_rank)
     rows = routing.expected_rows
     seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
-    # the way there shall take the first third: the way back needs the rest
-    share = host.Copying.of(group, routing, hidden * x.element_size(), seconds / 3, pick)
+    share = host.Copying.of(group, routing, hidden * x.element_size(), seconds, pick)
     reasons.append(f"{share}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
-    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), 0, pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
     return Plan(
         config=resolved,
         routing=routing,
+        far_intra_ctas=share.far_intra_ctas,
         row_stride=host.row_stride_of(hidden, x.dtype),
         gate_read=gate_read,
         down_read=down_read,
@@ -419,7 +424,7 @@ def _launch(
     inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
     arguments = dict(
         **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, True, c.copy_bytes),
-        **host.dispatching(x, topk_ids, routing, c),
+        **host.dispatching(x, topk_ids, routing, c, plan.far_intra_ctas),
         **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
         weights=topk_weights, weights_stride=topk_weights.stride(0), weights_column_stride=topk_weights.stride(1),
         w_gate_up=_operand(w_gate_up, plan.gate_read, c.tile_k, c.tile_n // 2),
@@ -435,7 +440,7 @@ def _launch(
         inter=inter,
         GATE_DESCRIPTOR=plan.gate_read[0], GATE_TRANSPOSED=plan.gate_read[1],
         DOWN_DESCRIPTOR=plan.down_read[0], DOWN_TRANSPOSED=plan.down_read[1], PRECISION=plan.precision,
-        SUM_COLUMNS=max(c.copy_bytes // element // 32, 1),
+        SUM_COLUMNS=max(c.copy_bytes // element // 16, 1),
     )  # fmt: skip
     return Launch(
         op="moe_ffn",
@@ -457,7 +462,7 @@ def _check(
     w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
 ) -> None:  # fmt: skip
     """Refuse what can not be computed, naming the argument and the rule."""
-    planning.check_given(config)
+    host.check_config("moe_ffn", config)
     host.check_tokens("moe_ffn", group, x, topk_ids)
     host.check_tensor("moe_ffn", group, "topk_weights", topk_weights, 2)
     host.check_weights(topk_weights, x.shape[0], topk_ids.shape[1])

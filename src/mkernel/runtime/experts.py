@@ -18,6 +18,7 @@ from mkernel.runtime.heap import ALIGNMENT
 from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors
 
 MOST_SLOTS = 16
+MOST_MATES = 64  # ranks of a node: each has a bit in lang/combining.py
 LINE = 64  # bytes that rows in a workspace are aligned to
 OWN_SIGNALS = 8
 
@@ -126,13 +127,15 @@ def surroundings(
     )  # fmt: skip
 
 
-def dispatching(x: torch.Tensor, topk_ids: torch.Tensor, routing: Routing, c: Settings) -> dict[str, Any]:
+def dispatching(
+    x: torch.Tensor, topk_ids: torch.Tensor, routing: Routing, c: Settings, far_intra_ctas: int
+) -> dict[str, Any]:
     """What kernels that dispatch are told besides."""
     return dict(
         x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
         ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
         experts=routing.experts, room=routing.room, hidden=x.shape[1],
-        SENDERS=c.send_ctas, INTRAS=c.intra_ctas,
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, FAR_INTRAS=far_intra_ctas,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
     )  # fmt: skip
 
@@ -269,6 +272,11 @@ def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor)
         raise ArgumentError(f"topk_ids has dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64")
     if topk_ids.shape[0] != x.shape[0]:
         raise ArgumentError(f"topk_ids has {topk_ids.shape[0]} rows, but x has {x.shape[0]} tokens")
+    if group.gpus_per_node > MOST_MATES:
+        raise ArgumentError(
+            f"{op} takes nodes of at most {MOST_MATES} ranks, and this group's have {group.gpus_per_node}: "
+            f"cut them with mk.init(gpus_per_node=...)"
+        )
     if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
         raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts for each token; it must be 1 to {MOST_SLOTS}")
     if x.shape[1] < 1:
@@ -350,6 +358,11 @@ def sized(
     return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
 
 
+# Bytes/s of rows that one CTA places, and of tokens that it stages; what was measured on an H200, somewhat less.
+PLACE_RATE = 60e9
+STAGE_RATE = 25e9
+
+
 @dataclass(frozen=True)
 class Copying:
     """What the way there costs, and who takes care of it: CTAs that stage tokens for others, and that place rows."""
@@ -358,35 +371,49 @@ class Copying:
     placed: int
     send_ctas: int
     intra_ctas: int
+    far_intra_ctas: int
 
     @staticmethod
     def of(
         group: Group, routing: Routing, row_bytes: int, seconds: float, pick: Callable[[str, int], int]
     ) -> Copying:  # fmt: skip
-        """So many CTAs that it takes about so many seconds, if nearly all tokens are needed everywhere."""
+        """For a call whose arithmetic takes so many seconds, if nearly all tokens are needed everywhere. Tokens are
+        staged before the network can take them. Rows of this node are in place as soon as possible: all wait
+        for them, and who has placed them computes. Those of other nodes come at the network's pace."""
         most = group.world.ctas(group.world_rank)
-        staged = routing.most_tokens * row_bytes * routing.nodes if group.size > 1 else 0
+        tokens = routing.most_tokens * row_bytes
+        staged = tokens * routing.nodes if group.size > 1 else 0
         placed = routing.expected_rows * row_bytes
+        network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
+        away = (routing.nodes - 1) * tokens / network  # seconds that the network takes
+        near = placed * routing.gpus // routing.size
+        send_ctas = copiers(staged, STAGE_RATE, max(min(seconds, away), seconds / 4) / 2, most)
+        intra_ctas = pick("intra_ctas", copiers(near, PLACE_RATE, seconds / 20, most))
+        far = copiers(placed - near, PLACE_RATE, away / 2, most)
         return Copying(
             staged,
             placed,
-            pick("send_ctas", copiers(staged, seconds, most) if group.size > 1 else 0),
-            pick("intra_ctas", copiers(placed, seconds, most)),
+            pick("send_ctas", send_ctas if group.size > 1 else 0),
+            intra_ctas,
+            min(far, max(intra_ctas, 1)),
         )
 
     def __str__(self) -> str:
-        return f"{self.send_ctas} CTAs stage {self.staged} bytes and {self.intra_ctas} place {self.placed}"
+        return (
+            f"{self.send_ctas} CTAs stage {self.staged} bytes and {self.intra_ctas} place {self.placed} "
+            f"({self.far_intra_ctas} of them what comes from other nodes)"
+        )
 
 
 def settings(
-    group: Group, routing: Routing, tiles: planning.TileDefaults, copying: Copying, ctas: int, join_tiles: int,
+    group: Group, routing: Routing, tiles: planning.TileDefaults, copying: Copying, ctas: int,
     pick: Callable[[str, int], int],
 ) -> Settings:  # fmt: skip
     """The configuration of a launch that dispatches; checked."""
     resolved = Settings(
         tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
         group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
-        ctas=ctas, send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=join_tiles,
+        ctas=ctas, send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=0,
         chunk_rows=routing.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
     )  # fmt: skip
     most = group.world.ctas(group.world_rank)
@@ -394,6 +421,13 @@ def settings(
     return resolved
 
 
-def copiers(nbytes: int, seconds: float, ctas: int) -> int:
-    """How many CTAs copy so many bytes in so many seconds."""
-    return max(min(math.ceil(nbytes / planning.push_rate(2) / max(seconds, 1e-9)), ctas // 4), 1)
+def copiers(nbytes: int, rate: float, seconds: float, ctas: int) -> int:
+    """How many CTAs copy so many bytes, each at this rate, in so many seconds."""
+    return max(min(math.ceil(nbytes / rate / max(seconds, 1e-9)), ctas // 4), 1)
+
+
+def check_config(op: str, config: Config | None) -> None:
+    """Refuse what is no configuration of an operator that dispatches."""
+    planning.check_given(config)
+    if config is not None and config.join_tiles is not None:
+        raise ArgumentError(f"config.join_tiles means nothing to {op}: a tile is computed by whoever is free")

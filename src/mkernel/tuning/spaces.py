@@ -71,18 +71,12 @@ def _attention(group: Group, plan: Any) -> tuple[Axes, Axes]:
 def _dispatch(group: Group, plan: Any) -> tuple[Axes, Axes]:
     c = plan.config
     portable: Axes = dict(
-        ctas=_ctas(group, plan, helpers=True), join_tiles=_joins(group),
+        ctas=_ctas(group, plan, helpers=True),
         intra_ctas=_copiers(group, c.intra_ctas), send_ctas=_copiers(group, c.send_ctas),
         chunk_rows=_near(c.chunk_rows, 8, plan.routing.most_tokens),
         tile_n=_near(c.tile_n, 64, 256), tile_m=_near(c.tile_m, 64, 128), stages=(2, 3, 4), warps=(4, 8),
         group_m=(4, 8, 16), copy_bytes=COPY_BYTES,
     )  # fmt: skip
-    return portable, {}
-
-
-def _ffn(group: Group, plan: Any) -> tuple[Axes, Axes]:
-    portable, _ = _dispatch(group, plan)
-    del portable["join_tiles"]  # its helpers bring results back instead
     return portable, {}
 
 
@@ -99,7 +93,7 @@ SPACES: dict[str, Callable[[Group, Any], tuple[Axes, Axes]]] = {
     "ring_attention": _attention,
     "moe_dispatch_matmul": _dispatch,
     "moe_combine": _combine,
-    "moe_ffn": _ffn,
+    "moe_ffn": _dispatch,
 }
 
 
