@@ -124,34 +124,16 @@ def send_tokens(
 
 
 @triton.jit
-def _fetch(
-    origin, stride, column_stride, goes, numbers, far, first, end, column, hidden,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A piece of ROWS tokens; nothing is read of those that have no row here. goes[token, slot]: its rows, or -1;
-    numbers[token]: where it lies, if it is `far`. What a thread needs to know of a token it loads itself: to ask
-    other threads takes as long as the copy."""
+def _lines_of(goes, numbers, far, first, end, K: tl.constexpr, ROWS: tl.constexpr):
+    """Where some tokens lie; -1 for those that have no row here. goes[token, slot]: its rows, or -1;
+    numbers[token]: where it lies, if it is `far`. What a thread needs to know of a token it loads itself: to ask other
+    threads takes as long as the copy."""
     i = first + tl.arange(0, ROWS)
     wanted = i < 0
     for slot in tl.static_range(K):
         wanted |= tl.load(goes + i * K + slot, mask=i < end, other=-1) >= 0
-    line = tl.where(far, tl.load(numbers + i, mask=wanted & far, other=0), i)
-    j = column + tl.arange(0, COLUMNS)[None, :]
-    pointers = origin + line.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
-    return tl.load(pointers, mask=wanted[:, None] & (j < hidden))
-
-
-@triton.jit
-def _store(
-    packed, row_stride, goes, first, end, column, hidden, piece,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store a piece of ROWS tokens as each of their rows."""
-    i = first + tl.arange(0, ROWS)
-    j = column + tl.arange(0, COLUMNS)[None, :]
-    for slot in tl.static_range(K):
-        target = tl.load(goes + i * K + slot, mask=i < end, other=-1)
-        tl.store(packed + target.to(tl.int64)[:, None] * row_stride + j, piece, (target >= 0)[:, None] & (j < hidden))
+    number = tl.load(numbers + i, mask=wanted & far, other=-1)
+    return tl.where(wanted & ~far, i, number)
 
 
 @triton.jit
@@ -215,20 +197,23 @@ def _place_chunk(
         far = source // GPUS != rank // GPUS
         goes = destinations + places
         numbers = slots + source * most_tokens
-        # the next piece is on its way here while one is stored
-        piece: tl.constexpr = COPY_COLUMNS // 2
-        pieces = tl.cdiv(hidden, piece)
-        block = _fetch(origin, stride, column_stride, goes, numbers, far, token, end, 0, hidden, K, COPY_ROWS, piece)
-        for step in range(tl.cdiv(end - token, COPY_ROWS) * pieces):
-            following = _fetch(
-                origin, stride, column_stride, goes, numbers, far, token + (step + 1) // pieces * COPY_ROWS, end,
-                (step + 1) % pieces * piece, hidden, K, COPY_ROWS, piece,
-            )  # fmt: skip
-            _store(
-                packed, row_stride, goes, token + step // pieces * COPY_ROWS, end, step % pieces * piece, hidden,
-                block, K, COPY_ROWS, piece,
-            )  # fmt: skip
-            block = following
+        lines = _lines_of(goes, numbers, far, token, end, K, COPY_ROWS)
+        for some in range(token, end, COPY_ROWS):
+            i = some + tl.arange(0, COPY_ROWS)
+            following = lines
+            for column in range(0, hidden, COPY_COLUMNS):
+                j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+                pointers = origin + lines.to(tl.int64)[:, None] * stride + j.to(tl.int64) * column_stride
+                block = tl.load(pointers, mask=(lines >= 0)[:, None] & (j < hidden))
+                # what is needed next is asked for meanwhile: beside a GEMM, memory takes a microsecond to answer
+                rows = ()
+                for which in tl.static_range(K):
+                    rows = rows + (tl.load(goes + i * K + which, mask=i < end, other=-1),)  # type: ignore[assignment]
+                following = _lines_of(goes, numbers, far, some + COPY_ROWS, end, K, COPY_ROWS)
+                for which in tl.static_range(K):
+                    target = packed + rows[which].to(tl.int64)[:, None] * row_stride + j
+                    tl.store(target, block, mask=(rows[which] >= 0)[:, None] & (j < hidden))
+            lines = following
         number = tl.load(first_blocks + expert, mask=named_and_fits, other=0)
         number += (position - tl.load(bases + expert * SIZE, mask=named_and_fits, other=0)) // TILE_M
         trace(context, INTRA, GATHER, source, chunk, since)

@@ -358,8 +358,8 @@ def sized(
     return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
 
 
-# Bytes/s of rows that one CTA places, and of tokens that it stages; what was measured on an H200, somewhat less.
-PLACE_RATE = 60e9
+# Bytes/s of rows that one CTA places, and of tokens that it stages, beside a GEMM; measured on an H200.
+PLACE_RATE = 25e9
 STAGE_RATE = 25e9
 
 
@@ -378,8 +378,8 @@ class Copying:
         group: Group, routing: Routing, row_bytes: int, seconds: float, pick: Callable[[str, int], int]
     ) -> Copying:  # fmt: skip
         """For a call whose arithmetic takes so many seconds, if nearly all tokens are needed everywhere. Tokens are
-        staged before the network can take them. Rows of this node are in place as soon as possible: all wait
-        for them, and who has placed them computes. Those of other nodes come at the network's pace."""
+        staged before the network can take them. All others place the rows of this node, since they wait for them
+        anyway. Those of other nodes come at the network's pace, and only so many CTAs wait for them."""
         most = group.world.ctas(group.world_rank)
         tokens = routing.most_tokens * row_bytes
         staged = tokens * routing.nodes if group.size > 1 else 0
@@ -387,16 +387,14 @@ class Copying:
         network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
         away = (routing.nodes - 1) * tokens / network  # seconds that the network takes
         near = placed * routing.gpus // routing.size
-        send_ctas = copiers(staged, STAGE_RATE, max(min(seconds, away), seconds / 4) / 2, most)
-        intra_ctas = pick("intra_ctas", copiers(near, PLACE_RATE, seconds / 20, most))
+        send_ctas = 0
+        if group.size > 1:
+            send_ctas = copiers(staged, STAGE_RATE, max(min(seconds, away), seconds / 4) / 2, most)
+        send_ctas = pick("send_ctas", send_ctas)
+        others = max(pick("ctas", most) - send_ctas - 1, 1)
+        intra_ctas = pick("intra_ctas", min(others, routing.chunks * routing.gpus))
         far = copiers(placed - near, PLACE_RATE, away / 2, most)
-        return Copying(
-            staged,
-            placed,
-            pick("send_ctas", send_ctas if group.size > 1 else 0),
-            intra_ctas,
-            min(far, max(intra_ctas, 1)),
-        )
+        return Copying(staged, placed, send_ctas, intra_ctas, min(far, max(intra_ctas, 1)))
 
     def __str__(self) -> str:
         return (
