@@ -211,7 +211,7 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
     rows = routing.expected_rows
     tiles = (math.ceil(rows / tile_m) + routing.experts) * math.ceil(n / tile_n)
     compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / most
-    share = host.Copying.of(group, routing, hidden * x.element_size(), compute_seconds, pick)
+    share = host.Copying.of(group, routing, hidden * x.element_size(), pick)
     reasons.append(
         f"{share} while about {tiles} tiles are computed, if the rows are even: estimated "
         f"{compute_seconds * 1e3:.3g} ms"

@@ -381,7 +381,7 @@ def plan(
     most = group.world.ctas(group.world_rank)
     rows = routing.expected_rows
     seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
-    share = host.Copying.of(group, routing, hidden * x.element_size(), seconds, pick)
+    share = host.Copying.of(group, routing, hidden * x.element_size(), pick)
     reasons.append(f"{share}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
     resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
     return Plan(

@@ -358,9 +358,7 @@ def sized(
     return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
 
 
-# Bytes/s of rows that one CTA places, and of tokens that it stages, beside a GEMM; measured on an H200.
-PLACE_RATE = 25e9
-STAGE_RATE = 25e9
+PLACE_RATE = 25e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
 
 
 @dataclass(frozen=True)
@@ -374,27 +372,26 @@ class Copying:
     far_intra_ctas: int
 
     @staticmethod
-    def of(
-        group: Group, routing: Routing, row_bytes: int, seconds: float, pick: Callable[[str, int], int]
-    ) -> Copying:  # fmt: skip
-        """For a call whose arithmetic takes so many seconds, if nearly all tokens are needed everywhere. Tokens are
-        staged before the network can take them. All others place the rows of this node, since they wait for them
-        anyway. Those of other nodes come at the network's pace, and only so many CTAs wait for them."""
-        most = group.world.ctas(group.world_rank)
+    def of(group: Group, routing: Routing, row_bytes: int, pick: Callable[[str, int], int]) -> Copying:
+        """A quarter of the CTAs stage tokens, and all others place the rows of this node: nobody can multiply before,
+        and all do afterwards. Rows of other nodes come at the network's pace, so only as many CTAs wait for them as
+        can place them while they come, if nearly all tokens are needed everywhere."""
+        most = pick("ctas", group.world.ctas(group.world_rank))
         tokens = routing.most_tokens * row_bytes
-        staged = tokens * routing.nodes if group.size > 1 else 0
         placed = routing.expected_rows * row_bytes
-        network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
-        away = (routing.nodes - 1) * tokens / network  # seconds that the network takes
         near = placed * routing.gpus // routing.size
-        send_ctas = 0
-        if group.size > 1:
-            send_ctas = copiers(staged, STAGE_RATE, max(min(seconds, away), seconds / 4) / 2, most)
-        send_ctas = pick("send_ctas", send_ctas)
-        others = max(pick("ctas", most) - send_ctas - 1, 1)
-        intra_ctas = pick("intra_ctas", min(others, routing.chunks * routing.gpus))
-        far = copiers(placed - near, PLACE_RATE, away / 2, most)
-        return Copying(staged, placed, send_ctas, intra_ctas, min(far, max(intra_ctas, 1)))
+        send_ctas = pick("send_ctas", max(min(most // 4, routing.chunks), 1) if group.size > 1 else 0)
+        intra_ctas = pick("intra_ctas", min(max(most - send_ctas - 1, 1), routing.chunks * routing.gpus))
+        network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
+        seconds = (routing.nodes - 1) * tokens / network
+        far_intra_ctas = math.ceil((placed - near) / PLACE_RATE / max(seconds / 2, 1e-9))
+        return Copying(
+            tokens * routing.nodes if group.size > 1 else 0,
+            placed,
+            send_ctas,
+            intra_ctas,
+            max(min(far_intra_ctas, most // 4, intra_ctas), 1),
+        )
 
     def __str__(self) -> str:
         return (
@@ -417,11 +414,6 @@ def settings(
     most = group.world.ctas(group.world_rank)
     planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
     return resolved
-
-
-def copiers(nbytes: int, rate: float, seconds: float, ctas: int) -> int:
-    """How many CTAs copy so many bytes, each at this rate, in so many seconds."""
-    return max(min(math.ceil(nbytes / rate / max(seconds, 1e-9)), ctas // 4), 1)
 
 
 def check_config(op: str, config: Config | None) -> None:
