@@ -25,7 +25,7 @@ def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
     environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     if libraries is not None:
         environment["LD_LIBRARY_PATH"] = str(libraries)
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=240, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
