@@ -185,6 +185,8 @@ def _compiler(machine: Machine) -> list[Found]:
     from mkernel.net import build
     from mkernel.runtime.errors import TransportError
 
+    if (packaged := build.packaged()) is not None:
+        return [("native library", f"{packaged}, which came with the package")]
     try:
         command = build.compiler()
     except TransportError as problem:
@@ -439,7 +441,8 @@ def _between_nodes(machine: Machine) -> list[Found]:
     torch = machine.module("torch")
     ports = devices.find_ports(machine.sysfs)
     try:
-        build.compiler()
+        if build.packaged() is None:
+            build.compiler()
     except MKernelError:
         return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
     ranks: list[tuple[str, devices.Place | None]] = [("between nodes", None)]

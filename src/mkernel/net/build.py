@@ -1,8 +1,8 @@
-"""Compiles the native sources when they are first needed.
+"""Compiles the native sources: when the package is built, else when they are first needed.
 
-The library is kept in the user's cache directory ($XDG_CACHE_HOME or ~/.cache, below mkernel/),
-under a name made from everything that goes into it: sources, compiler, flags. So it is built once
-per version, and several processes may ask for it at the same time.
+A wheel has the library beside its sources (setup.py). In a source tree it is kept in the user's cache directory
+($XDG_CACHE_HOME or ~/.cache, below mkernel/), under a name made from everything that goes into it: sources, compiler,
+flags. So it is built once per version, and several processes may ask for it at the same time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ LIBRARY_FLAGS = (
     *("-Xlinker", f"--version-script={NATIVE / 'exports.map'}"),
 )
 BUILD_SECONDS = 300
+PACKAGED = "net.so"  # beside the sources, in a package that was built
+PACKAGED_WITHOUT_RDMA = "net-without-rdma.so"  # the same, from where libibverbs' headers were not there
 RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # the build does without them
 
 
@@ -63,10 +65,42 @@ def cache_directory() -> Path:
     return directory
 
 
+def library_file() -> Path:
+    """The native library: that of the package, else one that is compiled here."""
+    return packaged() or build(PACKAGED)
+
+
+def packaged() -> Path | None:
+    """The library that came with the package, if one did. One without RDMA is passed over where the headers for it
+    are, and a compiler."""
+    whole, without = NATIVE / PACKAGED, NATIVE / PACKAGED_WITHOUT_RDMA
+    if whole.exists() or not without.exists():
+        return whole if whole.exists() else None
+    try:
+        return None if _rdma_headers(_command(LIBRARY_FLAGS)) else without
+    except TransportError:  # no compiler
+        return without
+
+
+def compile_for_package(directory: Path) -> None:
+    """Put the library where `library_file` looks for it in a package that is being built."""
+    command = _command(LIBRARY_FLAGS)
+    directory.mkdir(parents=True, exist_ok=True)
+    _compile(command, _sources(), directory / (PACKAGED if _rdma_headers(command) else PACKAGED_WITHOUT_RDMA))
+
+
+def _sources() -> list[Path]:
+    return sorted(NATIVE.glob("*.cc"))
+
+
+def _command(flags: Sequence[str]) -> list[str]:
+    return [*compiler(), *FLAGS, *flags, f"-I{NATIVE}", "-x", "c++", "-"]
+
+
 def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequence[Path] = ()) -> Path:
     """The native sources, and more, compiled with these flags; built if it is not there yet."""
-    sources = sorted(NATIVE.glob("*.cc")) + list(more_sources)
-    command = [*compiler(), *FLAGS, *flags, f"-I{NATIVE}", "-x", "c++", "-"]
+    sources = [*_sources(), *more_sources]
+    command = _command(flags)
     directories = {source.parent for source in sources} | {Path(flag[2:]) for flag in flags if flag.startswith("-I")}
     used = {path for directory in directories for kind in ("*.h", "*.map") for path in directory.glob(kind)}
     digest = hashlib.sha256()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.net.build import build
+from mkernel.net.build import library_file
 from mkernel.runtime.errors import ArgumentError, TransportError
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ class _Library:
 
 @functools.cache
 def library() -> _Library:
-    """The native library; compiled if this is the first time."""
-    return _Library(str(build("net.so")))
+    """The native library; compiled if this is the first time and it did not come with the package."""
+    return _Library(str(library_file()))
 
 
 def milliseconds(seconds: float) -> int:
