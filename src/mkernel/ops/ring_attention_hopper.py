@@ -34,6 +34,8 @@ Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot
 kernel runs; ranks may differ in that, as they share everything that others see.
 """
 
+import functools
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -74,8 +76,12 @@ PREFETCHED = gl.constexpr(4)
 
 def descriptor_of(plain: TensorDescriptor) -> GluonDescriptor:
     """A Triton tensor descriptor as a Gluon one: the same, and how its block lies in shared memory."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(plain.block_shape))
-    return GluonDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+    return GluonDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _layout(len(plain.block_shape)))
+
+
+@functools.cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ Gluon is imported only where such a kernel is about to run.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -35,11 +36,17 @@ def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, fr
 
 def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> Any:
     """A descriptor of rows x columns from `base`, whose blocks lie in shared memory as wgmma reads them."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[base.dtype])
-    return TensorDescriptor(base, [rows, columns], [stride, 1], block, layout)
+    return TensorDescriptor(base, [rows, columns], [stride, 1], block, _layout_of(*block, base.dtype))
+
+
+@functools.cache
+def _layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a block lies in shared memory. Kept, because to find it takes longer than to make a descriptor."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 def right_operand(b: torch.Tensor, transposed: bool) -> Any:
