@@ -1,0 +1,94 @@
+"""The order of blocks of rows: every block once, those of a class by expert, classes in the order of their arrival."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mkernel.lang.context import current_epoch
+from mkernel.lang.routing import BLOCKS, ENTRY, MOST_BINS, SUMMARY, schedule_blocks
+from mkernel.lang.signals import finish
+
+from .harness import launch, simulate, workspace_of
+
+TILE_M = 4
+
+
+@triton.jit
+def order(
+    context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
+    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, NODE_LAST: tl.constexpr,
+):  # fmt: skip
+    schedule_blocks(
+        context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M, NODE_LAST
+    )
+    finish(context, current_epoch(context), SIZE)
+
+
+def ordered(group, counts, node_last):
+    """What the kernel makes of counts[expert][source]: (expert, first row, rows, number) of each block, in order."""
+    flat = [count for sources in counts for count in sources]
+    heights = [math.ceil(sum(sources) / TILE_M) for sources in counts]
+    summary = torch.zeros(SUMMARY.value, dtype=torch.int32)
+    summary[BLOCKS.value] = sum(heights)
+    schedule = torch.full((sum(heights), ENTRY.value), -1, dtype=torch.int32)
+    launch(
+        group, workspace_of(group), order, experts=len(counts), counts=torch.tensor(flat, dtype=torch.int32),
+        bases=torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32),
+        first_blocks=torch.tensor([0, *itertools.accumulate(heights)], dtype=torch.int32),
+        summary=summary, unsorted=torch.empty_like(schedule), schedule=schedule,
+        SIZE=group.size, GPUS=group.gpus_per_node, TILE_M=TILE_M, NODE_LAST=node_last,
+    )  # fmt: skip
+    return [tuple(entry) for entry in schedule.tolist()]
+
+
+def expected(counts, rank, gpus, node_last):
+    """The same, by the rules as lang/routing.py states them."""
+    size, node = len(counts[0]), rank // gpus
+    blocks, begin = [], 0
+    for expert, sources in enumerate(counts):
+        owners = [source for source, count in enumerate(sources) for _ in range(count)]
+        for first in range(0, len(owners), TILE_M):
+            rows = owners[first : first + TILE_M]
+            last = rows[-1]
+            reached = first + len(rows) - sum(sources[:last])
+            blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), reached / sources[last]))
+        begin += len(owners)
+    bins = min(max(len(blocks) // (4 * len(counts)), 1), MOST_BINS.value)
+    together = len(blocks) < 4 * size * len(counts)  # few own rows of an expert: with those of the node
+
+    def key(block):
+        sources, share = block[4], block[5]
+        own, near = sources == {rank}, all(source // gpus == node for source in sources)
+        piece = math.ceil(share * bins - 1e-9)
+        if node_last:
+            return (0,) if own else (2,) if near else (1, piece)
+        return (0 if own and not together else 1,) if near else (2, piece)
+
+    return [block[:4] for block in sorted(blocks, key=key)]
+
+
+@st.composite
+def routings(draw):
+    nodes, gpus = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
+    experts = draw(st.integers(1, 4))
+    most = draw(st.sampled_from([3, 12, 60]))
+    return nodes, gpus, [[draw(st.integers(0, most)) for _ in range(nodes * gpus)] for _ in range(experts)]
+
+
+@pytest.mark.parametrize("node_last", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(routing=routings())
+@example(routing=(2, 2, [[0, 0, 0, 0]]))
+@example(routing=(2, 2, [[64, 64, 64, 64], [0, 0, 0, 200], [130, 0, 1, 3]]))  # many bins
+@example(routing=(1, 1, [[1100], [4]]))  # more blocks than are sorted at once
+def test_blocks_are_in_order(routing, node_last):
+    nodes, gpus, counts = routing
+    found = simulate(lambda group: ordered(group, counts, node_last), nodes=nodes, gpus=gpus)
+    for rank, schedule in enumerate(found):
+        assert schedule == expected(counts, rank, gpus, node_last), f"rank {rank}"
