@@ -47,6 +47,22 @@ def test_configurations(config):
     run(lambda group: combine(group, layer, config=config), cluster=(2, 1), ctas=7)
 
 
+def test_who_copies():
+    """A quarter of the CTAs stage, all others but one place the node's rows, some of them those of other nodes."""
+    layer = Layer((30, 41, 7, 36), (3, 2, 4, 1), k=2, dtype=torch.float32)
+
+    def work(group):
+        arguments = layer.x(group.rank), layer.ids(group.rank), layer.w(group.rank)
+        plan = mk.explain("moe_dispatch_matmul", *arguments, max_tokens=41)
+        assert (plan.config.ctas, plan.config.send_ctas, plan.config.intra_ctas) == (12, 3, 8)
+        assert plan.far_intra_ctas == 3
+        assert "3 CTAs stage" in str(plan)
+        assert "(3 of them what comes from other nodes)" in str(plan)
+        combine(group, layer, max_tokens=41)
+
+    run(work, cluster=(2, 2), ctas=12)
+
+
 @pytest.mark.parametrize("hidden", [1, 7, 33])
 @pytest.mark.parametrize("out", [1, 17])
 def test_ragged_sizes(hidden, out):
