@@ -216,6 +216,14 @@ def test_waiting_only_reads(build):
     assert set(re.findall(r"atom\.global\.sys\.\w+\.(\w+)", ptx)) == {"exch"}
 
 
+def test_free_slots_are_told_by_a_release_and_learnt_by_an_acquire(build):
+    """A producer that learns from another one, not from the proxy, that a slot is free must not write it before. The
+    simulator never stores early, so nothing there would notice."""
+    ptx = build(torch.bfloat16, TWO_NODES).ptx
+    assert re.search(r"atom\.global\.gpu\.release\.max", ptx)
+    assert re.search(r"(ld|atom)\.global\.gpu\.acquire[\w.]*64", ptx)
+
+
 @triton.jit
 def _double(x, out, N: tl.constexpr):
     place = tl.arange(0, N)

@@ -44,7 +44,7 @@ class CudaProcessWorld(Processes, CudaRanks):
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)
         everywhere = self.exchange(rank, range(size), "devices", "mk.init", mine, timeout)
-        shares.update({other: max(gpu[1] // everywhere.count(gpu), 1) for other, gpu in enumerate(everywhere)})
+        shares.update(shares_of(everywhere))
         if len(set(everywhere)) < size:
             # torch reads it when memory is mapped for the first time; both spellings were in use
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
@@ -110,6 +110,11 @@ class CudaProcessWorld(Processes, CudaRanks):
             launch.group.barrier()
         self.start(rank, launch, stream)
         self.first_call_is_done(rank, launch.group)
+
+
+def shares_of(gpus: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """How many CTAs each rank may have, from every rank's GPU: its UUID and its SMs."""
+    return {rank: max(gpu[1] // gpus.count(gpu), 1) for rank, gpu in enumerate(gpus)}
 
 
 def _take_device() -> torch.device:
