@@ -55,9 +55,9 @@ def expected(counts, rank, gpus, node_last):
         owners = [source for source, count in enumerate(sources) for _ in range(count)]
         for first in range(0, len(owners), TILE_M):
             rows = owners[first : first + TILE_M]
-            last = rows[-1]
-            reached = first + len(rows) - sum(sources[:last])
-            blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), reached / sources[last]))
+            arrived = {s: (min(first + TILE_M, sum(sources[: s + 1])) - sum(sources[:s])) / sources[s] for s in rows}
+            share = max((arrived[s] for s in rows if s // gpus != node), default=0)
+            blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), share))
         begin += len(owners)
     bins = min(max(len(blocks) // (4 * len(counts)), 1), MOST_BINS.value)
     together = len(blocks) < 4 * size * len(counts)  # few own rows of an expert: with those of the node
@@ -65,7 +65,7 @@ def expected(counts, rank, gpus, node_last):
     def key(block):
         sources, share = block[4], block[5]
         own, near = sources == {rank}, all(source // gpus == node for source in sources)
-        piece = math.ceil(share * bins - 1e-9)
+        piece = max(math.ceil(share * bins - 1e-9), 1)
         if node_last:
             return (0,) if own else (2,) if near else (1, piece)
         return (0 if own and not together else 1,) if near else (2, piece)
@@ -85,6 +85,7 @@ def routings(draw):
 @settings(max_examples=30, deadline=None)
 @given(routing=routings())
 @example(routing=(2, 2, [[0, 0, 0, 0]]))
+@example(routing=(2, 2, [[30, 31, 33, 34]]))  # blocks with the last rows of a source and the first of the next
 @example(routing=(2, 2, [[64, 64, 64, 64], [0, 0, 0, 200], [130, 0, 1, 3]]))  # many bins
 @example(routing=(1, 1, [[1100], [4]]))  # more blocks than are sorted at once
 def test_blocks_are_in_order(routing, node_last):

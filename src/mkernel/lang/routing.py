@@ -480,10 +480,16 @@ def schedule_blocks(
         high = _last_at_most(bases, experts * SIZE, row + rows - 1, 128)
         own = (low % SIZE == rank) & (high % SIZE == rank)
         near = (low % SIZE // GPUS == rank // GPUS) & (high % SIZE // GPUS == rank // GPUS)
-        # how far into the rows of its source the last row is
-        reached = row + rows - tl.load(bases + high, mask=inside, other=0)
+        # how far into the rows of its source the last row is; of a source before that it has the last rows
+        begins = tl.load(bases + high, mask=inside, other=0)
+        reached = row + rows - begins
         among = tl.maximum(tl.load(counts + high, mask=inside, other=1), 1)
         far = ((reached.to(tl.int64) * bins - 1) // among).to(tl.int32)
+        far = tl.where(high % SIZE // GPUS == rank // GPUS, 0, far)
+        behind_node = expert * SIZE + (rank // GPUS + 1) * GPUS
+        between = (high >= behind_node) & (begins > tl.load(bases + behind_node, mask=inside, other=0))
+        ends_far = (low < high) & ((low % SIZE // GPUS != rank // GPUS) | between)
+        far = tl.where(ends_far, bins - 1, far)
         if NODE_LAST:
             key = tl.where(own, 0, tl.where(near, 1 + bins, 1 + far))
         else:
