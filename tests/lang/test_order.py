@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mkernel.lang.order import arriving, grouped, interleaved
+from mkernel.lang.order import arriving, grouped, interleaved, interleaved_until
 
 from .harness import as_cta
 
@@ -120,6 +120,7 @@ def test_two_gemms_take_turns(row_blocks, first, second, group):
     with as_cta() as call:
         count = row_blocks * (first + second)
         tiles = [call(interleaved, tile, row_blocks, first, second, GROUP=group) for tile in range(count)]
+        until = [call(interleaved_until, row, row_blocks, first, second, GROUP=group) for row in range(row_blocks + 1)]
     columns = {0: first, 1: second}
     expected = [(gemm, row, column) for gemm in (0, 1) for row in range(row_blocks) for column in range(columns[gemm])]
     assert sorted(tiles) == expected
@@ -127,5 +128,9 @@ def test_two_gemms_take_turns(row_blocks, first, second, group):
     for row in range(row_blocks):
         done = max(when[0, row, column] for column in range(first))
         assert done < min(when[1, row, column] for column in range(second))
+    assert until[0] == 0
+    for row in range(row_blocks):
+        group_of_row = range(row // group * group, min((row // group + 1) * group, row_blocks))
+        assert until[row + 1] == 1 + max(when[1, mate, column] for mate in group_of_row for column in range(second))
     if row_blocks > 2 * group:
         assert min(when[1, row, 0] for row in range(row_blocks)) < max(when[0, row, 0] for row in range(row_blocks))

@@ -60,7 +60,7 @@ def expected(counts, rank, gpus, node_last):
             blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), share))
         begin += len(owners)
     bins = min(max(len(blocks) // (4 * len(counts)), 1), MOST_BINS.value)
-    together = len(blocks) < 4 * size * len(counts)  # few own rows of an expert: with those of the node
+    together = len(blocks) < 2 * size * len(counts)  # few own rows of an expert: with those of the node
 
     def key(block):
         sources, share = block[4], block[5]

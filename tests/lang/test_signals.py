@@ -249,9 +249,8 @@ def test_a_launch_after_a_timeout_ends_at_once():
 def test_kinds_and_reasons_differ():
     names = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "NOTHING", "PARTIAL", "FINISHED_TILE")
     kinds = [getattr(signals, name) for name in names]
-    kinds += [
-        getattr(routing, name) for name in ("ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED")
-    ]
+    names = ("ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED", "NUMBERED")
+    kinds += [getattr(routing, name) for name in names]
     kinds += [combining.RETURNED, combining.BACK]
     assert len({kind.value for kind in kinds}) == len(kinds)
     assert set(records.SIGNALS) == {kind.value for kind in kinds}

@@ -47,7 +47,9 @@ class Scenario(SimulatedCalls):
 
     def work(self, group, function):
         # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
-        arguments = dict(config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=20)
+        arguments = dict(
+            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(20, *self.layer.tokens)
+        )
         for turn in range(self.calls):
             CALLS[self.op](group, self.layer, turn, op=function, **arguments)
 
@@ -60,20 +62,20 @@ LAYER = Scenario((1, 2), "moe_ffn")
 LAYER_FAR = Scenario((2, 1), "moe_ffn")
 ALONE = Scenario((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
 
-HELD = "    notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
+HELD = "            notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
 PARITY = "parity = (epoch % 2).to(tl.int32)"
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
     "a chunk of tokens is not signalled": Broken(
         NODE,
-        [("dispatching", HELD, f"    if chunk != 1:\n    {HELD}")],
+        [("dispatching", HELD, f"            if chunk != 1:\n    {HELD}")],
         mk.CommTimeout,
         {"signal": "held", "index": 1, "role": "intra", "seen": 0, "expected": 1},
     ),
     "a chunk of tokens is signalled with an old epoch": Broken(
         NETWORK,
-        [("dispatching", "signal * 8, epoch, SEND)", "signal * 8, epoch - 1, SEND)")],
+        [("dispatching", "size, signal, epoch, SEND)", "size, signal, epoch - 1, SEND)")],
         mk.CommTimeout,
         {"signal": "held", "role": "intra", "seen": 0, "expected": 1},
     ),
@@ -96,7 +98,8 @@ BROKEN = {
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "tokens are fetched before they are there": Broken(
-        NODE, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+        # tokens are staged before anything else, so there must be many
+        Scenario((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32)), [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
     "tokens are fetched before the network brought them": Broken(
         NETWORK, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]

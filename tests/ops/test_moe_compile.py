@@ -19,9 +19,9 @@ KERNELS = {
     "moe_ffn": moe_ffn_kernel,
 }
 
-ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4, FAR_INTRAS=1)
-FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=1, INTRAS=4, FAR_INTRAS=2)
-TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4, FAR_INTRAS=2)
+ONE_RANK = dict(SIZE=1, GPUS=1, RANKS=2, SENDERS=0, INTRAS=4, NEAR_INTRAS=2, FAR_INTRAS=1)
+FOUR_RANKS = dict(SIZE=4, GPUS=4, RANKS=8, SENDERS=0, INTRAS=4, NEAR_INTRAS=2, FAR_INTRAS=2)
+TWO_NODES = dict(SIZE=4, GPUS=2, RANKS=8, SENDERS=1, INTRAS=4, NEAR_INTRAS=2, FAR_INTRAS=2)
 GROUPS = {"one rank": ONE_RANK, "four ranks": FOUR_RANKS, "two nodes": TWO_NODES}
 
 # arguments that are pointers to the tokens' type, to 64-bit numbers, and 64-bit numbers themselves

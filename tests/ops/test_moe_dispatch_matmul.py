@@ -48,16 +48,16 @@ def test_configurations(config):
 
 
 def test_who_copies():
-    """A quarter of the CTAs stage, all others but one place the node's rows, some of them those of other nodes."""
+    """All CTAs but those that send, and one, place their rank's rows; as many as keep pace with a link those of others."""
     layer = Layer((30, 41, 7, 36), (3, 2, 4, 1), k=2, dtype=torch.float32)
 
     def work(group):
         arguments = layer.x(group.rank), layer.ids(group.rank), layer.w(group.rank)
         plan = mk.explain("moe_dispatch_matmul", *arguments, max_tokens=41)
         assert (plan.config.ctas, plan.config.send_ctas, plan.config.intra_ctas) == (12, 3, 8)
-        assert plan.far_intra_ctas == 3
-        assert "3 CTAs stage" in str(plan)
-        assert "(3 of them what comes from other nodes)" in str(plan)
+        assert (plan.copying.near_intra_ctas, plan.copying.far_intra_ctas) == (8, 3)
+        assert "3 CTAs send" in str(plan)
+        assert "(8 of them what comes from the node, 3 from other nodes)" in str(plan)
         combine(group, layer, max_tokens=41)
 
     run(work, cluster=(2, 2), ctas=12)

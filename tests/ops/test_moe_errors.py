@@ -164,7 +164,7 @@ def test_explain():
 
     dispatch_plan, ffn_plan, combine_plan = run(work, cluster=(1, 2))[0]
     assert "room for 100 rows of 3 experts" in dispatch_plan
-    assert "1 send, 4 intra" in dispatch_plan
+    assert "0 send, 5 intra" in dispatch_plan
     assert "room for 280 rows of 3 experts" in ffn_plan
     assert "w_gate_up has no contiguous, 16-byte aligned rows" in ffn_plan
     assert combine_plan.startswith("moe_combine: 6 CTAs, 1 chunks of 8 tokens per rank")

@@ -1,7 +1,7 @@
 """Dispatch: tokens go to the ranks of their experts, and are put where the grouped GEMM reads them.
 
-`send_tokens` copies a rank's tokens to where others find them: its node in the rank's own memory, other nodes
-by the network in the memory of the rank's counterpart there. `place_tokens` fetches the tokens that name an
+`stage_tokens` copies a rank's tokens to where its node finds them, in the rank's own memory; `send_tokens` sends
+other nodes those that they need, to the rank's counterpart there. `place_tokens` fetches the tokens that name an
 expert of this rank, each once, and stores each once for every row that it makes; lang/routing.py says where.
 Chunks of tokens are signalled where they lie, and the ranks of the node look there, over NVLink.
 """
@@ -41,67 +41,99 @@ from mkernel.lang.routing import (
     table_of,
 )
 from mkernel.lang.signals import notify, wait
-from mkernel.lang.trace import GATHER, SEND_CHUNK, trace, trace_time
+from mkernel.lang.trace import GATHER, PUSH_CHUNK, SEND_CHUNK, trace, trace_time
+
+
+@triton.jit
+def _copy_chunk(
+    x, x_stride, x_column_stride, token, end, hidden, target, numbers, row_stride,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr, NUMBERED: tl.constexpr,
+):  # fmt: skip
+    """Copy some tokens to rows of a workspace: those of their own numbers, or of `numbers`, unless that is -1."""
+    for row in range(token, end, COPY_ROWS):
+        i = row + tl.arange(0, COPY_ROWS)
+        line = i
+        if NUMBERED:
+            line = tl.load(numbers + i, mask=i < end, other=-1)
+        for column in range(0, hidden, COPY_COLUMNS):
+            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
+            inside = ((i < end) & (line >= 0))[:, None] & (j < hidden)
+            pointers = x + i.to(tl.int64)[:, None] * x_stride + j.to(tl.int64) * x_column_stride
+            tl.store(target + line.to(tl.int64)[:, None] * row_stride + j, tl.load(pointers, mask=inside), mask=inside)
+
+
+@triton.jit
+def stage_tokens(
+    context, x, x_stride, x_column_stride, epoch, tokens, hidden, chunks, row_stride, staged_at, half, signals,
+    first, step,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, CHUNK: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's tokens to where the ranks of its node can fetch them. That needs no routing table: it is done
+    while these are on their way."""
+    rank = rank_of(context)
+    parity = (epoch % 2).to(tl.int32)
+    staged = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half + staged_at
+    if node_has_entered(context, epoch - 1, INTRA, GPUS):
+        for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
+            since = trace_time(context)
+            end = tl.minimum((chunk + 1) * CHUNK, tokens)
+            _copy_chunk(
+                x, x_stride, x_column_stride, chunk * CHUNK, end, hidden, staged, context, row_stride,
+                COPY_ROWS, COPY_COLUMNS, False,
+            )  # fmt: skip
+            trace(context, INTRA, PUSH_CHUNK, rank, chunk, since)
+            signal = held_signal(parity, rank, chunk, chunks, signals, SIZE, GPUS)
+            notify(segment_of(context, rank, tl.int64) + signal, epoch)
 
 
 @triton.jit
 def _send_chunk(
-    context, x, x_stride, x_column_stride, epoch, token, tokens, hidden, chunk, chunks, departed, most_tokens,
-    row_stride, staged_at, departing_at, landing_at, half, signals,
+    context, x, x_stride, x_column_stride, epoch, away, chunk, tokens, hidden, chunks, departed, most_tokens,
+    row_stride, departing_at, landing_at, half, signals,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr, CHUNK: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of tokens to where its readers find it: the node in this memory, other nodes by a
-    request. departed[i, token] says which of the tokens that go to the i-th next node it is, or -1."""
+    """Send those tokens of a chunk that the node `away` nodes on needs, if there are any: copied to where the network
+    can read them, one behind the other, and one request. departed[token] says which of those that go there it is,
+    or -1."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     segment = tl.load(context + SEGMENT)
-    mine = segment_of(context, rank, DTYPE) + parity.to(tl.int64) * half
-    area = most_tokens.to(tl.int64) * row_stride
+    token = chunk * CHUNK
     end = tl.minimum(token + CHUNK, tokens)
-    for row in range(token, end, COPY_ROWS):
-        for column in range(0, hidden, COPY_COLUMNS):
-            i = row + tl.arange(0, COPY_ROWS)
-            j = column + tl.arange(0, COPY_COLUMNS)[None, :]
-            inside = (i < end)[:, None] & (j < hidden)
-            line = i.to(tl.int64)[:, None]
-            block = tl.load(x + line * x_stride + j.to(tl.int64) * x_column_stride, mask=inside)
-            if GPUS > 1:
-                tl.store(mine + staged_at + line * row_stride + j, block, mask=inside)
-            for away in range(1, SIZE // GPUS):
-                number = tl.load(departed + (away - 1) * most_tokens + i, mask=i < end, other=-1)
-                target = departing_at + (away - 1) * area + number.to(tl.int64)[:, None] * row_stride
-                tl.store(mine + target + j, block, mask=inside & (number >= 0)[:, None])
-    signal = held_signal(parity, rank, chunk, chunks, signals, SIZE, GPUS)
-    notify(segment_of(context, rank, tl.int64) + signal, epoch)
-    element: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    for away in range(1, SIZE // GPUS):
-        i = token + tl.arange(0, CHUNK)
-        number = tl.load(departed + (away - 1) * most_tokens + i, mask=i < end, other=-1)
-        count = tl.sum((number >= 0).to(tl.int64))
-        first = tl.min(tl.where(number >= 0, number, 0x7FFFFFFF)).to(tl.int64)
-        if count > 0:
-            there = parity.to(tl.int64) * half + first * row_stride
-            source = (departing_at + (away - 1) * area + there) * element
-            target = (landing_at + (SIZE // GPUS - 1 - away) * area + there) * element
-            size = ((count - 1) * row_stride + hidden) * element
-            peer = (rank + away * GPUS) % SIZE
-            post(context, peer, segment, source, segment, target, size, signal * 8, epoch, SEND)
+    i = token + tl.arange(0, CHUNK)
+    number = tl.load(departed + i, mask=i < end, other=-1)
+    count = tl.sum((number >= 0).to(tl.int64))
+    first = tl.min(tl.where(number >= 0, number, 0x7FFFFFFF)).to(tl.int64)
+    if count > 0:
+        area = most_tokens.to(tl.int64) * row_stride
+        departing = departing_at + (away - 1) * area + parity.to(tl.int64) * half
+        _copy_chunk(
+            x, x_stride, x_column_stride, token, end, hidden, segment_of(context, rank, DTYPE) + departing, departed,
+            row_stride, COPY_ROWS, COPY_COLUMNS, True,
+        )  # fmt: skip
+        element: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        source = (departing + first * row_stride) * element
+        landing = landing_at + (SIZE // GPUS - 1 - away) * area + parity.to(tl.int64) * half
+        target = (landing + first * row_stride) * element
+        size = ((count - 1) * row_stride + hidden) * element
+        signal = held_signal(parity, rank, chunk, chunks, signals, SIZE, GPUS) * 8
+        post(context, (rank + away * GPUS) % SIZE, segment, source, segment, target, size, signal, epoch, SEND)
 
 
 @triton.jit
 def send_tokens(
     context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
-    tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals, first, step,
+    tables_at, half_words, table_words, row_stride, departing_at, landing_at, half, signals, first, step,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stage this rank's tokens for its node, and post to each other node those that it needs. Every
-    sender numbers all tokens; their chunks go round the senders."""
+    """Send to each other node the tokens that it needs. Every sender numbers all tokens; their chunks go round the
+    senders."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     good = routing_is_here(context, epoch, signals, SEND, SIZE, GPUS)
-    good &= node_has_entered(context, epoch - 1, SEND, GPUS)
     good &= other_nodes_have_entered(context, epoch - 1, SEND, SIZE, GPUS)
     if good:
         table = table_of(context, rank, parity, tables_at, half_words, table_words, GPUS)
@@ -113,13 +145,16 @@ def send_tokens(
             # every sender stores the same numbers
             number_crossings(table, tokens, low, high, departed + (away - 1) * most_tokens, K, SLOTS)
         tl.debug_barrier()
+        if first == 0:
+            notify(own_signal(segment_of(context, rank, tl.int64), 2, SIZE, GPUS), epoch)
         for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
             since = trace_time(context)
-            _send_chunk(
-                context, x, x_stride, x_column_stride, epoch, chunk * CHUNK, tokens, hidden, chunk, chunks,
-                departed, most_tokens, row_stride, staged_at, departing_at, landing_at, half, signals,
-                DTYPE, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
-            )  # fmt: skip
+            for away in range(1, SIZE // GPUS):
+                _send_chunk(
+                    context, x, x_stride, x_column_stride, epoch, away, chunk, tokens, hidden, chunks,
+                    departed + (away - 1) * most_tokens, most_tokens, row_stride, departing_at, landing_at, half,
+                    signals, DTYPE, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+                )  # fmt: skip
             trace(context, SEND, SEND_CHUNK, rank, chunk, since)
 
 
@@ -223,26 +258,38 @@ def _place_chunk(
 
 
 @triton.jit
+def _share(items, worker, WORKERS: tl.constexpr):
+    """How many of some items this worker gets, if they go round the first WORKERS."""
+    return tl.where(worker < WORKERS, tl.cdiv(tl.maximum(items - worker, 0), WORKERS), 0)
+
+
+@triton.jit
 def place_tokens(
     context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
     summary, experts, most_tokens,
     tables_at, half_words, table_words, row_stride, staged_at, landing_at, half, signals, nanoseconds_per_mib,
-    worker, WORKERS: tl.constexpr, FAR_WORKERS: tl.constexpr,
+    worker, WORKERS: tl.constexpr, NEAR_WORKERS: tl.constexpr, FAR_WORKERS: tl.constexpr,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr, SETTLED: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of this
-    node go round all workers; those of other nodes, which the network brings one by one, round the first
-    FAR_WORKERS. SETTLED: signal of each chunk that the tables say where its rows are."""
+    """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of the
+    rank's own go round all workers; those of its node round the first NEAR_WORKERS, those of other nodes, which the
+    network brings one by one, round the first FAR_WORKERS. SETTLED: signal of each chunk that the tables say where
+    its rows are."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
-    near = tl.cdiv(tl.maximum(chunks * GPUS - worker, 0), WORKERS)
-    far = tl.cdiv(tl.maximum(chunks * (SIZE - GPUS) - worker, 0), FAR_WORKERS)
-    for turn in range(near + tl.where(worker < FAR_WORKERS, far, 0)):
-        item = tl.where(turn < near, turn * WORKERS, chunks * GPUS + (turn - near) * FAR_WORKERS) + worker
+    own = _share(chunks, worker, WORKERS)
+    near = own + _share(chunks * (GPUS - 1), worker, NEAR_WORKERS)
+    for turn in range(near + _share(chunks * (SIZE - GPUS), worker, FAR_WORKERS)):
+        item = turn * WORKERS
+        if turn >= own:
+            item = chunks + (turn - own) * NEAR_WORKERS
+        if turn >= near:
+            item = chunks * GPUS + (turn - near) * FAR_WORKERS
+        item += worker
         source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
         table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
@@ -280,14 +327,15 @@ def dispatch(
     tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr,
-    PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
-    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, NEAR_INTRAS: tl.constexpr,
+    FAR_INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr,
+    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The whole way there, by all CTAs: the first SENDERS of them send, the others count, and of these the first
-    INTRAS place rows, the first FAR_INTRAS also those of other nodes. When the rank's own signals `counted` and
-    `scheduled` are up, rows have places and blocks an order. LAYER: the results come back, so weights travel with the
-    ids, and places are signalled chunk by chunk."""
+    """The whole way there, by all CTAs: the first SENDERS of them send, the others stage and count, and of these the
+    first INTRAS place rows of their own rank, the first NEAR_INTRAS of these also those of the node, the first
+    FAR_INTRAS those of other nodes. When the rank's own signals `counted` and `scheduled` are up, rows have places and
+    blocks an order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by
+    chunk."""
     cta = tl.program_id(0)
     mine = segment_of(context, rank_of(context), tl.int64)
     counted = own_signal(mine, 0, SIZE, GPUS)
@@ -306,10 +354,15 @@ def dispatch(
     if cta < SENDERS:
         send_tokens(
             context, x, x_stride, x_column_stride, epoch, hidden, chunks, departed, most_tokens,
-            tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half, signals,
-            cta, SENDERS, DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            tables_at, half_words, table_words, row_stride, departing_at, landing_at, half, signals, cta, SENDERS,
+            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, CHUNK, COPY_ROWS, COPY_COLUMNS,
         )  # fmt: skip
     else:
+        if GPUS > 1:
+            stage_tokens(
+                context, x, x_stride, x_column_stride, epoch, tokens, hidden, chunks, row_stride, staged_at, half,
+                signals, cta - SENDERS, counters, DTYPE, SIZE, GPUS, CHUNK, COPY_ROWS, COPY_COLUMNS,
+            )  # fmt: skip
         if routing_is_here(context, epoch, signals, COMPUTE, SIZE, GPUS):
             count_rows(
                 context, epoch, experts, positions, counts, above, slots, most_tokens,
@@ -332,6 +385,7 @@ def dispatch(
                     context, x, x_stride, x_column_stride, packed, epoch, hidden, chunks,
                     positions, destinations, everyones_ids, bases, first_blocks, placed, slots, row_source, row_token,
                     summary, experts, most_tokens, tables_at, half_words, table_words, row_stride,
-                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS, INTRAS, FAR_INTRAS,
-                    DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER, COPY_ROWS, COPY_COLUMNS,
+                    staged_at, landing_at, half, signals, nanoseconds_per_mib, cta - SENDERS,
+                    INTRAS, NEAR_INTRAS, FAR_INTRAS, DTYPE, K, SLOTS, SIZE, GPUS, TILE_M, COUNTERS, CHUNK, PACED, LAYER,
+                    COPY_ROWS, COPY_COLUMNS,
                 )  # fmt: skip

@@ -87,3 +87,12 @@ def interleaved(tile, row_blocks, first_columns, second_columns, GROUP: tl.const
             inside = within - entering - tl.where(beyond, second_size, 0)
     height = tl.where(group == groups - 1, last, GROUP)
     return second, group * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def interleaved_until(places, row_blocks, first_columns, second_columns, GROUP: tl.constexpr):
+    """How many tiles of the sequence `interleaved` there are up to the last one of the first `places` row blocks."""
+    groups = tl.cdiv(places, GROUP)
+    entered = tl.minimum((groups + 1) * GROUP, row_blocks)
+    left = tl.minimum(groups * GROUP, row_blocks)
+    return tl.where(places > 0, entered * first_columns + left * second_columns, 0)

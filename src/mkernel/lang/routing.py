@@ -40,6 +40,7 @@ HELD = tl.constexpr(23)  # a chunk of the peer's rows lies where it can be fetch
 PLACED = tl.constexpr(24)  # the rows of a block are where the GEMM reads them
 SETTLED = tl.constexpr(25)  # the tables of this rank say where the rows of a chunk are
 COMPUTED = tl.constexpr(26)  # the tiles of a block are computed
+NUMBERED = tl.constexpr(27)  # the tokens of this rank that go to other nodes have numbers
 
 # Why a call was refused by the kernel itself; see `lay_out_rows`.
 FITS = tl.constexpr(0)
@@ -58,6 +59,7 @@ BLOCKS = tl.constexpr(1)
 FIRST_EXPERT = tl.constexpr(2)
 TICKETS = tl.constexpr(3)  # pieces of the way back that have been handed out: they go to whoever is free
 TILES_TAKEN = tl.constexpr(4)  # tiles that have been handed out, likewise
+BEFORE_NODE = tl.constexpr(5)  # blocks that come before those with rows of the node only, if these are the last
 SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert by rank
 
 # A word of the workspace's state: CTAs of the running launch that have counted.
@@ -467,7 +469,8 @@ def schedule_blocks(
     blocks = tl.load(summary + BLOCKS)
     # classes that have a few blocks of each expert, if all is even
     bins = tl.minimum(tl.maximum(blocks // (4 * tl.maximum(experts, 1)), 1), MOST_BINS)
-    few = blocks < 4 * SIZE * experts
+    few = blocks < 2 * SIZE * experts
+    of_node = tl.full((), 0, tl.int32)
     for start in range(0, blocks, 128):
         block = start + tl.arange(0, 128)
         inside = block < blocks
@@ -492,6 +495,7 @@ def schedule_blocks(
         far = tl.where(ends_far, bins - 1, far)
         if NODE_LAST:
             key = tl.where(own, 0, tl.where(near, 1 + bins, 1 + far))
+            of_node += tl.sum((inside & near & ~own).to(tl.int32))
         else:
             # few own rows of an expert are computed together with those of the node, which come soon
             key = tl.where(own & ~few, 0, tl.where(near, 1, 2 + far))
@@ -499,6 +503,7 @@ def schedule_blocks(
         tl.store(unsorted + block * ENTRY + 1, row, mask=inside)
         tl.store(unsorted + block * ENTRY + 2, rows, mask=inside)
         tl.store(unsorted + block * ENTRY + 3, key, mask=inside)
+    tl.store(summary + BEFORE_NODE, blocks - of_node)
     tl.debug_barrier()
     _sort(unsorted, schedule, blocks)
 

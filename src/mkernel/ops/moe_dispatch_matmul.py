@@ -8,14 +8,15 @@ ordered by source rank, then token. Nobody knows before the launch how many ther
 Who does what. One persistent launch per rank; a CTA takes its role from its program id:
 
 - CTA 0 announces the launch and publishes the rank's routing table (lang/routing.py).
-- `send` (with more than one rank): copies the rank's tokens, chunk by chunk, to where its node can fetch
-  them, and those that another node needs, one behind the other, to where the network can read them; one
-  request per chunk and node. A token crosses to another node once, if an expert of it is there, and lands
-  at the rank's counterpart; that rank need not do anything for it.
-- All others count rows (lang/routing.py); the last of them lays them out and orders the blocks.
+- `send` (with more than one node): copies the tokens that another node needs, chunk by chunk, one behind the other,
+  to where the network can read them; one request per chunk and node. A token crosses to another node once, if an
+  expert of it is there, and lands at the rank's counterpart; that rank need not do anything for it.
+- All others copy the rank's tokens to where its node can fetch them, while the tables are on their way. Then they
+  count rows (lang/routing.py); the last of them lays them out and orders the blocks.
 - `intra`: fetches the tokens that name an expert of this rank, chunk by chunk in the order in which they
   become available: own ones, those of the node, those of other nodes from the counterparts in the node. A
-  token is read once, over NVLink or not, and stored once for each of its rows.
+  token is read once, over NVLink or not, and stored once for each of its rows. All of them place the rank's own rows,
+  and start to multiply; some go on with those of others, as many as keep pace with the links.
 - `compute`: takes tiles, in about the order in which the blocks of rows become complete. A counter hands them out to
   whoever is free; so send and intra CTAs join when they are done, be it early or late.
 
@@ -33,8 +34,8 @@ rank leaves an epoch only when all routing tables have arrived, and every chunk 
 expert's rank that waits for it; so nothing of e-2 is in flight then, and what was sent has been read. (All tables
 of an epoch are waited for, so the waits for entries hardly ever block; they state the rule.)
 
-Why it cannot deadlock. Entries and tables wait for nothing but entries of the epoch before; send and
-counting for tables; intra for counting and for send, of any rank; compute for intra. All CTAs that count
+Why it cannot deadlock. Entries, tables and what is staged for the node wait for nothing but entries of the epoch
+before; send and counting for tables; intra for counting, and for what any rank stages or sends; compute for intra. All CTAs that count
 wait for each other, so all CTAs of a launch must be resident: the launch checks that. Waits have a timeout
 all the same.
 
@@ -135,7 +136,8 @@ def moe_dispatch_matmul_kernel(
     tokens, most_tokens, experts, room, hidden, n, chunks, signals, nanoseconds_per_mib,
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, NEAR_INTRAS: tl.constexpr,
+    FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
@@ -150,7 +152,7 @@ def moe_dispatch_matmul_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, FAR_INTRAS, PACED, False, TILE_M, 1, CHUNK,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, False, TILE_M, 1, CHUNK,
         COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
@@ -180,7 +182,7 @@ class Plan:
 
     config: Settings
     routing: Routing
-    far_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of other nodes
+    copying: host.Copying
     row_stride: int
     described: bool  # w is read through descriptors
     transposed: bool
@@ -220,7 +222,7 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
     return Plan(
         config=resolved,
         routing=routing,
-        far_intra_ctas=share.far_intra_ctas,
+        copying=share,
         row_stride=host.row_stride_of(hidden, x.dtype),
         described=described,
         transposed=transposed,
@@ -251,7 +253,7 @@ def _launch(
     packed = group.world.empty(group.world_rank, (max(routing.room, 1), plan.row_stride), x.dtype)
     arguments = dict(
         **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, False, c.copy_bytes),
-        **host.dispatching(x, topk_ids, routing, c, plan.far_intra_ctas),
+        **host.dispatching(x, topk_ids, routing, c, plan.copying),
         **tables,
         w=host.matrices_descriptor(w, plan.transposed, c.tile_k, c.tile_n) if plan.described else w,
         w_expert_stride=w.stride(0), w_row_stride=w.stride(1), w_column_stride=w.stride(2),

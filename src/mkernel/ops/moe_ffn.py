@@ -15,10 +15,10 @@ moe_dispatch_matmul, and goes on where that operator ends:
   by columns of down. The rows of the second take the place of the tokens in memory, which nobody needs any more.
 - The way back (lang/combining.py) is cut into pieces: chunk by chunk of other nodes' tokens with the sums that are
   sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
-  this order, to whoever is free: to one or two send CTAs once their tokens are on their way, to the others after the
-  last tile.
+  this order, to whoever is free.
   Blocks with rows of other nodes are computed before those with rows of this node only (but for the rank's own,
-  which are the first to be in place): while the latter are computed, results are on their way over the network.
+  which are the first to be in place). When their tiles have been handed out, all CTAs turn to the pieces of other nodes'
+  tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other pieces.
 
 What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
 that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
@@ -33,7 +33,8 @@ what it makes of them.
 Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
 intra, tiles of the second for tiles of the first, which come before them in the one sequence and so were handed out
 before; pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for
-tiles, and tiles never for the way back. There is no barrier between the stages. All CTAs must be resident: the launch
+tiles, and tiles never for the way back. Pieces of phase 0 wait only for tiles of phase 0: rows of other nodes' tokens
+are in no other blocks. So a CTA may keep a tile of phase 1 that it was handed too early. There is no barrier between the stages. All CTAs must be resident: the launch
 checks that. Waits have a timeout all the same.
 
 When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN
@@ -60,22 +61,22 @@ from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
-from mkernel.lang.order import interleaved
+from mkernel.lang.order import interleaved, interleaved_until
 from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
+    BEFORE_NODE,
     BLOCKS,
     COMPUTED,
     ENTRY,
     FIRST_EXPERT,
     FITS,
-    HELD,
+    NUMBERED,
     PLACED,
     SCHEDULED,
     SETTLED,
     TICKETS,
     TILES_TAKEN,
     VERDICT,
-    held_signal,
     node_has_entered,
     other_nodes_have_entered,
     own_signal,
@@ -106,18 +107,24 @@ def _compute(
     context, packed, packed_store, inner, inner_rows, inner_stride,
     w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
     w_down, down_expert_stride, down_row_stride, down_column_stride,
-    hidden, inter, schedule, placed, summary, blocks,
+    hidden, inter, schedule, placed, summary, tile, phase,
     GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
     DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of both GEMMs, in one sequence, as long as there are any."""
+    """Tiles of both GEMMs, in one sequence: `tile`, and those that are handed out next. In phase 0 up to those that
+    other nodes' tokens need, and one more for each CTA, so that nobody waits for them afterwards. Returns the
+    first tile that was left."""
     half: tl.constexpr = TILE_N // 2  # columns of gate, and as many of up
     gates = tl.cdiv(inter, half)
-    tiles = blocks * (gates + tl.cdiv(hidden, TILE_N))
-    tile = take(summary + TILES_TAKEN)
+    downs = tl.cdiv(hidden, TILE_N)
+    blocks = tl.load(summary + BLOCKS)
+    tiles = blocks * (gates + downs)
+    if phase == 0:
+        early = interleaved_until(tl.load(summary + BEFORE_NODE), blocks, gates, downs, GROUP)
+        tiles = tl.minimum(early + tl.num_programs(0), tiles)
     while tile < tiles:
-        second, place, column_block = interleaved(tile, blocks, gates, tl.cdiv(hidden, TILE_N), GROUP)
+        second, place, column_block = interleaved(tile, blocks, gates, downs, GROUP)
         expert = tl.load(schedule + place * ENTRY)
         row = tl.load(schedule + place * ENTRY + 1)
         rows = tl.load(schedule + place * ENTRY + 2)
@@ -153,6 +160,7 @@ def _compute(
         tl.debug_barrier()
         tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
         tile = take(summary + TILES_TAKEN)
+    return tile
 
 
 @triton.jit
@@ -187,12 +195,13 @@ def _way_back(
     context, epoch, packed_rows, out, out_stride, out_column_stride, hidden, chunks, destinations, everyones_ids, bases,
     first_blocks, placed, slots, departed, summary, experts, tokens, most_tokens,
     tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half, signals,
-    nanoseconds_per_mib,
+    nanoseconds_per_mib, piece, phase,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, PACED: tl.constexpr,
     COPY_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of the way back, as long as there are any."""
+    """Pieces of the way back: `piece`, and those that are handed out next; in phase 0 those of other nodes' tokens.
+    Returns the first piece that was left."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
@@ -202,8 +211,7 @@ def _way_back(
     far: tl.constexpr = others + nodes - 1  # pieces of a chunk that have to do with other nodes
     left = node_has_entered(context, epoch - 1, COMPUTE, GPUS)
     left &= other_nodes_have_entered(context, epoch - 1, COMPUTE, SIZE, GPUS)
-    pieces = chunks * (GPUS + far + 1)
-    piece = take(summary + TICKETS)
+    pieces = tl.where(phase == 0, chunks * far, chunks * (GPUS + far + 1))
     while piece < pieces:
         within = piece - chunks * far  # this node
         own = within - chunks * GPUS
@@ -240,9 +248,7 @@ def _way_back(
             settled = settled_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
             ready = wait(context, mine + settled, epoch, COMPUTE, SETTLED, rank, own)
             if SIZE > GPUS:
-                # the senders have numbered the tokens that went to other nodes
-                held = held_signal(parity, rank, own, chunks, signals, SIZE, GPUS)
-                ready &= wait(context, mine + held, epoch, COMPUTE, HELD, rank, own)
+                ready &= wait(context, own_signal(mine, 2, SIZE, GPUS), epoch, COMPUTE, NUMBERED, -1, 0)
             if ready:
                 collect_chunk(
                     context, epoch, out, out_stride, out_column_stride, hidden, own, chunks, everyones_ids, departed,
@@ -254,6 +260,7 @@ def _way_back(
                 count = tl.minimum(tokens - own * CHUNK, CHUNK)
                 fill_with_nan(rows, count, hidden, out_stride, out_column_stride, 0, 1)
         piece = take(summary + TICKETS)
+    return piece
 
 
 @triton.jit
@@ -283,7 +290,8 @@ def moe_ffn_kernel(
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at,
     partial_at, returning_at, returned_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
-    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
+    RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, NEAR_INTRAS: tl.constexpr,
+    FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
     GATE_DESCRIPTOR: tl.constexpr, GATE_TRANSPOSED: tl.constexpr,
     DOWN_DESCRIPTOR: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
@@ -299,30 +307,29 @@ def moe_ffn_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, FAR_INTRAS, PACED, True, TILE_M, COUNTERS, CHUNK,
-        COPY_ROWS, COPY_COLUMNS,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, True, TILE_M, COUNTERS,
+        CHUNK, COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
-    returners: tl.constexpr = min(SENDERS, 2)
-    if cta >= returners:
-        if _is_scheduled(context, summary, SIZE, GPUS):
-            _compute(
+    if _is_scheduled(context, summary, SIZE, GPUS):
+        tile = take(summary + TILES_TAKEN)
+        piece = take(summary + TICKETS)
+        for phase in range(0 if SIZE > GPUS else 1, 2):
+            tile = _compute(
                 context, packed, packed_store, inner, inner_rows, inner_stride,
                 w_gate_up, gate_expert_stride, gate_row_stride, gate_column_stride,
                 w_down, down_expert_stride, down_row_stride, down_column_stride,
-                hidden, inter, schedule, placed, summary, tl.load(summary + BLOCKS),
+                hidden, inter, schedule, placed, summary, tile, phase,
                 GATE_DESCRIPTOR, GATE_TRANSPOSED, DOWN_DESCRIPTOR, DOWN_TRANSPOSED, PRECISION,
                 TILE_M, TILE_N, TILE_K, GROUP,
             )  # fmt: skip
-    # asked again, so that the answer, and the epoch, need no registers meanwhile
-    if _is_scheduled(context, summary, SIZE, GPUS):
-        _way_back(
-            context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks,
-            destinations, everyones_ids, bases, first_blocks, placed, slots, departed, summary, experts, tokens,
-            most_tokens, tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at, half,
-            signals, nanoseconds_per_mib,
-            DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
-        )  # fmt: skip
+            piece = _way_back(
+                context, current_epoch(context), packed_rows, out, out_stride, out_column_stride, hidden, chunks,
+                destinations, everyones_ids, bases, first_blocks, placed, slots, departed, summary, experts, tokens,
+                most_tokens, tables_at, half_words, table_words, row_stride, partial_at, returning_at, returned_at,
+                half, signals, nanoseconds_per_mib, piece, phase,
+                DTYPE, K, SLOTS, SIZE, GPUS, RANKS, TILE_M, TILE_N, CHUNK, PACED, COPY_ROWS, SUM_COLUMNS,
+            )  # fmt: skip
     else:
         fill_with_nan(out, tokens, hidden, out_stride, out_column_stride, cta, tl.num_programs(0))
     finish(context, current_epoch(context), SIZE)
@@ -334,7 +341,7 @@ class Plan:
 
     config: Settings
     routing: Routing
-    far_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of other nodes
+    copying: host.Copying
     row_stride: int
     gate_read: tuple[bool, bool]  # through descriptors, of transposed matrices
     down_read: tuple[bool, bool]
@@ -387,7 +394,7 @@ def plan(
     return Plan(
         config=resolved,
         routing=routing,
-        far_intra_ctas=share.far_intra_ctas,
+        copying=share,
         row_stride=host.row_stride_of(hidden, x.dtype),
         gate_read=gate_read,
         down_read=down_read,
@@ -424,7 +431,7 @@ def _launch(
     inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
     arguments = dict(
         **host.surroundings(group, workspace, routing, areas, x.dtype, plan.row_stride, True, c.copy_bytes),
-        **host.dispatching(x, topk_ids, routing, c, plan.far_intra_ctas),
+        **host.dispatching(x, topk_ids, routing, c, plan.copying),
         **host.routing_tables(group, routing, c.tile_m, COUNTERS.value),
         weights=topk_weights, weights_stride=topk_weights.stride(0), weights_column_stride=topk_weights.stride(1),
         w_gate_up=_operand(w_gate_up, plan.gate_read, c.tile_k, c.tile_n // 2),

@@ -128,14 +128,15 @@ def surroundings(
 
 
 def dispatching(
-    x: torch.Tensor, topk_ids: torch.Tensor, routing: Routing, c: Settings, far_intra_ctas: int
+    x: torch.Tensor, topk_ids: torch.Tensor, routing: Routing, c: Settings, copying: Copying
 ) -> dict[str, Any]:
     """What kernels that dispatch are told besides."""
     return dict(
         x=x, x_stride=x.stride(0), x_column_stride=x.stride(1),
         ids=topk_ids, ids_stride=topk_ids.stride(0), ids_column_stride=topk_ids.stride(1),
         experts=routing.experts, room=routing.room, hidden=x.shape[1],
-        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, FAR_INTRAS=far_intra_ctas,
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas,
+        NEAR_INTRAS=copying.near_intra_ctas, FAR_INTRAS=copying.far_intra_ctas,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
     )  # fmt: skip
 
@@ -358,45 +359,50 @@ def sized(
     return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
 
 
-PLACE_RATE = 25e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
+PLACE_RATE = 20e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
 
 
 @dataclass(frozen=True)
 class Copying:
-    """What the way there costs, and who takes care of it: CTAs that stage tokens for others, and that place rows."""
+    """What the way there costs, and who takes care of it: CTAs that send tokens to other nodes, and that place rows."""
 
-    staged: int  # bytes
+    sent: int  # bytes
     placed: int
     send_ctas: int
     intra_ctas: int
-    far_intra_ctas: int
+    near_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of this node
+    far_intra_ctas: int  # and of other nodes
 
     @staticmethod
     def of(group: Group, routing: Routing, row_bytes: int, pick: Callable[[str, int], int]) -> Copying:
-        """A quarter of the CTAs stage tokens, and all others place the rows of this node: nobody can multiply before,
-        and all do afterwards. Rows of other nodes come at the network's pace, so only as many CTAs wait for them as
-        can place them while they come, if nearly all tokens are needed everywhere."""
+        """All CTAs but those that send place the rows of their own rank: nobody can multiply before, and all do
+        afterwards. Rows of the node come at the pace of NVLink, those of other nodes at the network's; so only as many
+        CTAs wait for them, and send, as are needed to keep pace, if nearly all tokens are needed everywhere."""
         most = pick("ctas", group.world.ctas(group.world_rank))
         tokens = routing.most_tokens * row_bytes
-        placed = routing.expected_rows * row_bytes
-        near = placed * routing.gpus // routing.size
-        send_ctas = pick("send_ctas", max(min(most // 4, routing.chunks), 1) if group.size > 1 else 0)
-        intra_ctas = pick("intra_ctas", min(max(most - send_ctas - 1, 1), routing.chunks * routing.gpus))
+        of_a_rank = routing.expected_rows * row_bytes / routing.size
+        nvlink = (group.world.links.nvlink or planning.NVLINK_RATE / 1e9) * 1e9
         network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
-        seconds = (routing.nodes - 1) * tokens / network
-        far_intra_ctas = math.ceil((placed - near) / PLACE_RATE / max(seconds / 2, 1e-9))
+
+        def keep_pace(rate: float) -> int:
+            return math.ceil(rate / tokens * of_a_rank / PLACE_RATE)
+
+        senders = min(math.ceil(2 * network / PLACE_RATE), most // 4, routing.chunks)
+        send_ctas = pick("send_ctas", max(senders, 1) if routing.nodes > 1 else 0)
+        intra_ctas = pick("intra_ctas", min(max(most - send_ctas - 1, 1), routing.chunks * routing.gpus))
         return Copying(
-            tokens * routing.nodes if group.size > 1 else 0,
-            placed,
+            (routing.nodes - 1) * tokens,
+            routing.expected_rows * row_bytes,
             send_ctas,
             intra_ctas,
-            max(min(far_intra_ctas, most // 4, intra_ctas), 1),
+            max(min(keep_pace(nvlink), intra_ctas), 1),
+            max(min(keep_pace(2 * network * routing.gpus), most // 4, intra_ctas), 1),
         )
 
     def __str__(self) -> str:
         return (
-            f"{self.send_ctas} CTAs stage {self.staged} bytes and {self.intra_ctas} place {self.placed} "
-            f"({self.far_intra_ctas} of them what comes from other nodes)"
+            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} "
+            f"({self.near_intra_ctas} of them what comes from the node, {self.far_intra_ctas} from other nodes)"
         )
 
 
@@ -412,7 +418,7 @@ def settings(
         chunk_rows=routing.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
     )  # fmt: skip
     most = group.world.ctas(group.world_rank)
-    planning.check(resolved, max_ctas=most, least_send=1 if group.size > 1 else 0, least_intra=1)
+    planning.check(resolved, max_ctas=most, least_send=1 if group.nodes > 1 else 0, least_intra=1)
     return resolved
 
 

@@ -34,6 +34,7 @@ SIGNALS = {
     routing.PLACED.value: "placed",
     routing.SETTLED.value: "settled",
     routing.COMPUTED.value: "computed",
+    routing.NUMBERED.value: "numbered",
     combining.RETURNED.value: "returned",
     combining.BACK.value: "back",
 }
@@ -74,6 +75,7 @@ class WaitRecord:
             "back": f"what the node of rank {self.peer} made of chunk {self.index}",
             "settled": f"the places of chunk {self.index} of rank {self.peer}'s tokens",
             "computed": f"the tiles of block {self.index}",
+            "numbered": "the numbers of the tokens that go to other nodes",
             "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
         }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
