@@ -48,7 +48,7 @@ def test_configurations(config):
 
 
 def test_who_copies():
-    """All CTAs but those that send, and one, place their rank's rows; as many as keep pace with a link those of others."""
+    """Nearly all CTAs place their rank's rows; as many as keep pace with a link go on with those of others."""
     layer = Layer((30, 41, 7, 36), (3, 2, 4, 1), k=2, dtype=torch.float32)
 
     def work(group):

@@ -35,9 +35,9 @@ expert's rank that waits for it; so nothing of e-2 is in flight then, and what w
 of an epoch are waited for, so the waits for entries hardly ever block; they state the rule.)
 
 Why it cannot deadlock. Entries, tables and what is staged for the node wait for nothing but entries of the epoch
-before; send and counting for tables; intra for counting, and for what any rank stages or sends; compute for intra. All CTAs that count
-wait for each other, so all CTAs of a launch must be resident: the launch checks that. Waits have a timeout
-all the same.
+before; send and counting for tables; intra for counting, and for what any rank stages or sends; compute for intra.
+All CTAs that count wait for each other, so all CTAs of a launch must be resident: the launch checks that. Waits have a
+timeout all the same.
 
 When the input is impossible. All ranks see all tables, so all find the same ranks that have no room for
 their rows, or ids that no rank has an expert for. Then no row is placed and y is filled with NaN, on all

@@ -17,8 +17,9 @@ moe_dispatch_matmul, and goes on where that operator ends:
   sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
   this order, to whoever is free.
   Blocks with rows of other nodes are computed before those with rows of this node only (but for the rank's own,
-  which are the first to be in place). When their tiles have been handed out, all CTAs turn to the pieces of other nodes'
-  tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other pieces.
+  which are the first to be in place). When their tiles have been handed out, all CTAs turn to the pieces of other
+  nodes' tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other
+  pieces (phase 1).
 
 What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
 that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
@@ -34,7 +35,8 @@ Why it cannot deadlock. Sends wait for entries and routing tables; intra for sen
 intra, tiles of the second for tiles of the first, which come before them in the one sequence and so were handed out
 before; pieces of the way back for tiles and for pieces before them, on any rank. Sends and intra never wait for
 tiles, and tiles never for the way back. Pieces of phase 0 wait only for tiles of phase 0: rows of other nodes' tokens
-are in no other blocks. So a CTA may keep a tile of phase 1 that it was handed too early. There is no barrier between the stages. All CTAs must be resident: the launch
+are in no other blocks. So a CTA may keep a tile of phase 1 that it was handed in phase 0. There is no barrier between
+the stages. All CTAs must be resident: the launch
 checks that. Waits have a timeout all the same.
 
 When the input is impossible (no room, ids beyond the last expert), all ranks find that, fill the result with NaN
