@@ -77,8 +77,11 @@ BROKEN = {
         "notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch - 1)",
     ),
     "a lost finished slice": ("    _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)\n", ""),
+    "a part that is added too early": (
+        "tiles), epoch, COMPUTE, PARTIAL", "tiles), epoch - 1, COMPUTE, PARTIAL",
+    ),
     "a slice that is read too early": (
-        "_finished_signal(i, 0, tiles, SIZE, GPUS), epoch,", "_finished_signal(i, 0, tiles, SIZE, GPUS), epoch - 1,",
+        "wait(context, signal, epoch, COMPUTE, FINISHED_TILE", "wait(context, signal, epoch - 1, COMPUTE, FINISHED_TILE",
     ),
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, finish, notify, wait
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify, wait
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.matmul_all_reduce import (
     _announce_finished,
@@ -36,7 +36,7 @@ from mkernel.ops.matmul_all_reduce import (
     _finished_slot,
     _part_slot,
     _push,
-    _sum_of_node,
+    _slot,
 )
 
 
@@ -52,6 +52,29 @@ def _slice(tile, INDEX: tl.constexpr, COUNT: tl.constexpr, TILE_M: tl.constexpr,
         left, right = halves(part, TILE_M, TILE_N // 4)
         part = right if INDEX % (COUNT // 4) >= COUNT // 8 else left
     return part
+
+
+@triton.jit
+def _sum_of_slices(
+    context, total, epoch, start, signals, tiles, tile,
+    DTYPE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """As `_sum_of_node`, for slices: they are small enough to be loaded all together."""
+    rank = rank_of(context)
+    mine = segment_of(context, rank, tl.int64) + epoch % 2 * signals
+    missing = 0.0
+    for i in range(GPUS - 1):
+        source = (rank + 1 + i) % GPUS
+        if not wait(context, mine + _part_slot(i, 0, tiles), epoch, COMPUTE, PARTIAL, source, tile):
+            missing = float("nan")
+    parts = ()
+    for i in tl.static_range(GPUS - 1):
+        slot = _slot(context, rank, start, _part_slot(i, 0, tiles), DTYPE, TILE_M, SLICE)
+        parts = parts + (load_partial(slot, TILE_M, SLICE),)  # type: ignore[assignment]
+    total += missing
+    for i in tl.static_range(GPUS - 1):
+        total += parts[i]
+    return total
 
 
 @triton.jit
@@ -98,7 +121,7 @@ def sliced_kernel(
     for i in range(1, GPUS):
         words = segment_of(context, (rank + i) % GPUS, tl.int64) + epoch % 2 * signals
         notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)
-    mine = _sum_of_node(context, mine, epoch, start, signals, 0, tiles, tile, DTYPE, GPUS, TILE_M, SLICE)
+    mine = _sum_of_slices(context, mine, epoch, start, signals, tiles, tile, DTYPE, GPUS, TILE_M, SLICE)
     _finish(
         context, mine, c, bias, residual, start, 0, tiles, row, column + rank * SLICE, m, n,
         c_row_stride, c_column_stride, residual_row_stride, residual_column_stride,
@@ -108,20 +131,26 @@ def sliced_kernel(
     _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)
 
     words = segment_of(context, rank, tl.int64) + epoch % 2 * signals
+    missing = 0.0
     for i in range(GPUS - 1):
         owner = (rank + 1 + i) % GPUS
-        missing = 0.0
-        if not wait(
-            context, words + _finished_signal(i, 0, tiles, SIZE, GPUS), epoch, COMPUTE, FINISHED_TILE, owner, tile
-        ):
+        signal = words + _finished_signal(i, 0, tiles, SIZE, GPUS)
+        if not wait(context, signal, epoch, COMPUTE, FINISHED_TILE, owner, tile):
             missing = float("nan")
-        slot = _finished_slot(context, owner, start, 0, tiles, DTYPE, OUT, SIZE, GPUS, TILE_M, SLICE)
-        left = load_partial(slot, TILE_M, HALF) + missing
-        right = load_partial(slot + TILE_M * HALF, TILE_M, HALF) + missing
-        there = column + owner * SLICE
-        store_tile(c, 0, row, there, m, n, c_row_stride, c_column_stride, left, TILE_M, HALF, C_DESCRIPTOR)
-        store_tile(c, 0, row, there + HALF, m, n, c_row_stride, c_column_stride, right, TILE_M, HALF, C_DESCRIPTOR)
-        trace(context, TILES, GATHER, owner, tile, LAST)
+    # all are asked for before the first is stored, so that they come together
+    finished = ()
+    for i in tl.static_range(GPUS - 1):
+        slot = _finished_slot(context, (rank + 1 + i) % GPUS, start, 0, tiles, DTYPE, OUT, SIZE, GPUS, TILE_M, SLICE)
+        left = load_partial(slot, TILE_M, HALF)
+        finished = finished + ((left, load_partial(slot + TILE_M * HALF, TILE_M, HALF)),)  # type: ignore[assignment]
+    for i in tl.static_range(GPUS - 1):
+        there = column + (rank + 1 + i) % GPUS * SLICE
+        for side in tl.static_range(2):
+            store_tile(
+                c, 0, row, there + side * HALF, m, n, c_row_stride, c_column_stride, finished[i][side] + missing,
+                TILE_M, HALF, C_DESCRIPTOR,
+            )  # fmt: skip
+    trace(context, TILES, GATHER, rank, tile, LAST)
     if PACED:
         gathered = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (OUT.primitive_bitwidth // 8))
         pace(begun, pushed + gathered, nanoseconds_per_mib)
