@@ -81,7 +81,7 @@ BROKEN = {
         "tiles), epoch, COMPUTE, PARTIAL", "tiles), epoch - 1, COMPUTE, PARTIAL",
     ),
     "a slice that is read too early": (
-        "wait(context, signal, epoch, COMPUTE, FINISHED_TILE", "wait(context, signal, epoch - 1, COMPUTE, FINISHED_TILE",
+        "signal, epoch, COMPUTE, FINISHED_TILE", "signal, epoch - 1, COMPUTE, FINISHED_TILE",
     ),
 }  # fmt: skip
 
