@@ -1,9 +1,48 @@
 """Processes on GPUs: what can be said without one."""
 
-from mkernel.runtime.cuda_processes import shares_of
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mkernel.ops import matmul_all_reduce
+from mkernel.runtime import cuda_processes
+from mkernel.runtime.cuda_processes import CudaProcessWorld, shares_of
+from mkernel.runtime.processes import Processes
+
+
+@pytest.fixture
+def world_of(monkeypatch):
+    """world_of(uuids): the world of the first of so many processes, as if it had a GPU."""
+
+    def make(uuids):
+        def processes(world, *_):
+            world.process_group, world.rank, world._nodes = None, 0, [0] * len(uuids)
+
+        monkeypatch.setattr(Processes, "__init__", processes)
+        told = [(uuid, 132) for uuid in uuids]
+        monkeypatch.setattr(Processes, "exchange", lambda *_: told)
+        monkeypatch.setattr(cuda_processes, "_take_device", lambda: torch.device("cuda", 0))
+        monkeypatch.setattr(cuda_processes.dist, "get_rank", lambda _: 0)
+        monkeypatch.setattr(cuda_processes.dist, "get_world_size", lambda _: len(uuids))
+        properties = SimpleNamespace(uuid=uuids[0], multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"):
+            monkeypatch.setenv(name, "0")  # given back as it was
+        return CudaProcessWorld(None, None, "auto", 1.0)
+
+    return make
 
 
 def test_every_rank_knows_every_share():
     """Plans ask for the CTAs of all ranks of a group, not only of their own."""
     assert shares_of([("a", 132), ("b", 80), ("a", 132), ("a", 132)]) == {0: 44, 1: 80, 2: 44, 3: 44}
     assert shares_of([("a", 2)] * 4) == dict.fromkeys(range(4), 1), "more ranks than SMs"
+
+
+@pytest.mark.parametrize(("uuids", "reason"), [("ab", "no path for it"), ("aa", "share a GPU")])
+def test_a_plan_knows_which_ranks_share_a_gpu(world_of, uuids, reason):
+    """Of the other processes' GPUs this one has no device, only a name."""
+    world = world_of(uuids)
+    group = SimpleNamespace(world=world, members=(0, 1), size=2, device=world.device(0))
+    assert reason in matmul_all_reduce._multicast(group)

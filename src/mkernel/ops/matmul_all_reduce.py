@@ -606,10 +606,9 @@ def _one_shot(group: Group, m: int, n: int, dtype: torch.dtype) -> bool:
 
 def _multicast(group: Group) -> str:
     """Why sums are not made in the switch."""
-    devices = [group.world.device(member) for member in group.members]
     if group.device.type != "cuda":
         return "multicast is not used: there is none between CPUs"
-    if len(set(devices)) < len(devices):
+    if len({group.world.gpu(member) for member in group.members}) < group.size:
         return "multicast is not used: several ranks share a GPU"
     return "multicast is not used: this version has no path for it"
 

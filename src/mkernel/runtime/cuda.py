@@ -62,6 +62,9 @@ class CudaRanks(Networked):
     def device(self, rank: int) -> torch.device:
         return self._devices[rank]
 
+    def gpu(self, rank: int) -> Hashable:
+        return self._devices[rank]
+
     def ctas(self, rank: int) -> int:
         return self._shares[rank]
 

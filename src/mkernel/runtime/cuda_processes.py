@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,7 @@ class CudaProcessWorld(Processes, CudaRanks):
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)
         everywhere = self.exchange(rank, range(size), "devices", "mk.init", mine, timeout)
+        self._uuids = [uuid for uuid, _ in everywhere]
         shares.update(shares_of(everywhere))
         if len(set(everywhere)) < size:
             # torch reads it when memory is mapped for the first time; both spellings were in use
@@ -52,6 +53,9 @@ class CudaProcessWorld(Processes, CudaRanks):
         self._timeout = timeout
         self._node_groups: dict[tuple[int, ...], Any] = {}
         self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
+
+    def gpu(self, rank: int) -> Hashable:
+        return self._uuids[rank]
 
     # -- memory
 

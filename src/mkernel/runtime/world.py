@@ -76,7 +76,10 @@ class World(Protocol):
     links: Links
 
     def device(self, rank: int) -> torch.device:
-        """The device that the rank's tensors live on."""
+        """The device that the tensors of a rank of this process live on."""
+
+    def gpu(self, rank: int) -> Hashable:
+        """Names the GPU of any rank: equal for ranks that share one."""
 
     def node_of(self, rank: int) -> int:
         """The physical node of a rank."""

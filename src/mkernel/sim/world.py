@@ -109,6 +109,9 @@ class SimWorld:
     def device(self, rank: int) -> torch.device:
         return torch.device("cpu")
 
+    def gpu(self, rank: int) -> Hashable:
+        return rank  # simulated ranks share nothing
+
     def node_of(self, rank: int) -> int:
         return rank // self.gpus_per_node
 
