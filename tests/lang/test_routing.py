@@ -11,27 +11,29 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mkernel.lang.context import current_epoch
-from mkernel.lang.routing import BLOCKS, ENTRY, MOST_BINS, SUMMARY, schedule_blocks
+from mkernel.lang.routing import BLOCKS, ENTRY, FEW_BINS, MOST_BINS, SUMMARY, schedule_blocks
 from mkernel.lang.signals import finish
 
 from .harness import launch, simulate, workspace_of
 
 TILE_M = 4
+GROUP = 4
 
 
 @triton.jit
 def order(
     context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
-    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, NODE_LAST: tl.constexpr,
+    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, NODE_LAST: tl.constexpr,
 ):  # fmt: skip
     schedule_blocks(
-        context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M, NODE_LAST
+        context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M, GROUP, NODE_LAST
     )
     finish(context, current_epoch(context), SIZE)
 
 
 def ordered(group, counts, node_last):
-    """What the kernel makes of counts[expert][source]: (expert, first row, rows, number) of each block, in order."""
+    """What the kernel makes of counts[expert][source]: (expert, first row, rows, number, first place and blocks of its
+    group) of each block, in order."""
     flat = [count for sources in counts for count in sources]
     heights = [math.ceil(sum(sources) / TILE_M) for sources in counts]
     summary = torch.zeros(SUMMARY.value, dtype=torch.int32)
@@ -42,14 +44,14 @@ def ordered(group, counts, node_last):
         bases=torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32),
         first_blocks=torch.tensor([0, *itertools.accumulate(heights)], dtype=torch.int32),
         summary=summary, unsorted=torch.empty_like(schedule), schedule=schedule,
-        SIZE=group.size, GPUS=group.gpus_per_node, TILE_M=TILE_M, NODE_LAST=node_last,
+        SIZE=group.size, GPUS=group.gpus_per_node, TILE_M=TILE_M, GROUP=GROUP, NODE_LAST=node_last,
     )  # fmt: skip
     return [tuple(entry) for entry in schedule.tolist()]
 
 
 def expected(counts, rank, gpus, node_last):
     """The same, by the rules as lang/routing.py states them."""
-    size, node = len(counts[0]), rank // gpus
+    node = rank // gpus
     blocks, begin = [], 0
     for expert, sources in enumerate(counts):
         owners = [source for source, count in enumerate(sources) for _ in range(count)]
@@ -60,7 +62,6 @@ def expected(counts, rank, gpus, node_last):
             blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), share))
         begin += len(owners)
     bins = min(max(len(blocks) // (4 * len(counts)), 1), MOST_BINS.value)
-    together = len(blocks) < 2 * size * len(counts)  # few own rows of an expert: with those of the node
 
     def key(block):
         sources, share = block[4], block[5]
@@ -68,9 +69,25 @@ def expected(counts, rank, gpus, node_last):
         piece = max(math.ceil(share * bins - 1e-9), 1)
         if node_last:
             return (0,) if own else (2,) if near else (1, piece)
-        return (0 if own and not together else 1,) if near else (2, piece)
+        if bins >= FEW_BINS.value:
+            return (0 if own else 1,) if near else (2, piece)
+        other_half = 2 * block[0] >= len(counts)
+        if own and 4 * block[0] < len(counts):
+            return (0,)
+        if near or (other_half and share <= 0.5):
+            return (1 + other_half,)
+        return (3 + other_half,)
 
-    return [block[:4] for block in sorted(blocks, key=key)]
+    blocks.sort(key=key)
+    found = []
+    for _, run in itertools.groupby(blocks, key=lambda block: (block[0], key(block))):
+        of_run, first = list(run), len(found)
+        groups = max((len(of_run) + GROUP // 2) // GROUP, 1)
+        height = math.ceil(len(of_run) / groups)
+        for i, block in enumerate(of_run):
+            begins = i // height * height
+            found.append((*block[:4], first + begins, min(height, len(of_run) - begins)))
+    return found
 
 
 @st.composite

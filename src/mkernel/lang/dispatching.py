@@ -328,8 +328,8 @@ def dispatch(
     tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, NEAR_INTRAS: tl.constexpr,
-    FAR_INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, COUNTERS: tl.constexpr,
-    CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    FAR_INTRAS: tl.constexpr, PACED: tl.constexpr, LAYER: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr,
+    COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole way there, by all CTAs: the first SENDERS of them send, the others stage and count, and of these the
     first INTRAS place rows of their own rank, the first NEAR_INTRAS of these also those of the node, the first
@@ -376,7 +376,7 @@ def dispatch(
                 notify(counted, epoch)
                 schedule_blocks(
                     context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
-                    SIZE, GPUS, TILE_M, LAYER,
+                    SIZE, GPUS, TILE_M, GROUP, LAYER,
                 )  # fmt: skip
                 notify(scheduled, epoch)
         if cta < SENDERS + INTRAS:

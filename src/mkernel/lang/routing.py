@@ -19,7 +19,9 @@ With all tables every rank finds out for itself, with no more talk:
   node, those of other nodes, earlier pieces of these first. But blocks of one expert that are computed at the same
   time read its matrix once, so there are few such classes, and within a class the blocks are in the order of experts.
   (With every block in the order of its arrival, an H200 read 484 MB of matrices for a round of tiles, in the
-  100 us that its memory needs for that; the tiles themselves take 80.)
+  100 us that its memory needs for that; the tiles themselves take 80. With 4 ranks on the GPU, classes with 2 blocks of
+  each expert took 120 to 140 us a tile, with 4 blocks 100.) Blocks of an expert and a class are a group, whose tiles
+  go column by column: all of them read the same columns of the matrix.
 
 A token that names an expert twice makes two rows. Ids below zero are dropped.
 """
@@ -65,14 +67,16 @@ SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert
 # A word of the workspace's state: CTAs of the running launch that have counted.
 COUNTERS_DONE = tl.constexpr(3)
 
-# Words of an entry of the schedule.
-ENTRY = tl.constexpr(4)
+# Words of an entry of the schedule: expert, first row, rows and number of the block; then where its group begins, and
+# how many blocks it has.
+ENTRY = tl.constexpr(6)
 
 BLOCK = tl.constexpr(1024)  # words that are looked at together
 LONG_BLOCK = tl.constexpr(4096)  # the same where there are as many words as a rank has ids
 TOKENS_AT_ONCE = tl.constexpr(256)
 MOST_BINS = tl.constexpr(8)  # pieces of a source's tokens that the order of blocks tells apart, at the most
 KEYS = tl.constexpr(16)  # a power of two above MOST_BINS + 1
+FEW_BINS = tl.constexpr(4)  # if there are fewer, classes are made otherwise
 SORTED_AT_ONCE = tl.constexpr(256)
 
 
@@ -460,16 +464,14 @@ def _last_at_most(values, count, wanted, WIDTH: tl.constexpr):
 @triton.jit
 def schedule_blocks(
     context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
-    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, NODE_LAST: tl.constexpr,
+    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, NODE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """schedule[place]: expert, first row, rows and number of the block that is computed at that place. NODE_LAST:
-    blocks with rows of the node only come after those with rows of other nodes, whose results have the longest
-    way back."""
+    """schedule[place]: the block that is computed at that place. NODE_LAST: blocks with rows of the node only come
+    after those with rows of other nodes, whose results have the longest way back."""
     rank = rank_of(context)
     blocks = tl.load(summary + BLOCKS)
     # classes that have a few blocks of each expert, if all is even
     bins = tl.minimum(tl.maximum(blocks // (4 * tl.maximum(experts, 1)), 1), MOST_BINS)
-    few = blocks < 2 * SIZE * experts
     of_node = tl.full((), 0, tl.int32)
     for start in range(0, blocks, 128):
         block = start + tl.arange(0, 128)
@@ -497,8 +499,16 @@ def schedule_blocks(
             key = tl.where(own, 0, tl.where(near, 1 + bins, 1 + far))
             of_node += tl.sum((inside & near & ~own).to(tl.int32))
         else:
-            # few own rows of an expert are computed together with those of the node, which come soon
-            key = tl.where(own & ~few, 0, tl.where(near, 1, 2 + far))
+            key = tl.where(own, 0, tl.where(near, 1, 2 + far))
+            if bins < FEW_BINS:
+                # what comes first of other nodes together with the node's, for half of the experts; the other half
+                # gives it time to come
+                late = ends_far | (2 * reached > among)
+                other_half = 2 * expert >= experts
+                of_half = tl.where(other_half, tl.where(late, 4, 2), 3)
+                key = tl.where(near, 1 + other_half.to(tl.int32), of_half)
+                # the first tiles need not wait for the node
+                key = tl.where(own & (4 * expert < experts), 0, key)
         tl.store(unsorted + block * ENTRY, expert, mask=inside)
         tl.store(unsorted + block * ENTRY + 1, row, mask=inside)
         tl.store(unsorted + block * ENTRY + 2, rows, mask=inside)
@@ -506,6 +516,7 @@ def schedule_blocks(
     tl.store(summary + BEFORE_NODE, blocks - of_node)
     tl.debug_barrier()
     _sort(unsorted, schedule, blocks)
+    _group(unsorted, schedule, blocks, GROUP)
 
 
 @triton.jit
@@ -527,5 +538,49 @@ def _sort(unsorted, schedule, blocks):
         for word in tl.static_range(3):
             tl.store(entry + word, tl.load(unsorted + block * ENTRY + word, mask=inside), mask=inside)
         tl.store(entry + 3, block, mask=inside)
+        tl.store(entry + 4, key, mask=inside)
         before += tl.sum(same, axis=0)
     tl.debug_barrier()
+
+
+@triton.jit
+def _group(unsorted, schedule, blocks, GROUP: tl.constexpr):
+    """Cut each run of blocks of one expert and class, whose key is in the entries, into groups of about GROUP."""
+    runs = tl.full((), 0, tl.int32)
+    for start in range(0, blocks, SORTED_AT_ONCE):
+        place = start + tl.arange(0, SORTED_AT_ONCE)
+        inside = place < blocks
+        entry = schedule + place * ENTRY
+        begins = place == 0
+        for word in tl.static_range(0, 5, 4):
+            before = tl.load(entry - ENTRY + word, mask=inside & (place > 0), other=-1)
+            begins |= tl.load(entry + word, mask=inside, other=-1) != before
+        begins &= inside
+        run = runs + tl.cumsum(begins.to(tl.int32), 0) - 1
+        tl.store(unsorted + run, place, mask=begins)
+        tl.store(entry + 5, run, mask=inside)
+        runs += tl.sum(begins.to(tl.int32))
+    tl.store(unsorted + runs, blocks, mask=blocks > 0)
+    tl.debug_barrier()
+    for start in range(0, blocks, SORTED_AT_ONCE):
+        place = start + tl.arange(0, SORTED_AT_ONCE)
+        inside = place < blocks
+        run = tl.load(schedule + place * ENTRY + 5, mask=inside, other=0)
+        first = tl.load(unsorted + run, mask=inside, other=0)
+        end = tl.load(unsorted + run + 1, mask=inside, other=1)
+        groups = tl.maximum((end - first + GROUP // 2) // GROUP, 1)
+        height = (end - first + groups - 1) // groups
+        first += (place - first) // height * height
+        tl.store(schedule + place * ENTRY + 4, first, mask=inside)
+        tl.store(schedule + place * ENTRY + 5, tl.minimum(end - first, height), mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def tile_of(schedule, tile, columns):
+    """(place, column): which block of the schedule and which of its columns a tile is; group by group."""
+    entry = schedule + tile // columns * ENTRY
+    first = tl.load(entry + 4)
+    height = tl.load(entry + 5)
+    within = tile - first * columns
+    return first + within % height, within // height

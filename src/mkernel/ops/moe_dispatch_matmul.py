@@ -71,7 +71,6 @@ from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_rows, store_rows
-from mkernel.lang.order import grouped
 from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
     BLOCKS,
@@ -82,6 +81,7 @@ from mkernel.lang.routing import (
     TILES_TAKEN,
     VERDICT,
     own_signal,
+    tile_of,
 )
 from mkernel.lang.signals import finish, wait
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
@@ -101,12 +101,12 @@ TUNABLE = Tunable(
 
 @triton.jit
 def multiply_block(
-    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, blocks, tile,
+    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, tile,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """A tile, when the rows of its block have been placed."""
-    place, column_block = grouped(tile, blocks, tl.cdiv(n, TILE_N), GROUP)
+    place, column_block = tile_of(schedule, tile, tl.cdiv(n, TILE_N))
     expert = tl.load(schedule + place * ENTRY)
     row = tl.load(schedule + place * ENTRY + 1)
     rows = tl.load(schedule + place * ENTRY + 2)
@@ -152,8 +152,8 @@ def moe_dispatch_matmul_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, False, TILE_M, 1, CHUNK,
-        COPY_ROWS, COPY_COLUMNS,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, False, TILE_M, GROUP, 1,
+        CHUNK, COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
     blocks = tl.full((), 0, tl.int32)
@@ -170,7 +170,7 @@ def moe_dispatch_matmul_kernel(
         while tile < tiles:
             multiply_block(
                 context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed,
-                blocks, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K, GROUP,
+                tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K,
             )  # fmt: skip
             tile = take(summary + TILES_TAKEN)
     finish(context, epoch, SIZE)

@@ -309,8 +309,8 @@ def moe_ffn_kernel(
         departed, unsorted, schedule, summary, row_source, row_token,
         tokens, most_tokens, experts, room, hidden, chunks, signals, nanoseconds_per_mib,
         tables_at, half_words, table_words, row_stride, staged_at, departing_at, landing_at, half,
-        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, True, TILE_M, COUNTERS,
-        CHUNK, COPY_ROWS, COPY_COLUMNS,
+        DTYPE, K, SLOTS, SIZE, GPUS, RANKS, SENDERS, INTRAS, NEAR_INTRAS, FAR_INTRAS, PACED, True, TILE_M, GROUP,
+        COUNTERS, CHUNK, COPY_ROWS, COPY_COLUMNS,
     )  # fmt: skip
 
     if _is_scheduled(context, summary, SIZE, GPUS):
