@@ -35,10 +35,10 @@ def run(command, seconds=90, expected=0, folder=None):
     return output
 
 
-def torchrun(script, ranks, seconds=90):
+def torchrun(script, ranks, seconds=90, arguments=()):
     """Run a script on so many ranks; what they printed."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([*start, str(script)], seconds)
+    return run([*start, str(script), *arguments], seconds)
 
 
 def run_ranks(program, ranks, seconds=80):

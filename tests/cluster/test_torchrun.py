@@ -50,6 +50,23 @@ def test_calls(tmp_path, nodes, gpus_per_node):
     assert_right(tmp_path, CALLS, nodes, gpus_per_node)
 
 
+def test_long_exchanges(tmp_path):
+    """torch's store takes values up to 8 MiB, and names up to 8 KiB; a trace, or a group of many ranks, has more."""
+    program = """
+        import mkernel as mk
+
+        group = mk.init(timeout=60.0)
+        for nbytes in (0, 4 * 2**20, 20 * 2**20):
+            told = group.exchange("long", bytes([group.rank]) * nbytes)
+            assert told == [bytes([rank]) * nbytes for rank in range(2)]
+        key = tuple(range(5000))
+        assert group.world.exchange(group.rank, (0, 1), key, "a long name", group.rank, 60.0) == [0, 1]
+        group.close()
+        print("right on rank", group.rank)
+    """
+    assert torchrun(tmp_path, program, 2).count("right on rank") == 2
+
+
 def test_a_trace_over_processes(tmp_path):
     program = """
         import torch

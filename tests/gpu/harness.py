@@ -1,6 +1,9 @@
 """What the tests on a GPU share: inputs, checks, and an end to everything that could hang."""
 
+import contextlib
 import faulthandler
+import fcntl
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +14,7 @@ import torch
 
 TESTS = Path(__file__).parent
 SOURCE = str(TESTS.parents[1] / "src")
+LOCK = "MKERNEL_TEST_LOCK"  # an environment variable that names a file: those who measure take turns
 
 
 def bound(k, dtype):
@@ -35,6 +39,18 @@ def check(group, y, a, b):
     group.synchronize()
     error = (y.double() - exact).abs().max().item() if y.numel() else 0.0
     assert error <= bound(a.shape[1], a.dtype), f"rank {group.rank}: error {error}"
+
+
+@contextlib.contextmanager
+def alone():
+    """No other test run with the same lock file measures meanwhile; without a lock file nobody waits."""
+    name = os.environ.get(LOCK)
+    if name is None:
+        yield
+        return
+    with open(name, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -56,6 +56,19 @@ def test_calls(tmp_path, nodes, gpus_per_node):
     assert output.count("right on rank") == ranks, output
 
 
+@pytest.mark.parametrize(
+    "operator",
+    ["matmul_reduce_scatter", "matmul_all_reduce", "ring_attention", "moe_dispatch_matmul", "moe_ffn"],
+)
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 4), (2, 2)])
+def test_operators(operator, nodes, gpus_per_node):
+    """Most of the time every process compiles; moe_dispatch_matmul comes with moe_combine."""
+    script = Path(__file__).parents[1] / "every_operator.py"
+    output = torchrun(script, 4, seconds=300, arguments=[operator, f"--gpus-per-node={gpus_per_node}"])
+    for rank in range(4):
+        assert f"{operator} is right on rank {rank} of {nodes} x {gpus_per_node}, cuda" in output, output
+
+
 def test_example():
     example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
     output = torchrun(example, 4, seconds=120)

@@ -15,6 +15,7 @@ class Machine:
         self.formula = formula
         self.now = 100.0
         self.asked = []
+        self.compiled = []
 
     def measure(self, config):
         self.now += 1
@@ -22,7 +23,12 @@ class Machine:
         return self.formula(config)
 
     def search(self, families, seconds=1000.0, tell=lambda result: None):
-        return Search(self.measure, seconds, clock=lambda: self.now, tell=tell).run(families)
+        search = Search(self.measure, seconds, clock=lambda: self.now, tell=tell, compile=self.compile)
+        return search.run(families)
+
+    def compile(self, configs):
+        assert not set(configs) & set(self.asked), "what was measured is compiled"
+        self.compiled.append((len(self.asked), list(configs)))
 
 
 def separable(config):
@@ -47,6 +53,26 @@ def test_finds_the_best_of_independent_fields_without_trying_all():
     assert result.complete
     assert machine.asked[0] == Config(), "the cost model's choice comes first"
     assert len(result.trials) < 3 * 4 * 3
+
+
+def test_what_is_measured_next_is_compiled_together():
+    """And nothing else is: all values of a field, with the best of the fields before it."""
+    machine = Machine(separable)
+    other = Family(Config(stages=3), dict(warps=(4, 8)))
+    machine.formula = lambda config: separable(config) + (config.stages == 3) + (config.warps is not None)
+    machine.search([Family(Config(), AXES), other])
+    first = [Config(), Config(stages=3)]
+    assert machine.compiled[0] == (0, first)
+    for measured_before, configs in machine.compiled:
+        assert machine.asked[measured_before : measured_before + len(configs)] == configs
+    assert (2, [Config(ctas=32), Config(ctas=24)]) in machine.compiled
+    assert (4, [Config(ctas=32, chunk_rows=rows) for rows in (32, 64, 128)]) in machine.compiled
+
+
+def test_nothing_is_compiled_when_the_time_is_over():
+    machine = Machine(separable)
+    machine.search([Family(Config(), AXES)], seconds=2.5)
+    assert machine.compiled == [(1, [Config(ctas=32), Config(ctas=24)])]
 
 
 def test_the_time_is_kept():

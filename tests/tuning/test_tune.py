@@ -1,11 +1,16 @@
 """mkernel tune from end to end, in the simulator: only the stopwatch and the names of GPUs are made up."""
 
+import contextlib
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from compiled import pretending
 from typer.testing import CliRunner
 
 import mkernel as mk
@@ -47,6 +52,7 @@ def paper(monkeypatch, tmp_path):
         measured.append(launches[0])
         return time_of(launches[0])
 
+    monkeypatch.setattr(measuring, "begin_to_compile", lambda launch: None)
     monkeypatch.setattr(measuring, "spawn", spawn)
     monkeypatch.setattr(measuring.Trial, "_time", time)
     return measured
@@ -97,6 +103,56 @@ def test_the_best_is_kept_and_taken(paper, op, shape):
         return time_of(call.tried.prepare(None))
 
     assert mk.spawn(on_rank, gpus_per_node=2, device="cpu") == [pytest.approx(best, abs=1e-3)] * 2
+
+
+@pytest.mark.parametrize(("op", "shape"), ALL)
+def test_what_was_compiled_before_is_what_is_measured(paper, monkeypatch, op, shape):
+    """For every rank: to measure a configuration would find nothing to compile, unless it is a field's only one."""
+    compiled = []
+    monkeypatch.setattr(measuring, "begin_to_compile", compiled.append)
+    measuring.tune(
+        WORKLOADS[op], shape, nodes=1, gpus_per_node=2, dtype=torch.bfloat16, links=mk.Links(nvlink=225.0), seconds=20.0
+    )
+    assert {launch.group.rank for launch in compiled} == {0, 1}
+    known = {(launch.kernel, launch.variant) for launch in compiled}
+    assert len(known) > 3
+    unknown = [launch for launch in paper if (launch.kernel, launch.variant) not in known]
+    assert len(unknown) < len(paper) / 2
+
+
+@triton.jit
+def small_kernel(out, VALUE: tl.constexpr):
+    tl.store(out, VALUE)
+
+
+@triton.jit
+def broken_kernel(out, VALUE: tl.constexpr):
+    tl.static_assert(VALUE < 0)
+    tl.store(out, VALUE)
+
+
+def test_configurations_are_compiled_side_by_side(monkeypatch):
+    """Each binary once, whatever becomes of the others; for a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    group = SimpleNamespace(rank=0, device="a GPU", exchange=lambda what, told: [told, told])
+
+    def prepare(config):
+        if config.ctas == 1:
+            raise mk.ArgumentError("not so few")
+        kernel = broken_kernel if config.ctas == 2 else small_kernel
+        arguments = dict(out=torch.empty(1, dtype=torch.int32), VALUE=config.ctas)
+        return measuring.Launch("an operator", group, kernel, 1, arguments, dict(num_warps=config.warps))
+
+    trial = measuring.Trial(group, SimpleNamespace(tried=SimpleNamespace(prepare=prepare)))
+    configs = [Config(ctas=ctas, warps=warps) for ctas in (1, 2, 3, 4) for warps in (1, 2)]
+    with pretending(90):
+        for kernel in (small_kernel, broken_kernel):
+            kernel.device_caches.clear()
+        trial.compile(configs)
+        assert len(small_kernel.device_caches[0][0]) == 4
+        assert not broken_kernel.device_caches[0][0]
+        for kernel in (small_kernel, broken_kernel):
+            kernel.device_caches.clear()
 
 
 @pytest.mark.usefixtures("paper")

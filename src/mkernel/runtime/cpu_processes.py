@@ -47,6 +47,11 @@ class ProcessWorld(Processes, InlineWorld):
         assert isinstance(self.scheduler, RealTimeScheduler)
         self.scheduler.on_idle = self._watch_proxies
 
+    # -- places
+
+    def device(self, rank: int) -> torch.device:
+        return {self.rank: torch.device("cpu")}[rank]  # a process knows no other's, as on GPUs
+
     # -- memory
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:

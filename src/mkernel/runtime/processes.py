@@ -7,6 +7,7 @@ matter on GPUs (`cuda_processes`) than on CPUs (`cpu_processes`).
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import pickle
@@ -26,6 +27,9 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.network import Networked
 from mkernel.runtime.spawn import simulator_is_there
 
+# torch's store on TCP hangs up on those who give it a value of more than 8 MiB, or a name of more than 8 KiB
+LONGEST_VALUE = 4 * 2**20
+
 
 class Processes(Networked):
     """The part of a world that is the same for all kinds of processes."""
@@ -42,7 +46,7 @@ class Processes(Networked):
         self.rank = dist.get_rank(process_group)
         size = dist.get_world_size(process_group)
         self._store = dist.PrefixStore(_job_name(), dist.distributed_c10d._get_default_store())
-        self._last_name: dict[tuple[int, ...], str] = {}
+        self._last_names: dict[tuple[int, ...], list[str]] = {}  # of what these ranks exchanged last
         told = self.exchange(self.rank, range(size), "hosts", "mk.init", (host_name(), gpus_per_node), timeout)
         hosts, given = zip(*told)
         if any(theirs != gpus_per_node for theirs in given):
@@ -64,8 +68,10 @@ class Processes(Networked):
     def exchange(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
+        call = hashlib.sha256(repr(key).encode()).hexdigest()  # the names of groups are long where they have many ranks
+
         def name(member: int) -> str:
-            return f"{key!r}/{member}"
+            return f"{call}/{member}"
 
         def is_here(member: int) -> bool:
             try:
@@ -76,21 +82,37 @@ class Processes(Networked):
         begun = time.monotonic()
         values = []
         try:
-            self._store.set(name(rank), pickle.dumps(value))  # type: ignore[arg-type]
+            names = self._put(name(rank), pickle.dumps(value))
             for member in members:
                 left = max(timeout - (time.monotonic() - begun), 0.001)
                 self._store.wait([name(member)], timedelta(seconds=left))
-                values.append(pickle.loads(self._store.get(name(member))))
+                values.append(pickle.loads(self._get(name(member))))
             # all members are here, so all have read what was exchanged before
-            previous, self._last_name[tuple(members)] = self._last_name.get(tuple(members)), name(rank)
-            if previous is not None:
-                self._store.delete_key(previous)
+            previous, self._last_names[tuple(members)] = self._last_names.get(tuple(members), []), names
+            for old in previous:
+                self._store.delete_key(old)
         except (RuntimeError, dist.DistError) as silence:
             missing = [i for i, member in enumerate(members) if member != rank and not is_here(member)]
             waited = time.monotonic() - begun
             place = list(members).index(rank)
             raise records.absent(what, place, missing or [place], len(members), waited) from silence
         return values
+
+    def _put(self, name: str, data: bytes) -> list[str]:
+        """Put data into the store, under these names: first the pieces, if it is too long for one, then, under its
+        own name, which others wait for, the beginning and how many pieces follow."""
+        pieces = [data[start : start + LONGEST_VALUE] for start in range(0, len(data), LONGEST_VALUE)]
+        names = [f"{name}/{place}" for place in range(1, len(pieces))]
+        for piece_name, piece in zip(names, pieces[1:]):
+            self._store.set(piece_name, piece)  # type: ignore[arg-type]
+        self._store.set(name, len(names).to_bytes(4, "big") + pieces[0])  # type: ignore[arg-type]
+        return [*names, name]
+
+    def _get(self, name: str) -> bytes:
+        """What `_put` has put there."""
+        first = self._store.get(name)
+        rest = [self._store.get(f"{name}/{place}") for place in range(1, int.from_bytes(first[:4], "big") + 1)]
+        return b"".join([first[4:], *rest])
 
     # -- the network
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
-from mkernel.runtime.world import Links
+from mkernel.runtime.world import Launch, Links
 from mkernel.tuning.search import Result, Search
 from mkernel.tuning.spaces import families_of
 from mkernel.workloads import Call, Workload
@@ -64,7 +66,7 @@ def tune(
             return None
         families = families_of(workload.op, group, tried.explain(Config()))
         try:
-            result = Search(trial.measure, seconds, tell=tell).run(families)
+            result = Search(trial.measure, seconds, tell=tell, compile=trial.compile).run(families)
             trial.compare(result.best)
         finally:
             trial.end()
@@ -100,11 +102,22 @@ class Trial:
 
     def follow(self) -> None:
         """What ranks other than 0 do."""
+        steps: dict[str, Callable[[Any], Any]]
+        steps = {"compile": self._compile, "measure": self._measure, "compare": self._compare}
         while True:
-            kind, config = self._group.exchange("tune", None)[0]
+            kind, what = self._group.exchange("tune", None)[0]
             if kind == "end":
                 return
-            {"measure": self._measure, "compare": self._compare}[kind](config)
+            steps[kind](what)
+
+    def compile(self, configs: Sequence[Config]) -> None:
+        """Compile what these configurations run, as many of them at a time as there are cores: so nobody waits for
+        rank 0 much longer than it takes to compile one."""
+        cores = len(os.sched_getaffinity(0))
+        for first in range(0, len(configs), cores):
+            some = configs[first : first + cores]
+            self._group.exchange("tune", ("compile", some))
+            self._compile(some)
 
     def measure(self, config: Config) -> float | None:
         """Milliseconds of a configuration; None if it does not run."""
@@ -119,11 +132,25 @@ class Trial:
     def end(self) -> None:
         self._group.exchange("tune", ("end", None))
 
+    def _prepared(self, config: Config) -> Launch | None:
+        """The launch of a configuration; None if it is refused."""
+        with contextlib.suppress(ArgumentError):
+            return self.tried.prepare(config)  # an empty one is the default: what is tuned has no say in it
+        return None
+
+    def _compile(self, configs: Sequence[Config]) -> None:
+        """Rank 0 compiles what all ranks would launch, every binary once. The launches themselves are not kept: to
+        prepare the next one may give back memory that they use. What does not compile is found when it is measured."""
+        with ThreadPoolExecutor(len(configs)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                everyone = self._group.exchange("tune", self._prepared(config))
+                if self._group.rank == 0:
+                    for launch in filter(None, everyone):
+                        begin_to_compile(launch)
+
     def _measure(self, config: Config) -> float | None:
         group = self._group
-        launch, stream = None, torch.cuda.current_stream(group.device)
-        with contextlib.suppress(ArgumentError):
-            launch = self.tried.prepare(config)  # an empty one is the default: what is tuned has no say in it
+        launch, stream = self._prepared(config), torch.cuda.current_stream(group.device)
         everyone = group.exchange("tune", (launch, stream))
         measured = None
         if group.rank == 0 and all(entry[0] is not None for entry in everyone):
@@ -156,3 +183,9 @@ class Trial:
                 f"{self.tried.sizes}: {config} gives another result than the default: it differs by {error:.3g}, "
                 f"{allowed:.3g} could be rounding"
             )
+
+
+def begin_to_compile(launch: Launch) -> None:
+    """Compile the kernel of a launch in the background, inside of an AsyncCompileMode of Triton's."""
+    with torch.cuda.device(launch.group.device):
+        launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))

@@ -6,6 +6,11 @@ round brings nothing. That finds the best of fields that do not depend on each o
 rather than their product. Families (another kernel, say) take turns in the order in which their beginnings
 did; each may use its share of the time that is left.
 
+Nearly all of the time goes into compiling (a second for a GEMM, ten for a mixture of experts; to measure takes a
+tenth of a second), so what is measured next is compiled side by side before: all values of a field, which
+are known when its turn comes. Nothing is compiled while something is measured, which would take longer then; and
+nothing beyond the field, since its best value is a part of all that follows.
+
 Measurements differ from time to time: the best one and the default are measured again at the end, by turns, and
 the default stays if it is not slower.
 """
@@ -47,7 +52,7 @@ class Result:
 
 class Search:
     """One search. `measure` gives the time of a configuration, or None if it does not run; `tell` is called
-    after every measurement."""
+    after every measurement. `compile` makes several configurations ready to be measured."""
 
     def __init__(
         self,
@@ -55,8 +60,10 @@ class Search:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[Result], None] = lambda result: None,
+        compile: Callable[[Sequence[Config]], None] = lambda configs: None,
     ):
         self._measure = measure
+        self._compile = compile
         self._clock = clock
         self._tell = tell
         self._end = clock() + seconds
@@ -65,6 +72,7 @@ class Search:
     def run(self, families: Sequence[Family]) -> Result:
         """Search all families. The default, an empty configuration, is measured first and must run."""
         result = self.result
+        self._make_ready([Config(), *(family.start for family in families)])
         result.default = result.best_time = self._try(Config()) or float("inf")
         if result.default == float("inf"):
             raise ValueError("the default configuration does not run")
@@ -89,15 +97,22 @@ class Search:
         while improved:
             improved = False
             for name, values in family.axes.items():
-                for value in values:
-                    candidate = replace(best, **{name: value})
-                    if candidate in self.result.trials:
-                        continue
+                candidates = [replace(best, **{name: value}) for value in values]
+                new = [candidate for candidate in candidates if candidate not in self.result.trials]
+                if new and not self._in_time(end):
+                    return
+                self._make_ready(new)
+                for candidate in new:
                     if not self._in_time(end):
                         return
                     time = self._try(candidate)
                     if time is not None and time < best_time * (1 - NOISE):
                         best, best_time, improved = candidate, time, True
+
+    def _make_ready(self, configs: Sequence[Config]) -> None:
+        different = list(dict.fromkeys(configs))
+        if len(different) > 1:
+            self._compile(different)
 
     def _try(self, config: Config) -> float | None:
         result = self.result
