@@ -23,11 +23,17 @@ class Compiled:
         self.ptx: str = compiled.asm["ptx"]
         self.shared: int = compiled.metadata.shared
         self._folder = folder
-        cubin = folder / "kernel.cubin"
+        self._cubin = cubin = folder / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         done = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
         usage = next(line for line in done.stdout.splitlines() if "REG:" in line)
         self.usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
+
+    def instructions(self, name: str) -> int:
+        """How often an instruction stands in the machine code."""
+        command = [TOOLS / "cuobjdump", "-sass", self._cubin]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return len(re.findall(rf"\s{name}\b", done.stdout))
 
     @property
     def remarks(self) -> list[str]:

@@ -1,17 +1,21 @@
 """What the tests of matmul_reduce_scatter and matmul_all_reduce have in common: cases, float64 references
-with the documented bound, and the two operators in three ways."""
+with the documented bound, and the two operators in all ways."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import helpers
 import torch
 from helpers import assert_same
 
 import mkernel as mk
 from mkernel.ops import matmul_all_reduce as all_reduce
+from mkernel.sim.scheduler import Options
 
-WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced"]
+WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced", "multicast"]
+ONE_NODE = ("one shot", "multicast")  # these ways are for one node of several ranks
 SMALL = mk.Config(tile_m=16, tile_n=16, tile_k=16)
 
 
@@ -24,11 +28,15 @@ def op_of(way):
 
 
 def choose(way, monkeypatch, module=all_reduce):
-    """Small results are summed up in one shot, or sliced, by default: choose which way is tested."""
+    """Small results are summed up in one shot, or sliced, by default, and large ones with multicast from 4 ranks on:
+    choose which way is tested."""
     if way != "matmul_reduce_scatter":
         monkeypatch.setattr(module, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
         monkeypatch.setattr(module, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
         monkeypatch.setattr(module, "EXCHANGE_SECONDS", 1.0)
+        monkeypatch.setattr(module, "FEWEST_FOR_MULTICAST", 2)
+    if way == "multicast":
+        monkeypatch.setattr(helpers, "Options", partial(Options, multicast=True))
 
 
 @dataclass(frozen=True)
@@ -60,16 +68,16 @@ class Sum:
         """All rows of it."""
         return self._values(self.m, self.n, key=(4, turn))
 
-    def exact(self, group, turn=0, *, bias=None, residual=None, reduce_dtype=None):
-        """The sum in float64, and how far off each element may be: every part and every node's sum that
-        travels is rounded once, the result once, and fp32 sums at every term."""
+    def exact(self, group, turn=0, *, bias=None, residual=None, reduce_dtype=None, fixed_order=True):
+        """The sum in float64, and how far off each element may be: every part, every node's sum and every sum
+        that the switch may make travels, and is rounded once, the result once, and fp32 sums at every term."""
         inputs = [(self.a(rank, turn).double(), self.b(rank, turn).double()) for rank in range(group.size)]
         parts = [a @ b for a, b in inputs]
         terms = sum(a.abs() @ b.abs() for a, b in inputs)
         gpus = group.gpus_per_node
         nodes = [sum(parts[node * gpus : (node + 1) * gpus]) for node in range(group.nodes)]
         travelled = sum(part.abs() for part in parts)
-        if group.nodes > 1:
+        if group.nodes > 1 or not fixed_order:
             travelled = travelled + sum(node.abs() for node in nodes)
         y = sum(parts)
         for more in (bias, residual):
@@ -105,15 +113,15 @@ def call(group, way, case, turn=0, *, a=None, b=None, op=None, bias=False, resid
         if tensor is not arguments.get("out"):
             assert_same(tensor, before[name])
     check(group, way, case, y, turn, bias="bias" in more, residual="residual" in more,
-          reduce_dtype=arguments.get("reduce_dtype"))  # fmt: skip
+          reduce_dtype=arguments.get("reduce_dtype"), fixed_order=arguments.get("fixed_order", True))  # fmt: skip
     return y
 
 
-def check(group, way, case, y, turn=0, *, bias=False, residual=False, reduce_dtype=None):
+def check(group, way, case, y, turn=0, *, bias=False, residual=False, reduce_dtype=None, fixed_order=True):
     """Every element within its bound of float64; NaN never passes."""
     exact, bound = case.exact(
         group, turn, bias=case.bias(turn) if bias else None, residual=case.residual(turn) if residual else None,
-        reduce_dtype=reduce_dtype,
+        reduce_dtype=reduce_dtype, fixed_order=fixed_order,
     )  # fmt: skip
     exact, bound = mine(group, way, exact), mine(group, way, bound)
     assert y.dtype == case.dtype

@@ -8,6 +8,7 @@ import torch
 from compiling import NAMES, REGISTERS, SHARED_MEMORY, compiled
 
 from mkernel.ops.matmul_all_reduce import one_shot_kernel, two_level_kernel
+from mkernel.ops.matmul_all_reduce_multicast import multicast_kernel
 from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
@@ -18,6 +19,7 @@ KERNELS = {
     "all_reduce": two_level_kernel,
     "one_shot": one_shot_kernel,
     "sliced": sliced_kernel,
+    "multicast": multicast_kernel,
 }
 ONE_RANK = dict(SIZE=1, GPUS=1)
 FOUR_RANKS = dict(SIZE=4, GPUS=4)
@@ -31,6 +33,10 @@ GROUPS = {
     "two nodes, bias and residual": dict(TWO_NODES, BIAS=True, RESIDUAL=True, RESIDUAL_DESCRIPTOR=True),
     "two nodes, paced": dict(TWO_NODES, PACED=True),
     "b not transposed": dict(FOUR_RANKS, B_TRANSPOSED=False),
+    "in switch": dict(FOUR_RANKS, IN_SWITCH=True),
+    "in switch, bias and residual": dict(
+        FOUR_RANKS, BIAS=True, RESIDUAL=True, RESIDUAL_DESCRIPTOR=True, IN_SWITCH=True
+    ),
 }
 
 
@@ -46,7 +52,8 @@ def build(tmp_path_factory):
         settings = settings_of_sum(device, dtype, tile_m, tile_n, described, 132, None)
         tile_k = settings.tile_k
         constants = dict(
-            DTYPE=DTYPES[reduce_dtype], PACED=False, BIAS=False, RESIDUAL=False, RESIDUAL_DESCRIPTOR=False,
+            DTYPE=DTYPES[reduce_dtype], PACED=False, IN_SWITCH=False,
+            BIAS=False, RESIDUAL=False, RESIDUAL_DESCRIPTOR=False,
             A_DESCRIPTOR=described, B_DESCRIPTOR=described, B_TRANSPOSED=described, C_DESCRIPTOR=described,
             PRECISION=matmul_precision(dtype), TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k, GROUP=settings.group_m,
             OUT=DTYPES[dtype], c_column_stride=1, a_column_stride=1,
@@ -83,12 +90,17 @@ def build(tmp_path_factory):
     return build
 
 
+FOR_MULTICAST = ["four ranks", "bias and residual", "in switch", "in switch, bias and residual"]
 FOR_ALL_REDUCE = ["one rank", "four ranks", "two nodes", "two nodes, bias and residual", "two nodes, paced"]
 
 
 @pytest.mark.parametrize(
     ("kernel", "group"),
-    [*(("reduce_scatter", group) for group in GROUPS), *(("all_reduce", group) for group in FOR_ALL_REDUCE)],
+    [
+        *(("reduce_scatter", group) for group in GROUPS if "switch" not in group),
+        *(("all_reduce", group) for group in FOR_ALL_REDUCE),
+        *(("multicast", group) for group in FOR_MULTICAST),
+    ],
 )
 def test_hopper(build, group, kernel):
     """The default tile: tensor cores fed by TMA, one step ahead, everything in registers."""
@@ -112,6 +124,41 @@ def test_tiles_go_from_registers_to_memory_and_back(build, kernel, stored, loade
     assert made.ptx.count("ld.global.v4.b32") == loaded * pieces
     for narrow in ("st.global.b8", "st.global.b16", "st.global.v2.b16", "st.global.v4.b16"):
         assert narrow not in made.ptx, narrow
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_multicast(build, in_switch, reduce_dtype):
+    """The switch gets 16 bytes at a time, straight from registers, and adds every one of them once."""
+    made = build(torch.bfloat16, FOUR_RANKS, kernel="multicast", reduce_dtype=reduce_dtype, IN_SWITCH=in_switch)
+    stored = 128 * 256 * 2 // (8 * 32 * 16)
+    parts = 128 * 256 * reduce_dtype.itemsize // (8 * 32 * 16)
+    assert made.ptx.count("multimem.st.relaxed.sys.global.v4.f32") == stored
+    kind = "acc::f32.v4.bf16x2" if reduce_dtype == torch.bfloat16 else "v4.f32"
+    assert made.ptx.count(f"multimem.ld_reduce.relaxed.sys.global.add.{kind}") == (parts if in_switch else 0)
+    assert made.instructions("LDGMC") == (parts if in_switch else 0)
+    # one before either place where finished tiles are announced, and one before the sum
+    assert made.ptx.count("fence.proxy.alias;") == (3 if in_switch else 2)
+    assert made.usage["STACK"] <= 8, made.usage  # some scalars
+    assert made.shared <= SHARED_MEMORY
+    assert "multimem" not in build(torch.bfloat16, FOUR_RANKS, kernel="all_reduce").ptx
+
+
+def test_multicast_in_fp16(build):
+    made = build(torch.float16, FOUR_RANKS, kernel="multicast", IN_SWITCH=True)
+    assert "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2" in made.ptx
+
+
+@pytest.mark.parametrize("case", ["pointers", "64x64", "128x64", "128x128"])
+def test_the_switch_adds_once(build, case):
+    """Triton copies an instruction when it likes to; a second sum might have other bits."""
+    options = dict(CASES[case])
+    made = build(torch.bfloat16, FOUR_RANKS, kernel="multicast", IN_SWITCH=True, **options)
+    rows, columns = options.get("tile", (128, 256))
+    warps = 4 if rows == 64 else 8
+    assert made.instructions("LDGMC") == rows * columns * 2 // (warps * 32 * 16)
+    assert made.usage["STACK"] <= 16, made.usage
+    assert made.shared <= SHARED_MEMORY
 
 
 def test_pacing_costs_nothing_when_there_is_none(build):
@@ -143,6 +190,7 @@ CASES = {
         *(("reduce_scatter", case) for case in CASES),
         *(("all_reduce", case) for case in ("parts in fp32", "fp32", "pointers", "128x64")),
         *(("one_shot", case) for case in ("pointers", "128x64", "64x64")),
+        *(("multicast", case) for case in ("parts in fp32", "fp32", "pointers", "128x64")),
     ],
 )
 def test_no_spills(build, case, kernel):
@@ -162,7 +210,7 @@ def test_sizes_of_one(build, kernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "capability"), [("reduce_scatter", 80), ("reduce_scatter", 100), ("all_reduce", 100)]
+    ("kernel", "capability"), [("reduce_scatter", 80), ("reduce_scatter", 100), ("all_reduce", 100), ("multicast", 100)]
 )
 def test_other_gpus(build, capability, kernel):
     made = build(torch.bfloat16, FOUR_RANKS, kernel=kernel, capability=capability, described=capability >= 90,

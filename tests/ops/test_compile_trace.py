@@ -88,6 +88,7 @@ KERNELS = {
     "matmul_reduce_scatter_hopper": summing_on_hopper,
     "matmul_reduce_scatter": summing("matmul_reduce_scatter_kernel", SIZE=4, GPUS=2),
     "matmul_all_reduce": summing("two_level_kernel", SIZE=4, GPUS=4),
+    "matmul_all_reduce_multicast": summing("multicast_kernel", SIZE=4, GPUS=4, IN_SWITCH=False),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import CLUSTERS, DTYPES, LAYOUTS, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sums import SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
+from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
 
 import mkernel as mk
 from mkernel.ops import matmul_all_reduce as all_reduce
@@ -30,8 +30,8 @@ def rows_for(way, rows, cluster):
 
 
 def skip_one_shot(way, cluster):
-    if way == "one shot" and (cluster[0] > 1 or cluster[1] == 1):
-        pytest.skip("one shot is for one node of several ranks")
+    if way in ONE_NODE and (cluster[0] > 1 or cluster[1] == 1):
+        pytest.skip(f"{way} is for one node of several ranks")
     if way == "sliced" and (cluster[0] > 1 or cluster[1] != 2):
         pytest.skip("slices are for one node of 2, 4 or 8 ranks")
 
@@ -87,7 +87,7 @@ def test_stragglers(way, cluster, options):
 
 
 def test_all_schedules_give_the_same_bits(way):
-    cluster = (1, 3) if way == "one shot" else (2, 2)
+    cluster = (1, 3) if way in ONE_NODE else (2, 2)
     case = Sum(4 if name_of(way) == "matmul_reduce_scatter" else 17, 3, 8, torch.bfloat16)
 
     def work(group):
@@ -107,7 +107,7 @@ def test_ranks_of_an_all_reduce_have_the_same_bits(way):
     """With every dtype, and many tiles."""
     if way == "matmul_reduce_scatter":
         return
-    for dtype, cluster in zip(DTYPES, [(1, 3), (1, 2), (1, 3)] if way == "one shot" else [(1, 3), (2, 2), (3, 1)]):
+    for dtype, cluster in zip(DTYPES, [(1, 3), (1, 2), (1, 3)] if way in ONE_NODE else [(1, 3), (2, 2), (3, 1)]):
         case = Sum(37, 20, 30, dtype)
         first, *others = run(lambda group: call(group, way, case, residual=True, config=SMALL), cluster=cluster)
         for other in others:
@@ -157,13 +157,14 @@ def test_what_moves(way, cluster):
             same_node = source // gpus == target // gpus and source != target
             counterparts = source % gpus == target % gpus and source // gpus != target // gpus
             assert traffic.network[source][target] == (tile if counterparts else 0)
-            # all-reduce: a part is pushed to the owner, and a finished tile read back
-            moved = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 2, "one shot": gpus}[way] * tile
+            # all-reduce: a part is pushed to the owner, and a finished tile read back, or handed out by the switch
+            times = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 2, "one shot": gpus, "multicast": 1}
+            moved = times[way] * tile
             assert traffic.nvlink[source][target] == (moved if same_node else 0)
 
 
 def test_parts_are_pushed_while_others_are_computed(way):
-    cluster = (1, 3) if way == "one shot" else (2, 2)
+    cluster = (1, 3) if way in ONE_NODE else (2, 2)
     case = Sum(rows_for(way, 32, cluster), 32, 16)
 
     def work(group):
@@ -310,7 +311,7 @@ def test_groups_interleave(way):
             call(group, way, Sum(8, 5, 9), turn)
             call(part, way, Sum(6, 6, 8), turn)
 
-    run(work, cluster=(1, 4) if way == "one shot" else (2, 2))
+    run(work, cluster=(1, 4) if way in ONE_NODE else (2, 2))
 
 
 def test_operators_interleave():
@@ -338,7 +339,7 @@ def test_calls_on_two_streams(way):
             check(group, way, case, y, turn)
 
     for seed in range(2):
-        run(work, cluster=(1, 2) if way == "one shot" else (2, 2), seed=seed)
+        run(work, cluster=(1, 2) if way in ONE_NODE else (2, 2), seed=seed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="mk.init would take the GPU")
@@ -395,7 +396,8 @@ def test_explain(way):
     for plan in (plain, strided, chosen, empty):
         assert plan.startswith(f"{name_of(way)}: tiles")
         assert ("in one shot" in plan) == (way == "one shot") or plan is empty
-        assert ("multicast is not used" in plan) == (name_of(way) == "matmul_all_reduce")
+        multicast = way == "multicast" and plan is not empty
+        assert ("multicast is not used" in plan) == (name_of(way) == "matmul_all_reduce" and not multicast)
         assert "elements go over NVLink" in plan
     assert "tiles 32x32x32" in plain
     assert "b has no contiguous, 16-byte aligned rows" in plain

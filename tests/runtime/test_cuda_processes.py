@@ -40,9 +40,44 @@ def test_every_rank_knows_every_share():
     assert shares_of([("a", 2)] * 4) == dict.fromkeys(range(4), 1), "more ranks than SMs"
 
 
-@pytest.mark.parametrize(("uuids", "reason"), [("ab", "no path for it"), ("aa", "share a GPU")])
-def test_a_plan_knows_which_ranks_share_a_gpu(world_of, uuids, reason):
+def group_of(world, nodes=1, multicast=False):
+    """What a plan, or the world, asks of a group of all ranks."""
+    size = world.size
+    return SimpleNamespace(
+        world=world, members=tuple(range(size)), size=size, nodes=nodes, device=world.device(0), multicast=multicast
+    )
+
+
+@pytest.mark.parametrize(
+    ("uuids", "nodes", "reason"), [("abcd", 1, "symmetric memory has none"), ("abca", 1, "share a GPU"),
+                                   ("abcd", 2, "several nodes")],
+)  # fmt: skip
+def test_a_plan_knows_which_ranks_share_a_gpu(world_of, uuids, nodes, reason):
     """Of the other processes' GPUs this one has no device, only a name."""
+    assert reason in matmul_all_reduce._why_no_multicast(group_of(world_of(uuids), nodes), small=False)
+
+
+def test_with_multicast_nothing_speaks_against_it(world_of):
+    assert matmul_all_reduce._why_no_multicast(group_of(world_of("abcd"), multicast=True), small=False) is None
+
+
+@pytest.mark.parametrize(
+    ("pointer", "uuids", "nodes", "others", "address"),
+    [
+        (1 << 40, "abcd", 1, True, 1 << 40),
+        (0, "abcd", 1, True, 0),
+        (None, "abcd", 1, True, 0),
+        (1 << 40, "abcd", 1, False, 0),
+        (1 << 40, "abcd", 2, True, 0),
+        (1 << 40, "abca", 1, True, 0),
+        (1 << 40, "a", 1, True, 0),
+    ],
+)
+def test_the_multicast_address_is_that_of_symmetric_memory(world_of, pointer, uuids, nodes, others, address):
+    """If all ranks have one, on GPUs of their own in one node."""
     world = world_of(uuids)
-    group = SimpleNamespace(world=world, members=(0, 1), size=2, device=world.device(0))
-    assert reason in matmul_all_reduce._multicast(group)
+    memory = torch.zeros(128, dtype=torch.uint8)
+    world._handles[memory.data_ptr()] = SimpleNamespace(multicast_ptr=pointer)
+    group = group_of(world, nodes)
+    group.exchange = lambda what, mine: [mine, mine, others, mine]
+    assert world.multicast(group, memory, []) == address

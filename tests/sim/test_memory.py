@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
-from mkernel.sim.memory import BUFFERED, Memory, View
+from mkernel.sim.memory import BUFFERED, DESCRIPTOR, PLAIN, Memory, View
 
 from .harness import launch, run, simulate
 
@@ -41,14 +41,14 @@ class Bench:
         mask = np.ones(len(places), dtype=bool) if mask is None else np.array(mask)
         self.memory.store(view, self.addresses(places, dtype), np.array(values, dtype=dtype), mask)
 
-    def load(self, view, places, dtype=np.int64, descriptor=False, mask=None):
+    def load(self, view, places, dtype=np.int64, path=PLAIN, mask=None):
         mask = np.ones(len(places), dtype=bool) if mask is None else np.array(mask)
         other = np.full((), 9, dtype=dtype)
         dtype = np.dtype(dtype)
-        return self.memory.load(view, self.addresses(places, dtype), mask, other, dtype, descriptor).tolist()
+        return self.memory.load(view, self.addresses(places, dtype), mask, other, dtype, path).tolist()
 
     def view(self):
-        return View(self.memory.writes, self.memory.writes)
+        return View(*[self.memory.writes] * 3)
 
     def publish(self, view):
         self.memory.barrier(view)
@@ -93,7 +93,7 @@ def test_a_release_speaks_only_for_what_is_behind_a_barrier():
 def test_a_release_speaks_for_stores_through_descriptors_once_they_were_waited_for():
     bench = Bench()
     writer, reader = bench.view(), bench.view()
-    bench.memory.store(writer, bench.addresses([0], np.int64), np.array([5]), np.array([True]), descriptor=True)
+    bench.memory.store(writer, bench.addresses([0], np.int64), np.array([5]), np.array([True]), DESCRIPTOR)
     bench.publish(writer)
     bench.memory.acquire(reader)
     assert bench.load(reader, [0]) == [0], "on its way"
@@ -112,10 +112,10 @@ def test_a_scattered_load_may_touch_several_tensors_and_nothing_between():
     bench.memory.allow(other.ctypes.data, 64)
     both = np.array([bench.start, other.ctypes.data + 8], dtype=np.uint64)
     zero = np.zeros((), dtype=np.int64)
-    assert bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64), False).tolist() == [0, 0]
+    assert bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64)).tolist() == [0, 0]
     both[1] += 4096
     with pytest.raises(mk.SimulatorError, match="a load of"):
-        bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64), False)
+        bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64))
 
 
 def test_a_barrier_alone_does_nothing():
@@ -346,7 +346,7 @@ def test_descriptors_need_a_fence_as_well():
         bench.publish(writer)
         for step in order:
             getattr(bench.memory, step)(reader)
-        return bench.load(reader, [0], descriptor=True)[0]
+        return bench.load(reader, [0], path=DESCRIPTOR)[0]
 
     def seen(*order):
         return {look(seed, order) for seed in SEEDS}
@@ -355,6 +355,82 @@ def test_descriptors_need_a_fence_as_well():
     assert seen("acquire") == {0, 5}
     assert seen("acquire_for_descriptors") == {0, 5}, "there was nothing acquired that the fence could order"
     assert seen("acquire_for_descriptors", "acquire") == {0, 5}
+
+
+# -- multicast
+
+
+class Members:
+    """Two members, which are the halves of one memory, and their common address."""
+
+    ADDRESS = 1 << 56
+
+    def __init__(self, seed=0):
+        self.bench = Bench(size=64, seed=seed)
+        self.memory = self.bench.memory
+        self.memory.allow_multicast(self.ADDRESS, 32, [self.bench.start, self.bench.start + 32])
+
+    def store(self, view, value):
+        self.memory.store_everywhere(view, np.array([self.ADDRESS]), np.array([value], dtype=np.int64))
+
+    def load(self, view):
+        return sorted(part.item() for part in self.memory.load_from_all(view, np.array([self.ADDRESS]), np.dtype("i8")))
+
+
+def test_a_multicast_store_is_one_to_each_member():
+    members = Members()
+    writer = members.bench.view()
+    members.store(writer, 5)
+    members.memory.fence_aliases(writer)
+    members.bench.publish(writer)
+    assert members.bench.bytes.view(np.int64).tolist() == [5, 0, 0, 0, 5, 0, 0, 0]
+
+
+def test_a_multicast_store_needs_a_fence_and_then_a_barrier():
+    members = Members()
+    bench, writer = members.bench, members.bench.view()
+    members.store(writer, 5)
+    bench.publish(writer)
+    assert not bench.bytes.any(), "no fence"
+    members.memory.complete_descriptor_stores(writer)
+    bench.publish(writer)
+    assert not bench.bytes.any(), "not that fence"
+    members.memory.fence_aliases(writer)
+    members.memory.release(writer)
+    assert not bench.bytes.any(), "no barrier since"
+    bench.publish(writer)
+    assert bench.bytes.any()
+
+
+def test_a_multicast_load_needs_a_fence_as_well():
+    def look(seed, order):
+        members = Members(seed)
+        writer, reader = members.bench.view(), members.bench.view()
+        members.bench.store(writer, [0, 4], [5, 6])
+        members.bench.publish(writer)
+        for step in order:
+            getattr(members.memory, step)(reader)
+        return tuple(members.load(reader))
+
+    def seen(*order):
+        return {look(seed, order) for seed in SEEDS}
+
+    assert seen("acquire", "fence_aliases") == {(5, 6)}
+    assert len(seen("acquire")) > 1
+    assert len(seen("fence_aliases")) > 1, "there was nothing acquired that the fence could order"
+    assert len(seen("fence_aliases", "acquire")) > 1
+
+
+def test_a_multicast_load_does_not_see_what_its_cta_has_not_released():
+    members = Members()
+    cta = members.bench.view()
+    members.bench.store(cta, [0, 4], [5, 6])
+    members.memory.fence_aliases(cta)
+    assert members.load(cta) == [0, 0]
+    members.bench.publish(cta)
+    members.memory.acquire(cta)
+    members.memory.fence_aliases(cta)
+    assert members.load(cta) == [5, 6]
 
 
 # -- bounds

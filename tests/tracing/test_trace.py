@@ -239,6 +239,27 @@ def test_a_sum_in_slices(monkeypatch):
         assert kinds == ["tile", "push", "reduce", "gather"]
 
 
+@pytest.mark.parametrize("fixed_order", [True, False])
+def test_a_sum_with_multicast(monkeypatch, fixed_order):
+    module = importlib.import_module("mkernel.ops.matmul_all_reduce")
+    monkeypatch.setattr(module, "_one_shot", lambda *_: False)
+    monkeypatch.setattr(module, "LARGEST_SLICED", 0)
+
+    def on_rank(group):
+        a, b = torch.ones(64, 32).bfloat16(), torch.ones(32, 64).bfloat16()
+        assert mk.explain("matmul_all_reduce", a, b).multicast
+        with mk.trace() as trace:
+            y = mk.matmul_all_reduce(a, b, fixed_order=fixed_order, config=mk.Config(tile_m=16, tile_n=16, ctas=1))
+        assert (y == 32 * group.size).all()
+        return trace
+
+    trace = helpers.run(on_rank, cluster=(1, 4), multicast=True)[0]
+    kinds = [event.kind for event in trace.of(0) if event.role == "tiles"]
+    # three tiles of a block are for others, the last is the own one; those of the block before are copied then
+    first, later = ["tile", "push"] * 3 + ["tile", "reduce"], ["tile", "push"] * 3 + ["tile", "reduce", "gather"]
+    assert kinds == first + later * 3 + ["gather"]
+
+
 @pytest.mark.parametrize(
     ("op", "kinds"),
     [

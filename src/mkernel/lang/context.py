@@ -25,6 +25,7 @@ SEGMENT = tl.constexpr(6)  # number of the heap segment that the table describes
 OP = tl.constexpr(7)  # which operator, for the records
 ABORTED = tl.constexpr(8)  # address of this rank's abort flag
 POSTING = tl.constexpr(9)  # address of what the producers of the request ring share, 0 when there is none
+MULTICAST = tl.constexpr(10)  # address of all ranks' copies of the segment at once, 0 when there is none
 # 14 and 15: where a traced launch writes its events, see lang/trace.py
 TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE addresses of abort flags
 

@@ -20,6 +20,7 @@ of them. A finished tile is read from its owner, rather than pushed to everybody
 through a CTA on its way into the result anyhow: pushed, it would be written and read once more.
 
 Results of few tiles in one node take the kernel in matmul_all_reduce_sliced.py, which cuts tiles into slices.
+Where there is multicast, see below, larger ones in one node take another one, too.
 
 The smallest results (`one shot`, one node, chosen by size): every rank pushes its part of every tile to all ranks
 of the node, and every rank sums up everything. One exchange instead of two, for gpus/2 times the bytes.
@@ -57,9 +58,14 @@ and reads as many of the result's; in one shot it writes (gpus-1)*m*n. Over the 
 (nodes-1)/gpus*m*n. Workspace: 2*m*n*(gpus-1 + nodes)/gpus elements of reduce_dtype (nodes only if there are
 several) and 2*m*n/gpus of the result's; in one shot 2*m*n*gpus.
 
-Multicast. Hardware that adds in the switch (NVLink SHARP: multimem.ld_reduce and multimem.st) would halve
-what each GPU moves. It needs ranks on different GPUs of one node with a multicast object over their memory;
-neither several ranks on one GPU nor processes on CPUs have one, and this path is not built yet: the plan says so.
+Multicast. Where symmetric memory has a multicast object (ranks on GPUs of their own in one node, as processes, with
+NVSwitch), results that are not small take the kernel in matmul_all_reduce_multicast.py from 4 ranks on, by
+themselves: one store through the switch hands a finished tile to all ranks. The parts are still pushed, and added by
+their owner in the order above, so the bits are the same as without. The switch could add them as well, and a third
+less would move with 8 GPUs; but it promises no order, and different bits were seen from call to call (NCCL's issues
+1497 and 2360). So it adds only if the caller says `fixed_order=False`, and never where torch is asked for deterministic
+algorithms. The error then has one more term, u * |the sum|, with u up to eps: how the switch rounds is not told.
+What moves, and how accesses are ordered, is told there and in lang/multicast.py.
 """
 
 from __future__ import annotations
@@ -85,6 +91,7 @@ from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_in_loop,
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Scratch, current
 from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.sums import Plan, Sum
@@ -591,6 +598,9 @@ EXCHANGE_SECONDS = 5e-6
 LARGEST_ONE_SHOT = 2**18
 LARGEST_SLICED = 2**24  # bytes: more than one large tile for each CTA of a GPU
 LEAST_COLUMNS = 16  # of a slice
+# ranks: with multicast each takes in its own tiles, too, 1/4 of the result with 4 ranks and 1/2 with 2; that 4 are
+# enough to make up for it follows from what moves, and was not measured
+FEWEST_FOR_MULTICAST = 4
 
 
 def _one_shot(group: Group, m: int, n: int, dtype: torch.dtype) -> bool:
@@ -604,13 +614,22 @@ def _one_shot(group: Group, m: int, n: int, dtype: torch.dtype) -> bool:
     return nbytes <= LARGEST_ONE_SHOT and more <= EXCHANGE_SECONDS
 
 
-def _multicast(group: Group) -> str:
-    """Why sums are not made in the switch."""
-    if group.device.type != "cuda":
-        return "multicast is not used: there is none between CPUs"
-    if len({group.world.gpu(member) for member in group.members}) < group.size:
-        return "multicast is not used: several ranks share a GPU"
-    return "multicast is not used: this version has no path for it"
+def _why_no_multicast(group: Group, small: bool) -> str | None:
+    """Why the switch does not take part in a call whose result is small, or not; None if it does."""
+    if not group.multicast:
+        if group.device.type != "cuda":
+            return "there is none between CPUs"
+        if group.nodes > 1:
+            return "the ranks are on several nodes"
+        if len({group.world.gpu(member) for member in group.members}) < group.size:
+            return "several ranks share a GPU"
+        return (
+            "symmetric memory has none here; it takes processes (torchrun) with a GPU each, and NVSwitch between "
+            "them (`mkernel doctor` tells)"
+        )
+    if group.size < FEWEST_FOR_MULTICAST:
+        return f"with fewer than {FEWEST_FOR_MULTICAST} ranks each would take in far more than it has to"
+    return "the result is small" if small else None
 
 
 def _sliced(group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int] | None:
@@ -648,7 +667,7 @@ def _cut(
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 
 
-def plan(group: Group, call: Sum) -> Plan:
+def plan(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     m, n, gpus = call.a.shape[0], call.b.shape[1], group.gpus_per_node
     tile_m, tile_n, ctas = _cut(group, m, n, call.a.dtype, call.config)
@@ -657,6 +676,13 @@ def plan(group: Group, call: Sum) -> Plan:
     one_shot = _one_shot(group, m, n, call.a.dtype)
     sliced = _sliced(group, m, n, call.a.dtype, call.config) is not None
     how = "every tile is cut into slices, one for each rank: there is one tile for each CTA"
+    missing = _why_no_multicast(group, one_shot or sliced) if try_multicast else "the workspace got none"
+    multicast = missing is None
+    # a sum is loaded once only if the tensor cores say how threads hold it, see lang/multicast.py
+    in_switch = multicast and not call.fixed_order and call.a.dtype != torch.float32
+    pushed = elements * (gpus - 1) if one_shot else 2 * elements * (gpus - 1) // gpus
+    if multicast:
+        pushed = elements * (gpus + 1) // gpus if in_switch else elements
     decided = sums.plan(
         OP,
         group,
@@ -666,12 +692,22 @@ def plan(group: Group, call: Sum) -> Plan:
         computed=tiles,
         ctas=ctas,
         one_shot=one_shot,
-        pushed=elements * (gpus - 1) if one_shot else 2 * elements * (gpus - 1) // gpus,
+        pushed=pushed,
         sent=elements * (group.nodes - 1) // gpus,
-        reasons=(*([how] if sliced else []), _multicast(group)),
+        reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),
     )
+    decided = replace(decided, multicast=multicast, in_switch=in_switch)
     # slices are narrower than the blocks of descriptors
     return replace(decided, sliced=True, out_described=False, residual_described=False) if sliced else decided
+
+
+def _about_multicast(missing: str | None, in_switch: bool) -> str:
+    """What a plan says of multicast."""
+    if missing is not None:
+        return f"multicast is not used: {missing}"
+    if in_switch:
+        return "the switch adds the parts, in an order of its own, and hands out finished tiles (multicast)"
+    return "the switch hands out finished tiles (multicast); the ranks add the parts themselves, in their order"
 
 
 @dataclass(frozen=True)
@@ -691,7 +727,32 @@ class _Slots:
         if plan.sliced:
             return _Slots((gpus - 1) * plan.tiles, 0, plan.tiles, (2 * gpus - 1) * plan.tiles)
         owned = math.ceil(math.ceil(plan.tiles / ctas) / gpus) * ctas
+        if plan.multicast:
+            return _Slots((gpus - 1 + plan.in_switch) * owned, 0, gpus * owned, (2 * gpus - 1) * owned)
         return _Slots((gpus - 1) * owned, owned if nodes > 1 else 0, owned, (2 * (gpus - 1) + nodes) * owned)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a call needs of the workspace."""
+
+    signal_words: int
+    half_bytes: int
+    free: list[tuple[int, int]]  # bytes of the half that nobody reads any more when a rank's launch is over
+
+    @staticmethod
+    def of(group: Group, call: Sum, plan: Plan) -> _Room:
+        slots = _Slots.of(group, plan)
+        tile = plan.config.tile_m * plan.config.tile_n // (group.gpus_per_node if plan.sliced else 1)
+        parts, of_node = slots.parts * tile * call.travels.itemsize, slots.sums * tile * call.travels.itemsize
+        arrived, finished = parts + group.nodes * of_node, slots.finished * tile * call.a.dtype.itemsize
+        ours = parts + group.node * of_node  # this node's sums: the network may still be reading them
+        # not finished tiles either: other ranks may still be reading them
+        free = [(0, ours), (ours + of_node, arrived)]
+        if plan.multicast:
+            # finished tiles are read by their own rank alone; and its parts were added, or it would still wait
+            free = [(0, arrived + finished)]
+        return _Room(2 * slots.signals, arrived + finished, free)
 
 
 def _kernel(plan: Plan) -> Any:
@@ -699,6 +760,10 @@ def _kernel(plan: Plan) -> Any:
         from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
 
         return sliced_kernel
+    if plan.multicast:
+        from mkernel.ops.matmul_all_reduce_multicast import multicast_kernel
+
+        return multicast_kernel
     return one_shot_kernel if plan.one_shot else two_level_kernel
 
 
@@ -706,20 +771,22 @@ def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
     call = sums.tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan(group, call))
-    slots = _Slots.of(group, decided)
-    c, dtype = decided.config, call.a.dtype
-    tile = c.tile_m * c.tile_n // (group.gpus_per_node if decided.sliced else 1)
-    parts, of_node = slots.parts * tile * call.travels.itemsize, slots.sums * tile * call.travels.itemsize
-    arrived = parts + group.nodes * of_node
-    workspace = group.workspace(
-        OP, signal_words=2 * slots.signals, half_bytes=arrived + slots.finished * tile * dtype.itemsize
-    )
+    room = _Room.of(group, call, decided)
+    workspace = group.workspace(OP, room.signal_words, room.half_bytes)
+    if decided.multicast and not workspace.segment.multicast:
+        # the group has multicast, but there was none left for this memory
+        decided = group.planned((OP, call.key, "no multicast"), lambda: plan(group, call, try_multicast=False))
+        room = _Room.of(group, call, decided)
+        workspace = group.workspace(OP, room.signal_words, room.half_bytes)
+    c = decided.config
     arguments = sums.arguments_of(group, decided, workspace, call, parts=1) | dict(
         m=call.a.shape[0], data_start=workspace.data_start, half=workspace.half_bytes
     )
     if not decided.one_shot:
-        arguments |= dict(OUT=DTYPES[dtype], SIZE=group.size)
-    ours = parts + group.node * of_node  # this node's sums: the network may still be reading them
+        arguments |= dict(OUT=DTYPES[call.a.dtype], SIZE=group.size)
+    if decided.multicast:
+        del arguments["PACED"], arguments["nanoseconds_per_mib"]  # ranks with multicast have real links
+        arguments |= dict(IN_SWITCH=decided.in_switch)
     return Launch(
         op=OP,
         group=group,
@@ -728,9 +795,19 @@ def prepare(group: Group, call: Sum) -> Launch:
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=sums.variant_of(decided, workspace),
-        # not finished tiles either: other ranks may still be reading them
-        scratch=Scratch(workspace, [(0, ours), (ours + of_node, arrived)]),
+        scratch=Scratch(workspace, room.free),
     )
+
+
+def _call_of(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool,
+) -> Sum:  # fmt: skip
+    """The call that these arguments make, if they are in order."""
+    if not isinstance(fixed_order, bool):
+        raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
+    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
+    return replace(call, fixed_order=fixed_order or torch.are_deterministic_algorithms_enabled())
 
 
 def matmul_all_reduce(
@@ -742,6 +819,7 @@ def matmul_all_reduce(
     reduce_dtype: torch.dtype | None = None,
     group: Group | None = None,
     out: torch.Tensor | None = None,
+    fixed_order: bool = True,
     config: Config | None = None,
 ) -> torch.Tensor:
     """Multiply `a` by `b` on every rank, and add all ranks' products, on every rank.
@@ -755,11 +833,15 @@ def matmul_all_reduce(
         reduce_dtype: of what travels between ranks: torch.float32 or the dtype of a, which is the default.
         group: the group to reduce over; the current one by default.
         out: [m, n], where to put the result; must not overlap an input.
+        fixed_order: False lets the NVLink switch add the parts where it can (multicast, 4 ranks or more, bf16 and
+            fp16), which moves less. The switch promises no order of ranks: bits are the same on every rank, but may
+            differ from run to run, and 16-bit sums are rounded once more. `torch.use_deterministic_algorithms`
+            overrides it. The same on every rank.
         config: tiles and CTAs; None takes good defaults. tile_m, tile_n and ctas are the same on every rank.
 
     Returns:
-        [m, n], the same bits on every rank. bf16, fp16 or fp32, accumulated in fp32 in a fixed order of ranks:
-        the same inputs give the same bits on every run.
+        [m, n], the same bits on every rank. bf16, fp16 or fp32, accumulated in fp32 in a fixed order of ranks
+        (unless `fixed_order` is False): the same inputs give the same bits on every run.
 
     Raises:
         ArgumentError: before anything is launched.
@@ -767,12 +849,12 @@ def matmul_all_reduce(
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
     group = current(group)
-    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
+    call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
     m, n = call.out.shape
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, call.config)
     group.agree(
         OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.travels, bias=bias is not None,
-        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas,
+        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas, fixed_order=call.fixed_order,
     )  # fmt: skip
     if call.out.numel():
         group.launch(prepare(group, call))
@@ -788,10 +870,14 @@ def explain(
     reduce_dtype: torch.dtype | None = None,
     group: Group | None = None,
     out: torch.Tensor | None = None,
+    fixed_order: bool = True,
     config: Config | None = None,
 ) -> Plan:
     """The plan that `matmul_all_reduce` with these arguments would carry out."""
     group = current(group)
-    call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=False)
+    call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
     decided = plan(group, call)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, call.config)))
+    reasons = [*decided.reasons, TUNABLE.origin(config, call.config)]
+    if call.fixed_order and not fixed_order:
+        reasons.append("torch.use_deterministic_algorithms is on: parts are added in the order of ranks")
+    return replace(decided, reasons=tuple(reasons))

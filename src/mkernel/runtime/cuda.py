@@ -70,6 +70,9 @@ class CudaRanks(Networked):
 
     # -- memory
 
+    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        return 0  # what a process allocates for itself has no multicast object; symmetric memory has
+
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
 

@@ -87,6 +87,14 @@ class CudaProcessWorld(Processes, CudaRanks):
                     own[mate] = handle.get_buffer(place, (memory.numel(),), torch.uint8).data_ptr()
         return [own.get(member, 0) for member in group.members]
 
+    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        alone = len({self.gpu(member) for member in group.members}) == group.size
+        if group.nodes > 1 or group.size == 1 or not alone:
+            return 0
+        # what `allocate` gives is an allocation of its own in torch, too: both begin at the same place
+        mine = self._handles[memory.data_ptr()].multicast_ptr or 0
+        return mine if all(group.exchange("multicast", mine != 0)) else 0
+
     def _node_group(self, mates: Sequence[int]) -> Any:
         """torch's process group of these ranks. Only they take part in making it, so those that are left can
         make one after a rank was lost."""

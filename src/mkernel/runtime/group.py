@@ -131,6 +131,11 @@ class Group:
     def local_rank(self) -> int:
         return self.topology.local_rank_of(self.rank)
 
+    @property
+    def multicast(self) -> bool:
+        """Do the ranks, all on one node, have multicast between their memories?"""
+        return self._control.multicast != 0
+
     def __repr__(self) -> str:
         return (
             f"Group(rank {self.rank} of {self.size}, node {self.node} of {self.nodes} x {self.gpus_per_node}, "
@@ -318,6 +323,7 @@ class Group:
         table[words.POSTING.value] = self._posting.data_ptr() if self._posting is not None else 0
         table[words.SEGMENT.value] = segment.number
         table[words.OP.value] = records.OPS.index(op)
+        table[words.MULTICAST.value] = segment.multicast
         table[words.ABORTED.value] = self._control.addresses[self.rank]
         table += segment.addresses + self._control.addresses
         context = self.world.upload(self.world_rank, table)

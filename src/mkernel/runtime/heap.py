@@ -32,6 +32,7 @@ class Segment:
     number: int
     memory: torch.Tensor  # this rank's bytes
     addresses: list[int]  # of every rank's bytes; 0 where they are not mapped (other nodes)
+    multicast: int  # address of all ranks' bytes at once; 0 where there is none, then on all ranks
 
 
 class Heap:
@@ -61,7 +62,8 @@ class Heap:
             )
         self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
-        segment = Segment(self._next, memory, group.world.map(group, memory))
+        addresses = group.world.map(group, memory)
+        segment = Segment(self._next, memory, addresses, group.world.multicast(group, memory, addresses))
         self._next += 1
         self._segments[segment.number] = segment
         group.world.register(group, segment.number, memory)

@@ -29,6 +29,7 @@ class Sum:
     residual: torch.Tensor | None = None
     reduce_dtype: torch.dtype | None = None
     config: Config | None = None
+    fixed_order: bool = True  # parts are added in the order of ranks, not in any that the switch takes
 
     @property
     def travels(self) -> torch.dtype:
@@ -40,7 +41,7 @@ class Sum:
         """Everything that a plan depends on."""
         tensors = (self.a, self.b, self.out, self.bias, self.residual)
         layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
-        return layouts, self.travels, self.config, matmul_precision(self.a.dtype)
+        return layouts, self.travels, self.config, self.fixed_order, matmul_precision(self.a.dtype)
 
 
 def call_of(
@@ -119,6 +120,8 @@ class Plan:
     reasons: tuple[str, ...]
     hopper: bool = False  # runs the operator's kernel for Hopper
     sliced: bool = False  # tiles are cut into slices
+    multicast: bool = False  # the switch hands out finished tiles
+    in_switch: bool = False  # and adds the parts
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])

@@ -100,6 +100,11 @@ class World(Protocol):
         """The addresses, for this rank's kernels, of what `allocate` gave to the ranks of the group, all of
         which call this; 0 for ranks of other nodes."""
 
+    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        """A multicast address, for this rank's kernels, of all copies of what `map` gave the addresses of. 0, on all
+        ranks, where there is none for one of them: with several nodes, or ranks that share a GPU. All ranks of the
+        group call this."""
+
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         """64-bit words in the memory of the rank's device."""
 

@@ -36,6 +36,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mkernel.runtime.errors import SimulatorError
+
 SEMANTIC = "__mkernel_semantic__"
 
 
@@ -54,6 +56,9 @@ class Cta(Protocol):
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
     def complete_descriptor_stores(self) -> None: ...
+    def store_everywhere(self, addresses: np.ndarray, values: np.ndarray) -> None: ...
+    def load_from_all(self, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]: ...
+    def fence_aliases(self) -> None: ...
     def stamp(self) -> int: ...
     def on_dot(self, products: int) -> None: ...
 
@@ -68,6 +73,17 @@ def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+def _to_fp32(data: np.ndarray, element: Any) -> np.ndarray:
+    return _bf16_to_fp32(data) if element == tl.bfloat16 else data.astype(np.float32)
+
+
+def _words_of(pieces: np.ndarray) -> np.ndarray:
+    """The addresses of the 32-bit words of pieces of 16 bytes."""
+    if (pieces % 16).any():
+        raise SimulatorError("a multicast access is not aligned to 16 bytes")
+    return (pieces.reshape(-1, 1) + np.arange(0, 16, 4)).reshape(-1)
+
+
 def _as_bools(mask: np.ndarray) -> np.ndarray:
     """A mask that was made from a scalar condition comes as integers."""
     return mask.astype(bool, copy=False)
@@ -76,11 +92,11 @@ def _as_bools(mask: np.ndarray) -> np.ndarray:
 class _Results:
     """What `create_inline_asm` gives back."""
 
-    def __init__(self, handle: base.TensorHandle):
-        self.handle = handle
+    def __init__(self, *handles: base.TensorHandle):
+        self.handles = handles
 
     def get_result(self, index: int) -> base.TensorHandle:
-        return self.handle
+        return self.handles[index]
 
 
 class Builder(base.InterpreterBuilder):
@@ -171,6 +187,15 @@ class Builder(base.InterpreterBuilder):
         if "cp.async.bulk.wait_group" in inlineAsm:
             self.running().complete_descriptor_stores()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
+        if "multimem.st" in inlineAsm:
+            pieces, *words = (value.data for value in values)
+            self.running().store_everywhere(_words_of(pieces), np.stack(words, axis=-1).reshape(-1))
+            return _Results(base.TensorHandle(np.zeros(pieces.shape, dtype=np.int32), tl.int32))
+        if "multimem.ld_reduce" in inlineAsm:
+            return _Results(*(base.TensorHandle(words, tl.int32) for words in self._sums(inlineAsm, values[0].data)))
+        if "fence.proxy.alias" in inlineAsm:
+            self.running().fence_aliases()
+            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
         if "fence.proxy.async" in inlineAsm:
             self.running().acquire_for_descriptors()
             return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
@@ -180,6 +205,20 @@ class Builder(base.InterpreterBuilder):
         if "prefetch" in inlineAsm:
             return _Results(base.TensorHandle(np.zeros(values[0].data.shape, dtype=np.int32), tl.int32))
         raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
+
+    def _sums(self, instruction: str, pieces: np.ndarray) -> list[np.ndarray]:
+        """The four words of each piece of 16 bytes that multimem.ld_reduce loads: sums over all members."""
+        kind = {"bf16x2": tl.bfloat16, "f16x2": tl.float16, "v4.f32": tl.float32}
+        element = next(kind[name] for name in kind if f"{name} " in instruction)
+        parts = self.running().load_from_all(_words_of(pieces), np.dtype(np.uint32))
+        widened = [_to_fp32(part.view(base._get_np_dtype(element)), element) for part in parts]
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = widened[0]
+            for more in widened[1:]:
+                total = total + more
+        rounded = _fp32_to_bf16(total) if element == tl.bfloat16 else total.astype(base._get_np_dtype(element))
+        words = rounded.view(np.int32).reshape(*pieces.shape, 4)
+        return [np.ascontiguousarray(words[..., place]) for place in range(4)]
 
     # numbers
 

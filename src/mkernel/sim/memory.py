@@ -10,6 +10,10 @@ newer. A load through a tensor descriptor (TMA) takes another path and may be as
 fence for that path. So a missing release, barrier, acquire or fence shows up as old data, which in
 a poisoned workspace is NaN.
 
+Multicast addresses are ranges of their own: a store there is one store to each member, and like one through a
+descriptor it is covered by a release only after its fence; a load may be as old as the last fence, does not see what
+the CTA itself has stored and not released, and adds the members in random order, since the switch promises none.
+
 Every access must lie inside memory that the launch was given; one that does not is an error here,
 instead of a corrupted process.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +35,8 @@ HISTORY = 256  # how many writes back a load may look
 SCATTERED = 64  # elements of a load that may lie in different tensors
 BUFFERED = 32  # how many stores a CTA may keep to itself
 
+PLAIN, DESCRIPTOR, MULTICAST = "plain", "descriptor", "multicast"  # paths to memory
+
 
 @dataclass(eq=False)
 class Store:
@@ -40,7 +47,8 @@ class Store:
     low: int
     high: int
     behind_barrier: bool = False
-    completed: bool = True  # a store through a descriptor is not, until the CTA has waited for it
+    path: str = PLAIN
+    completed: bool = True  # a store on another path is not, until the CTA has waited for it, or fenced it
 
 
 @dataclass(eq=False)
@@ -61,6 +69,7 @@ class View:
 
     acquired: int = 0
     acquired_for_descriptors: int = 0
+    acquired_for_multicast: int = 0
     buffer: list[Store] = field(default_factory=list)
 
 
@@ -80,6 +89,7 @@ class Memory:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._users: dict[int, int] = {}
+        self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start of a range -> its end, and where members begin
 
     # -- what may be touched
 
@@ -122,11 +132,24 @@ class Memory:
             for address in addresses.reshape(-1).tolist():
                 self.check(address, address + size, what)
 
+    def allow_multicast(self, start: int, size: int, members: Sequence[int]) -> None:
+        """Let kernels touch all members' memory through one range of addresses, until `forbid_multicast`."""
+        self._multicasts[start] = (start + size, list(members))
+
+    def forbid_multicast(self, start: int) -> None:
+        del self._multicasts[start]
+
+    def _members(self, addresses: np.ndarray, size: int, what: str) -> list[np.ndarray]:
+        """The addresses, in each member's memory, of pieces of `size` bytes."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        for start, (end, members) in self._multicasts.items():
+            if start <= low and high <= end:
+                return [(addresses - start + member).astype(np.uint64) for member in members]
+        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every multicast range")
+
     # -- a CTA's loads and stores
 
-    def store(
-        self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False
-    ) -> None:
+    def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, path: str = PLAIN) -> None:
         """Put a block of values into the CTA's store buffer."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         chosen = mask.reshape(-1)
@@ -136,13 +159,27 @@ class Memory:
             return
         low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
         self.check(low, high, "a store")
-        view.buffer.append(Store(addresses, np.ascontiguousarray(values), low, high, completed=not descriptor))
+        values = np.ascontiguousarray(values)
+        view.buffer.append(Store(addresses, values, low, high, path=path, completed=path == PLAIN))
         if len(view.buffer) > BUFFERED:
             self._commit(view, view.buffer[0])
 
+    def store_everywhere(self, view: View, addresses: np.ndarray, values: np.ndarray) -> None:
+        """A store through multicast addresses: one to each member."""
+        for places in self._members(addresses, values.itemsize, "a multicast store"):
+            self.store(view, places, values, np.ones(places.shape, dtype=bool), MULTICAST)
+
+    def load_from_all(self, view: View, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
+        """What each member has at multicast addresses, the members in random order."""
+        members = self._members(addresses, dtype.itemsize, "a multicast load")
+        self.rng.shuffle(members)
+        other = np.zeros((), dtype=dtype)
+        return [self.load(view, places, np.ones(places.shape, bool), other, dtype, MULTICAST) for places in members]
+
     def load(
-        self, view: View, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool
-    ) -> np.ndarray:
+        self, view: View, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype,
+        path: str = PLAIN,
+    ) -> np.ndarray:  # fmt: skip
         """Load a block: memory, or something older, under the CTA's own stores."""
         addresses, mask = np.broadcast_arrays(addresses, mask)
         if not mask.any():
@@ -155,16 +192,18 @@ class Memory:
             self.check(low, high, "a load")
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
-        newest = view.acquired_for_descriptors if descriptor else view.acquired
+        newest = {
+            PLAIN: view.acquired, DESCRIPTOR: view.acquired_for_descriptors, MULTICAST: view.acquired_for_multicast
+        }[path]  # fmt: skip
         for old in reversed(self.history):
             if old.number <= newest:
                 break
             if old.low < high and low < old.high:
-                if old.writer is view:
+                if old.writer is view and path != MULTICAST:
                     break  # what was there before its own store it will not see again
                 if self.rng.random() < 0.5:
                     self._overlay(result, addresses, mask, old.addresses, old.values)
-        for mine in view.buffer:
+        for mine in view.buffer if path != MULTICAST else ():
             if mine.low < high and low < mine.high:
                 self._overlay(result, addresses, mask, mine.addresses, mine.values)
         return result
@@ -203,8 +242,18 @@ class Memory:
 
     def complete_descriptor_stores(self, view: View) -> None:
         """Stores through descriptors are done: a later barrier and release speak for them, too."""
+        self._complete(view, DESCRIPTOR)
+
+    def fence_aliases(self, view: View) -> None:
+        """Later multicast loads are as new as plain loads; multicast stores are covered by a later barrier and
+        release."""
+        view.acquired_for_multicast = view.acquired
+        self._complete(view, MULTICAST)
+
+    @staticmethod
+    def _complete(view: View, path: str) -> None:
         for store in view.buffer:
-            store.completed = True
+            store.completed |= store.path == path
 
     def release(self, view: View) -> None:
         """Everything that was stored before the last barrier reaches memory now."""

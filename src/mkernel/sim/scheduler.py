@@ -26,7 +26,7 @@ from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
 from mkernel.sim.interpreter import Builder
-from mkernel.sim.memory import Memory, View
+from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory, View
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
@@ -49,6 +49,7 @@ class Options:
     late: rank -> how many steps everybody else gets before its first one.
     resident: how many CTAs of a launch may run at the same time; None is all of them.
     ctas: how many CTAs a launch has by default.
+    multicast: is there multicast between the ranks of a node?
     """
 
     def __post_init__(self) -> None:
@@ -60,6 +61,7 @@ class Options:
     late: dict[int, int] = field(default_factory=dict)
     resident: int | None = None
     ctas: int = 6
+    multicast: bool = False
 
 
 class Task:
@@ -142,7 +144,8 @@ class CtaTask(Task):
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
-        self.view = View(scheduler.memory.writes, scheduler.memory.writes)
+        now = scheduler.memory.writes
+        self.view = View(now, now, now)
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
         self.looks = 0  # how often it was let look again with the clock standing still
@@ -166,7 +169,8 @@ class CtaTask(Task):
     # what the interpreter calls
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
-        result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, descriptor)
+        path = DESCRIPTOR if descriptor else PLAIN
+        result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, path)
         if not descriptor:  # those are loaded while the CTA does something else
             self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
@@ -186,11 +190,28 @@ class CtaTask(Task):
             self._polled(("load", address), int(result.view(np.uint8).sum()))
 
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
+        self._stores(np.size(addresses) * values.itemsize)
+        self.launch.on_store(addresses, values, mask)
+        self.scheduler.memory.store(self.view, addresses, values, mask, DESCRIPTOR if descriptor else PLAIN)
+
+    def _stores(self, nbytes: int) -> None:
         self.polled.clear()
         self.looks = 0
-        self.time += np.size(addresses) * values.itemsize / BYTES_PER_NANOSECOND
-        self.launch.on_store(addresses, values, mask)
-        self.scheduler.memory.store(self.view, addresses, values, mask, descriptor)
+        self.time += nbytes / BYTES_PER_NANOSECOND
+
+    def store_everywhere(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        self._stores(values.nbytes)
+        self.launch.on_store_everywhere(values.nbytes)
+        self.scheduler.memory.store_everywhere(self.view, addresses, values)
+
+    def load_from_all(self, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
+        nbytes = addresses.size * dtype.itemsize
+        self.time += nbytes / BYTES_PER_NANOSECOND
+        self.launch.on_load_sum(nbytes)
+        return self.scheduler.memory.load_from_all(self.view, addresses, dtype)
+
+    def fence_aliases(self) -> None:
+        self.scheduler.memory.fence_aliases(self.view)
 
     def barrier(self) -> None:
         self.scheduler.memory.barrier(self.view)

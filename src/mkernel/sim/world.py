@@ -22,6 +22,7 @@ from mkernel.sim.interpreter import interpreting, kernel_arguments, python_funct
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 
+MULTICAST = 1 << 56  # where multicast ranges begin: addresses that no memory has
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
 
 
@@ -31,6 +32,8 @@ class Traffic:
     def __init__(self, size: int):
         self.nvlink = [[0] * size for _ in range(size)]  # bytes from rank to rank, inside a node
         self.network = [[0] * size for _ in range(size)]  # bytes from rank to rank, between nodes
+        self.to_switch = [0] * size  # bytes that a rank gives for multicast stores and sums
+        self.from_switch = [0] * size  # and takes
         self.multiplications = [0] * size  # tile steps that a rank has computed
         self.before_last_arrival = [0] * size  # how many of them before its last byte came in
 
@@ -75,6 +78,20 @@ class RunningLaunch:
             self.world.traffic.nvlink[owner][self.rank] += size
             self.world.traffic.arrived(self.rank)
 
+    def on_store_everywhere(self, nbytes: int) -> None:
+        traffic = self.world.traffic
+        traffic.to_switch[self.rank] += nbytes
+        for member in self.spec.group.members:
+            traffic.from_switch[member] += nbytes
+            traffic.arrived(member)
+
+    def on_load_sum(self, nbytes: int) -> None:
+        traffic = self.world.traffic
+        for member in self.spec.group.members:
+            traffic.to_switch[member] += nbytes
+        traffic.from_switch[self.rank] += nbytes
+        traffic.arrived(self.rank)
+
     def on_dot(self) -> None:
         self.world.traffic.multiplications[self.rank] += 1
 
@@ -100,6 +117,7 @@ class SimWorld:
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
         self._owners: dict[int, tuple[int, int]] = {}  # start of a heap segment -> its end and its rank
+        self._next_multicast = MULTICAST
         self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
         self._times = [0.0] * self.size  # when each rank's last CTA ended, in the time of a trace
         self._transfers: dict[Hashable, list[Transfer]] = {}  # of groups that are traced
@@ -165,6 +183,15 @@ class SimWorld:
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
         return exchange_addresses(group, memory.data_ptr())
+
+    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        if not self.options.multicast or group.nodes > 1 or group.size == 1:
+            return 0
+        start = self._next_multicast
+        self._next_multicast += memory.numel()
+        self.scheduler.memory.allow_multicast(start, memory.numel(), addresses)
+        weakref.finalize(memory.untyped_storage(), self.scheduler.memory.forbid_multicast, start)
+        return start
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         table = self.host_words(rank, len(words))

@@ -1,0 +1,413 @@
+"""matmul_all_reduce with multicast: chosen by itself, the bits of two levels, and, where the caller allows it, sums
+made by the switch. What all ways share is in test_matmul_reduce.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from helpers import DTYPES, Canary, Guards, assert_same, run
+from mutation import changed
+from sums import SMALL, Sum, call, choose
+
+import mkernel as mk
+from mkernel.lang import multicast
+from mkernel.ops import matmul_all_reduce_multicast
+from mkernel.sim.world import SimWorld
+
+OP = "matmul_all_reduce"
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    choose("multicast", monkeypatch)
+
+
+def plan_of(group, case, **more):
+    return mk.explain(OP, case.a(group.rank), case.b(group.rank), group=group, **more)
+
+
+def work(group, case, turns=2, in_switch=False, **more):
+    plan = plan_of(group, case, config=SMALL, fixed_order=not in_switch)
+    assert (plan.multicast, plan.in_switch) == (True, in_switch)
+    more["fixed_order"] = not in_switch
+    return [call(group, "multicast", case, turn, config=SMALL, **more) for turn in range(turns)]
+
+
+def assert_ranks_agree(results):
+    for first, *others in zip(*results):
+        for other in others:
+            assert_same(other, first)
+
+
+# -- which way is taken
+
+LARGE = Sum(1024, 1024, 1, torch.bfloat16)  # too many tiles for one shot and for slices
+
+
+def reasons(cluster, case=LARGE, **options):
+    """The last reasons of rank 0's plan, and whether the switch hands out and adds."""
+
+    def on_rank(group):
+        plan = mk.explain(OP, case.a(0), case.b(0), fixed_order=options.get("fixed_order", True))
+        return str(plan), plan.multicast, plan.in_switch
+
+    return run(on_rank, cluster=cluster, multicast=options.get("multicast", True))[0]
+
+
+def test_it_is_chosen_by_itself():
+    text, multicast, in_switch = reasons((1, 4))
+    assert (multicast, in_switch) == (True, False)
+    assert "the switch hands out finished tiles" in text
+    assert "in their order" in text
+
+
+def test_the_switch_adds_where_the_caller_allows_it():
+    text, multicast, in_switch = reasons((1, 4), fixed_order=False)
+    assert (multicast, in_switch) == (True, True)
+    assert "the switch adds the parts, in an order of its own" in text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "reason"),
+    [
+        ((1, 4), dict(multicast=False), "there is none between CPUs"),
+        ((2, 4), {}, "there is none between CPUs"),
+        ((1, 3), {}, "with fewer than 4 ranks"),
+        ((1, 4), dict(case=Sum(16, 64, 8, torch.bfloat16)), "the result is small"),
+    ],
+)
+@pytest.mark.parametrize("fixed_order", [True, False])
+def test_it_is_never_required(cluster, options, reason, fixed_order):
+    text, multicast, in_switch = reasons(cluster, fixed_order=fixed_order, **options)
+    assert not multicast
+    assert not in_switch
+    assert f"multicast is not used: {reason}" in text
+
+
+def test_fp32_sums_are_not_made_in_the_switch():
+    text, multicast, in_switch = reasons((1, 4), Sum(1024, 1024, 1), fixed_order=False)
+    assert (multicast, in_switch) == (True, False)
+    assert "in their order" in text
+
+
+def test_deterministic_algorithms_keep_the_order():
+    torch.use_deterministic_algorithms(True)
+    try:
+        text, multicast, in_switch = reasons((1, 4), fixed_order=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (multicast, in_switch) == (True, False)
+    assert "torch.use_deterministic_algorithms is on" in text
+
+
+def test_ranks_must_agree_on_the_order(chosen):
+    def on_rank(group):
+        case = Sum(20, 20, 8, torch.bfloat16)
+        with pytest.raises(mk.ArgumentError, match="fixed_order=False"):
+            mk.matmul_all_reduce(case.a(0), case.b(0), fixed_order=group.rank == 0)
+        with pytest.raises(mk.ArgumentError, match="fixed_order must be True or False"):
+            mk.matmul_all_reduce(case.a(0), case.b(0), fixed_order="no")
+
+    run(on_rank)
+
+
+def test_a_workspace_without_multicast(chosen, monkeypatch):
+    """There are only so many multicast objects: the group got one, and its workspace none."""
+    given = SimWorld.multicast
+
+    def few(world, group, memory, addresses):
+        return given(world, group, memory, addresses) if memory.numel() <= 1024 else 0
+
+    monkeypatch.setattr(SimWorld, "multicast", few)
+
+    def on_rank(group):
+        assert group.multicast
+        for turn in range(3):
+            call(group, "multicast", Sum(37, 20, 9, torch.bfloat16), turn, config=SMALL)
+        return group.world.traffic.to_switch
+
+    assert not any(run(on_rank, cluster=(1, 3))[0])
+
+
+# -- bits
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_the_bits_of_two_levels(gpus, monkeypatch):
+    """Choosing multicast changes nothing about the result."""
+    case = Sum(50, 41, 17, DTYPES[gpus % 3])
+
+    def on_rank(group):
+        return call(group, "multicast", case, bias=True, residual=True, config=SMALL)
+
+    choose("matmul_all_reduce", monkeypatch)
+    expected = run(on_rank, cluster=(1, gpus))
+    choose("multicast", monkeypatch)
+    for seed in range(3):
+        for one, other in zip(run(on_rank, cluster=(1, gpus), seed=seed), expected):
+            assert_same(one, other)
+
+
+def test_all_schedules_give_the_same_bits_with_four_ranks(chosen):
+    case = Sum(33, 20, 8, torch.bfloat16)
+    expected = run(work, case, 1, cluster=(1, 4), seed=100, ctas=1)
+    assert_ranks_agree(expected)
+    for seed in range(20):
+        options = [{}, {"ctas": 1}, {"slow": {2: 0.02}, "ctas": 1}][seed % 3]
+        for one, other in zip(run(work, case, 1, cluster=(1, 4), seed=seed, **options), expected):
+            assert_same(one[0], other[0])
+
+
+def test_sums_of_the_switch_differ_and_agree(chosen):
+    """The simulated switch adds in any order, and with these values orders differ: so schedules show several
+    results; each is the same on all ranks."""
+    values = [2.0**24, 1.0, -(2.0**24), 1.0]
+
+    def on_rank(group):
+        a, b = torch.full((16, 1), values[group.rank]), torch.ones(1, 16)
+        y = mk.matmul_all_reduce(a.bfloat16(), b.bfloat16(), reduce_dtype=torch.float32, fixed_order=fixed_order)
+        return [y]
+
+    found = {True: set(), False: set()}
+    for fixed_order in (True, False):
+        for seed in range(6):
+            results = run(on_rank, cluster=(1, 4), seed=seed)
+            assert_ranks_agree(results)
+            found[fixed_order] |= set(results[0][0].flatten().tolist())
+    assert len(found[True]) == 1
+    assert len(found[False]) > 1
+
+
+# -- sums made by the switch: shapes, schedules, arguments
+
+SHAPES = [(1, 1, 1), (33, 7, 17), (16, 16, 16), (70, 40, 20), (49, 33, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_in_switch_shapes(chosen, gpus, shape):
+    case = Sum(*shape, DTYPES[1 + gpus % 2])
+    arguments = dict(bias=gpus != 3, residual=gpus != 4, reduce_dtype=torch.float32 if gpus == 2 else None)
+    results = run(lambda group: work(group, case, in_switch=True, **arguments), cluster=(1, gpus), seed=sum(shape))
+    assert_ranks_agree(results)
+
+
+@pytest.mark.parametrize(
+    "options", [{"resident": 1}, {"ctas": 1}, {"late": {1: 3000}}, {"late": {0: 3000}, "slow": {1: 0.02}}], ids=str
+)
+def test_in_switch_stragglers(chosen, options):
+    case = Sum(70, 40, 9, torch.bfloat16)
+    assert_ranks_agree(run(lambda group: work(group, case, 3, True), cluster=(1, 3), **options))
+
+
+def test_in_switch_out_and_layouts(chosen):
+    case = Sum(36, 18, 24, torch.bfloat16)
+
+    def on_rank(group):
+        for layout in ("wide rows", "transposed"):
+            canary = Canary(case.m, case.n, case.dtype, layout)
+            canary.tensor.copy_(case.residual())
+            call(
+                group, "multicast", case, residual=canary.tensor, out=canary.tensor, config=SMALL, fixed_order=False
+            )  # fmt: skip
+            canary.check()
+
+    run(on_rank, cluster=(1, 4))
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_nothing_beside_the_workspace_is_written(chosen, monkeypatch, in_switch):
+    guards = Guards(monkeypatch)
+
+    def on_rank(group):
+        for turn, (m, n) in enumerate([(3, 5), (37, 17), (1, 17)]):
+            case = Sum(m, n, 7, torch.bfloat16)
+            call(group, "multicast", case, turn, config=SMALL, fixed_order=not in_switch)
+
+    run(on_rank, cluster=(1, 3))
+    guards.check()
+
+
+def test_ways_alternate(chosen):
+    """All keep to one workspace, with different slots in it."""
+
+    def on_rank(group):
+        for turn, in_switch in enumerate([True, False, True, True, False]):
+            case = Sum(20 + 30 * (turn % 2), 20, 8, torch.bfloat16)
+            call(group, "multicast", case, turn, config=SMALL, fixed_order=not in_switch)
+
+    for seed in range(3):
+        run(on_rank, cluster=(1, 3), seed=seed, slow={seed: 0.05})
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_groups_that_are_subsets(chosen, in_switch):
+    case = Sum(40, 20, 8, torch.bfloat16)
+
+    def on_rank(group):
+        part = group.split(group.rank % 2)
+        for turn in range(2):
+            call(group, "multicast", case, turn, config=SMALL, fixed_order=not in_switch)
+            call(part, "multicast", case, turn, config=SMALL, fixed_order=not in_switch)
+        odd = group.subset([3, 1]) if group.rank % 2 else None  # in another order, too
+        return call(odd, "multicast", case, config=SMALL, fixed_order=not in_switch) if odd else None
+
+    run(on_rank, cluster=(1, 4))
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_a_dead_peer(chosen, in_switch):
+    case = Sum(64, 32, 8, torch.bfloat16)
+
+    def on_rank(group):
+        call(group, "multicast", case, config=SMALL, fixed_order=not in_switch)
+        if group.rank == 1:
+            return None
+        canary = Canary(case.m, case.n, case.dtype)
+        with pytest.raises(mk.CommTimeout) as caught:
+            call(group, "multicast", case, 1, out=canary.tensor, config=SMALL, fixed_order=not in_switch)
+        canary.check()
+        assert caught.value.record.signal in ("partial", "finished tile")
+        return canary.tensor
+
+    results = run(on_rank, cluster=(1, 3))
+    assert torch.isnan(results[0]).any()
+    assert torch.isnan(results[2]).any()
+
+
+# -- what moves
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_what_moves(chosen, in_switch):
+    """As the docstring says, with one tile of every owner."""
+    gpus, tile = 4, 16 * 16 * 2
+    case = Sum(16 * gpus, 16, 8, torch.bfloat16)
+
+    def on_rank(group):
+        config = mk.Config(tile_m=16, tile_n=16, ctas=1)
+        call(group, "multicast", case, config=config, fixed_order=not in_switch)
+        group.barrier()
+        return group.world.traffic
+
+    traffic = run(on_rank, cluster=(1, gpus))[0]
+    pushed = 0 if in_switch else tile
+    for source in range(gpus):
+        assert traffic.nvlink[source] == [pushed if target != source else 0 for target in range(gpus)]
+        gives = traffic.to_switch[source] + sum(traffic.nvlink[source])
+        takes = traffic.from_switch[source] + sum(row[source] for row in traffic.nvlink)
+        if in_switch:
+            assert gives == takes == (gpus + 1) * tile
+        else:
+            assert gives == gpus * tile
+            assert takes == (2 * gpus - 1) * tile
+
+
+# -- kernels that are broken on purpose
+
+ANNOUNCED = "    fence_aliases()\n    _announce_finished("
+BROKEN = {
+    "a part is not signalled": (
+        False, ("                notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)\n", ""),
+    ),
+    "a finished tile is not announced": (
+        False, (ANNOUNCED, "    fence_aliases()\n    return\n    _announce_finished("),
+    ),
+    "a finished tile is announced too early": (
+        False, ("    slot = everywhere(context, offset, OUT)\n",
+                "    slot = everywhere(context, offset, OUT)\n"
+                "    fence_aliases()\n"
+                "    for i in range(1, GPUS):\n"
+                "        peer = (rank_of(context) + i) % GPUS\n"
+                "        late = _finished_signal(GPUS - 1 - i, block, owned, GPUS, GPUS)\n"
+                "        words = segment_of(context, peer, tl.int64) + epoch % 2 * signals\n"
+                "        notify_in_loop(words + late, epoch)\n"),
+        ("context, total, c, bias, residual, start, block, owned, row",
+         "context, total, epoch, signals, c, bias, residual, start, block, owned, row"),
+        ("context, summed, c, bias, residual, start, block, owned, row",
+         "context, summed, epoch, signals, c, bias, residual, start, block, owned, row"),
+    ),
+    "no fence behind multicast stores": (False, (ANNOUNCED, "    _announce_finished(")),
+    "a finished tile is read too early": (
+        False, ("epoch, COMPUTE, FINISHED_TILE", "epoch - 2, COMPUTE, FINISHED_TILE"),
+    ),
+    "a finished tile goes into the owner's memory alone": (
+        False, ("slot = everywhere(context, offset, OUT)", "slot = _memory(context, rank_of(context), offset, OUT)"),
+        ("store_everywhere(slot, left, TILE_M, HALF)", "store_partial(slot, left, TILE_M, HALF)"),
+        ("store_everywhere(slot + TILE_M * HALF, right, TILE_M, HALF)",
+         "store_partial(slot + TILE_M * HALF, right, TILE_M, HALF)"),
+    ),
+    "one half for all epochs": (
+        False, ("start = data_start + epoch % 2 * half", "start = data_start + epoch % 2 * 0"),
+    ),
+    "in switch: parts are added too early": (True, ("epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")),
+    "in switch: the owner does not release its own part": (
+        True, ("    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)\n    mine =", "    mine ="),
+    ),
+    "in switch: a part is signalled before it is stored": (
+        True, ("    store_partial(_memory(context, rank, offset, DTYPE), total, TILE_M, TILE_N)\n", ""),
+        ("    return (segment_of(context, owner, tl.int64) + epoch % 2 * signals + signal).to(tl.int64)\n",
+         "    word = segment_of(context, owner, tl.int64) + epoch % 2 * signals + signal\n"
+         "    notify_in_loop(word, epoch)\n"
+         "    store_partial(_memory(context, rank, offset, DTYPE), total, TILE_M, TILE_N)\n"
+         "    return word.to(tl.int64)\n"),
+    ),
+    "in switch: the sum of another rank's tile": (
+        True, ("offset = _kept_offset(start, rank,", "offset = _kept_offset(start, (rank + 1) % GPUS,"),
+    ),
+}  # fmt: skip
+
+
+SEEDS = 8
+
+
+def fails(in_switch, seed):
+    case = Sum(60, 20, 8, torch.bfloat16)
+
+    def on_rank(group):
+        return [
+            call(group, "multicast", case, turn, config=SMALL, fixed_order=not in_switch) for turn in range(4)
+        ]  # fmt: skip
+
+    try:
+        slow = {1: 0.02} if seed % 2 else {}
+        results = run(on_rank, cluster=(1, 3), seed=seed, ctas=2, timeout=1e-4, slow=slow)
+        assert_ranks_agree(results)
+    except (AssertionError, mk.CommTimeout, mk.Deadlock, mk.SimulatorError):
+        return True
+    return False
+
+
+def assert_noticed(module, in_switch, monkeypatch):
+    monkeypatch.setitem(sys.modules, matmul_all_reduce_multicast.__name__, module)
+    assert any(fails(in_switch, seed) for seed in range(SEEDS)), "nobody noticed"
+
+
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_unbroken_kernels_pass(chosen, in_switch):
+    assert not any(fails(in_switch, seed) for seed in range(SEEDS))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_caught(chosen, tmp_path, monkeypatch, name):
+    in_switch, *replacements = BROKEN[name]
+    assert_noticed(changed(tmp_path, matmul_all_reduce_multicast, *replacements), in_switch, monkeypatch)
+
+
+BROKEN_MULTICAST = {
+    "no fence before the sum": (True, ("_pieces(slot, BYTES) + fence_aliases()", "_pieces(slot, BYTES)")),
+    "words are swapped": (True, ("tl.join(tl.join(first, third), tl.join(second, fourth))",
+                                 "tl.join(tl.join(first, second), tl.join(third, fourth))")),
+    "a piece is stored at the next one's place": (False, ("tl.arange(0, BYTES // 16) * 16",
+                                                          "(tl.arange(0, BYTES // 16) + 1) * 16")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_MULTICAST)
+def test_broken_multicast_is_caught(chosen, tmp_path, monkeypatch, name):
+    in_switch, *replacements = BROKEN_MULTICAST[name]
+    broken = changed(tmp_path, multicast, *replacements)
+    imports = ("from mkernel.lang.multicast import", f"from {broken.__name__} import")
+    assert_noticed(changed(tmp_path, matmul_all_reduce_multicast, imports), in_switch, monkeypatch)
