@@ -71,17 +71,14 @@ def test_too_many_tiles_go_two_levels():
 
 
 BROKEN = {
-    "a lost part": ("notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)", "pass"),
-    "a part of the wrong epoch": (
-        "notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)",
-        "notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch - 1)",
-    ),
-    "a lost finished slice": ("    _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)\n", ""),
+    "a lost part": ("- i, 0, tiles), epoch, i > 0)", "- i, 0, tiles), epoch, i > 1)"),
+    "a part of the wrong epoch": ("- i, 0, tiles), epoch, i > 0)", "- i, 0, tiles), epoch - 1, i > 0)"),
+    "a lost finished slice": ("tiles, SIZE, GPUS), epoch, i > 0)", "tiles, SIZE, GPUS), epoch, i > 1)"),
     "a part that is added too early": (
-        "tiles), epoch, COMPUTE, PARTIAL", "tiles), epoch - 1, COMPUTE, PARTIAL",
+        "i < GPUS - 1, epoch, COMPUTE, PARTIAL", "i < GPUS - 1, epoch - 1, COMPUTE, PARTIAL",
     ),
     "a slice that is read too early": (
-        "signal, epoch, COMPUTE, FINISHED_TILE", "signal, epoch - 1, COMPUTE, FINISHED_TILE",
+        "i < GPUS - 1, epoch, COMPUTE, FINISHED_TILE", "i < GPUS - 1, epoch - 1, COMPUTE, FINISHED_TILE",
     ),
 }  # fmt: skip
 

@@ -69,6 +69,13 @@ def notify_in_loop(signal, value):
 
 
 @triton.jit
+def notify_each(signals, value, mask):
+    """`notify` with many signals at once: those that the mask chooses."""
+    tl.debug_barrier()
+    tl.atomic_xchg(signals, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
@@ -118,25 +125,41 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 @triton.jit
 def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
+    return _wait_all(context, signals, mask, expected, ROLE, KIND, peer, index, "gpu")
+
+
+@triton.jit
+def wait_peers(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peers, index):
+    """`wait` for a signal of each of several peers at once: of those that the mask chooses."""
+    return _wait_all(context, signals, mask, expected, ROLE, KIND, peers, index, "sys")
+
+
+@triton.jit
+def _wait_all(
+    context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peers, index, SCOPE: tl.constexpr
+):
     since = trace_time(context)
-    seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
-    if seen < expected:
+    seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+    least = tl.min(seen)
+    if least < expected:
         aborted = tl.load(context + ABORTED).to(tl.pointer_type(tl.int64))
         timeout = tl.load(context + TIMEOUT)
         start = now(context)
         reason = 0
-        while (seen < expected) & (reason == 0):
+        while (least < expected) & (reason == 0):
             if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
                 reason = TOLD_TO_LEAVE
             elif now(context) - start > timeout:
                 reason = TIMED_OUT
-            seen = tl.min(tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="gpu"), expected))
-        if seen < expected:
-            _record(context, reason, ROLE, KIND, peer, index, seen, expected, now(context) - start)
+            seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+            least = tl.min(seen)
+        if least < expected:
+            late = tl.max(tl.where(seen == least, peers, -1))  # one of those that are furthest behind
+            _record(context, reason, ROLE, KIND, late, index, least, expected, now(context) - start)
             _raise_abort(context)
     tl.debug_barrier()  # what one thread has acquired all may read
-    trace(context, ROLE, WAIT + KIND, peer, index, since)
-    return seen >= expected
+    trace(context, ROLE, WAIT + KIND, -1, index, since)
+    return least >= expected
 
 
 @triton.jit

@@ -19,7 +19,7 @@ finish before they read; so it cannot deadlock, even if a rank's CTAs run one af
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import current_epoch, rank_of, segment_of
+from mkernel.lang.context import TABLE, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import halves
@@ -27,10 +27,9 @@ from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify, wait
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_each, wait_peers
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.matmul_all_reduce import (
-    _announce_finished,
     _finish,
     _finished_signal,
     _finished_slot,
@@ -61,19 +60,16 @@ def _sum_of_slices(
 ):  # fmt: skip
     """As `_sum_of_node`, for slices: they are small enough to be loaded all together."""
     rank = rank_of(context)
-    mine = segment_of(context, rank, tl.int64) + epoch % 2 * signals
-    missing = 0.0
-    for i in range(GPUS - 1):
-        source = (rank + 1 + i) % GPUS
-        if not wait(context, mine + _part_slot(i, 0, tiles), epoch, COMPUTE, PARTIAL, source, tile):
-            missing = float("nan")
+    i = tl.arange(0, GPUS)
+    arrived = segment_of(context, rank, tl.int64) + epoch % 2 * signals + _part_slot(i, 0, tiles)
+    here = wait_peers(context, arrived, i < GPUS - 1, epoch, COMPUTE, PARTIAL, (rank + 1 + i) % GPUS, tile)
     parts = ()
-    for i in tl.static_range(GPUS - 1):
-        slot = _slot(context, rank, start, _part_slot(i, 0, tiles), DTYPE, TILE_M, SLICE)
+    for which in tl.static_range(GPUS - 1):
+        slot = _slot(context, rank, start, _part_slot(which, 0, tiles), DTYPE, TILE_M, SLICE)
         parts = parts + (load_partial(slot, TILE_M, SLICE),)  # type: ignore[assignment]
-    total += missing
-    for i in tl.static_range(GPUS - 1):
-        total += parts[i]
+    total += tl.where(here, 0.0, float("nan"))
+    for which in tl.static_range(GPUS - 1):
+        total += parts[which]
     return total
 
 
@@ -118,9 +114,9 @@ def sliced_kernel(
         pushed = tl.cast(GPUS - 1, tl.int64) * (TILE_M * SLICE * (DTYPE.primitive_bitwidth // 8))
         pace(begun, pushed, nanoseconds_per_mib)
     trace(context, TILES, PUSH_CHUNK, rank, tile, LAST)
-    for i in range(1, GPUS):
-        words = segment_of(context, (rank + i) % GPUS, tl.int64) + epoch % 2 * signals
-        notify(words + _part_slot(GPUS - 1 - i, 0, tiles), epoch)
+    i = tl.arange(0, GPUS)
+    mates = tl.load(context + TABLE + (rank + i) % GPUS).to(tl.pointer_type(tl.int64)) + epoch % 2 * signals
+    notify_each(mates + _part_slot(GPUS - 1 - i, 0, tiles), epoch, i > 0)
     mine = _sum_of_slices(context, mine, epoch, start, signals, tiles, tile, DTYPE, GPUS, TILE_M, SLICE)
     _finish(
         context, mine, c, bias, residual, start, 0, tiles, row, column + rank * SLICE, m, n,
@@ -128,26 +124,25 @@ def sliced_kernel(
         DTYPE, OUT, SIZE, GPUS, BIAS, RESIDUAL, RESIDUAL_DESCRIPTOR, C_DESCRIPTOR, TILE_M, SLICE,
     )  # fmt: skip
     trace(context, TILES, REDUCE, rank, tile, LAST)
-    _announce_finished(context, epoch, signals, 0, tiles, SIZE, GPUS)
+    notify_each(mates + _finished_signal(GPUS - 1 - i, 0, tiles, SIZE, GPUS), epoch, i > 0)
 
     words = segment_of(context, rank, tl.int64) + epoch % 2 * signals
-    missing = 0.0
-    for i in range(GPUS - 1):
-        owner = (rank + 1 + i) % GPUS
-        signal = words + _finished_signal(i, 0, tiles, SIZE, GPUS)
-        if not wait(context, signal, epoch, COMPUTE, FINISHED_TILE, owner, tile):
-            missing = float("nan")
+    done = words + _finished_signal(i, 0, tiles, SIZE, GPUS)
+    here = wait_peers(context, done, i < GPUS - 1, epoch, COMPUTE, FINISHED_TILE, (rank + 1 + i) % GPUS, tile)
+    missing = tl.where(here, 0.0, float("nan"))
     # all are asked for before the first is stored, so that they come together
     finished = ()
-    for i in tl.static_range(GPUS - 1):
-        slot = _finished_slot(context, (rank + 1 + i) % GPUS, start, 0, tiles, DTYPE, OUT, SIZE, GPUS, TILE_M, SLICE)
+    for which in tl.static_range(GPUS - 1):
+        slot = _finished_slot(
+            context, (rank + 1 + which) % GPUS, start, 0, tiles, DTYPE, OUT, SIZE, GPUS, TILE_M, SLICE
+        )
         left = load_partial(slot, TILE_M, HALF)
         finished = finished + ((left, load_partial(slot + TILE_M * HALF, TILE_M, HALF)),)  # type: ignore[assignment]
-    for i in tl.static_range(GPUS - 1):
-        there = column + (rank + 1 + i) % GPUS * SLICE
+    for which in tl.static_range(GPUS - 1):
+        there = column + (rank + 1 + which) % GPUS * SLICE
         for side in tl.static_range(2):
             store_tile(
-                c, 0, row, there + side * HALF, m, n, c_row_stride, c_column_stride, finished[i][side] + missing,
+                c, 0, row, there + side * HALF, m, n, c_row_stride, c_column_stride, finished[which][side] + missing,
                 TILE_M, HALF, C_DESCRIPTOR,
             )  # fmt: skip
     trace(context, TILES, GATHER, rank, tile, LAST)

@@ -51,8 +51,9 @@ class Cta(Protocol):
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None: ...
     def barrier(self) -> None: ...
     def atomic(
-        self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
-    ) -> Any: ...
+        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
+        act: Callable[[], Any],
+    ) -> Any: ...  # fmt: skip
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
     def complete_descriptor_stores(self) -> None: ...
@@ -159,10 +160,12 @@ class Builder(base.InterpreterBuilder):
         only_looks = (rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()) or rmwOp == _ir.ATOMIC_OP.MAX
         order = self.ir_sem_to_interpreter_sem[sem]
 
-        def act():
-            return _native.atomic_rmw(operation, ptr.data, val.data, _as_bools(mask.data), order)
+        chosen = _as_bools(mask.data)
 
-        return base.TensorHandle(self._atomic(ptr, sem, only_looks, act), val.dtype.scalar)
+        def act():
+            return _native.atomic_rmw(operation, ptr.data, val.data, chosen, order)
+
+        return base.TensorHandle(self._atomic(ptr, chosen, sem, only_looks, act), val.dtype.scalar)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
         order = self.ir_sem_to_interpreter_sem[sem]
@@ -170,14 +173,15 @@ class Builder(base.InterpreterBuilder):
         def act():
             return _native.atomic_cas(ptr.data, cmp.data, val.data, order)
 
-        return base.TensorHandle(self._atomic(ptr, sem, False, act), cmp.dtype.scalar)
+        everything = np.ones(ptr.data.shape, dtype=bool)
+        return base.TensorHandle(self._atomic(ptr, everything, sem, False, act), cmp.dtype.scalar)
 
-    def _atomic(self, ptr, sem, only_looks, act):
+    def _atomic(self, ptr, mask, sem, only_looks, act):
         both = sem == _ir.MEM_SEMANTIC.ACQUIRE_RELEASE
         acquire = both or sem == _ir.MEM_SEMANTIC.ACQUIRE
         release = both or sem == _ir.MEM_SEMANTIC.RELEASE
         size = base._get_np_dtype(ptr.get_element_ty()).itemsize
-        return self.running().atomic(ptr.data, size, acquire, release, only_looks, act)
+        return self.running().atomic(ptr.data, mask, size, acquire, release, only_looks, act)
 
     def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
         if "/* trace */" in inlineAsm:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,7 +187,7 @@ class CtaTask(Task):
         if self.spins > SPINS:
             self.scheduler.pause(self)
             # not as a word that is watched from outside: it may have another size
-            self._polled(("load", address), int(result.view(np.uint8).sum()))
+            self._polled({("load", address): int(result.view(np.uint8).sum())})
 
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self._stores(np.size(addresses) * values.itemsize)
@@ -234,44 +234,47 @@ class CtaTask(Task):
     def clock(self) -> int:
         self.scheduler.pause(self)
         now = self.scheduler.time_now()
-        self._polled("clock", now)
+        self._polled({"clock": now})
         return now
 
     def atomic(
-        self, addresses: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool, act: Callable[[], Any]
-    ) -> Any:
+        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
+        act: Callable[[], Any],
+    ) -> Any:  # fmt: skip
         scheduler, memory = self.scheduler, self.scheduler.memory
         scheduler.pause(self)
-        address, end = int(addresses.min()), int(addresses.max()) + size
-        memory.check(address, end, "an atomic operation")
+        chosen = addresses[mask]  # these may lie in the memory of different ranks
+        if chosen.size:
+            memory.check_each(chosen, size, "an atomic operation")
         if release:
             memory.release(self.view)
-        memory.commit_stores_to(self.view, address, end - address)
+        for address in chosen.tolist():
+            memory.commit_stores_to(self.view, address, size)
         before = act()
-        value = int(before.reshape(-1)[0])
-        if self._unchanged(addresses, before):
-            self._polled(address, value)
+        seen = dict(zip(chosen.tolist(), before[mask].tolist(), strict=True))
+        if self._unchanged(addresses, mask, before):
+            self._polled(seen)
         else:
             if release:
-                scheduler.signalled(address, self.time)
+                for address in seen:
+                    scheduler.signalled(address, self.time)
             memory.changed(progress=not only_looks)
             if not only_looks:
                 self.polled.clear()
         if acquire:
             memory.acquire(self.view)
-            self.time = max(self.time, scheduler.times.get(address, 0.0))
+            self.time = max(self.time, *(scheduler.times.get(address, 0.0) for address in seen), 0.0)
         return before
 
     @staticmethod
-    def _unchanged(addresses: np.ndarray, before: np.ndarray) -> bool:
-        everything = np.ones(addresses.shape, dtype=bool)
-        now = _native.load(addresses, everything, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)
-        return bool((now == before).all())
+    def _unchanged(addresses: np.ndarray, mask: np.ndarray, before: np.ndarray) -> bool:
+        now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)
+        return bool((now[mask] == before[mask]).all())
 
-    def _polled(self, address: Any, value: int) -> None:
-        if self.polled.get(address) == value:
+    def _polled(self, seen: Mapping[Any, int]) -> None:
+        if all(self.polled.get(address) == value for address, value in seen.items()):
             self.seen_nothing_new = (self.scheduler.memory.writes, self.scheduler.clock)
-        self.polled[address] = value
+        self.polled.update(seen)
 
     def sees_a_change(self) -> bool:
         """Has a word that the CTA waits for another value now? It may run again then."""
