@@ -61,22 +61,23 @@ def expected(counts, rank, gpus, node_last):
             share = max((arrived[s] for s in rows if s // gpus != node), default=0)
             blocks.append((expert, begin + first, len(rows), len(blocks), set(rows), share))
         begin += len(owners)
-    bins = min(max(len(blocks) // (4 * len(counts)), 1), MOST_BINS.value)
+    bins = min(max(len(blocks) // ((8 if node_last else 4) * len(counts)), 1), MOST_BINS.value)
 
     def key(block):
         sources, share = block[4], block[5]
         own, near = sources == {rank}, all(source // gpus == node for source in sources)
         piece = max(math.ceil(share * bins - 1e-9), 1)
+        other_half = 2 * block[0] >= len(counts)
+        first = own and 4 * block[0] < len(counts)
         if node_last:
-            return (0,) if own else (2,) if near else (1, piece)
+            return (0,) if first else (3 if other_half else 1,) if near else (2, piece)
         if bins >= FEW_BINS.value:
             return (0 if own else 1,) if near else (2, piece)
-        other_half = 2 * block[0] >= len(counts)
-        if own and 4 * block[0] < len(counts):
+        if first:
             return (0,)
-        if near or (other_half and share <= 0.5):
+        if near:
             return (1 + other_half,)
-        return (3 + other_half,)
+        return (4,) if share > 0.5 else (2 if other_half else 3,)
 
     blocks.sort(key=key)
     found = []

@@ -61,7 +61,7 @@ BLOCKS = tl.constexpr(1)
 FIRST_EXPERT = tl.constexpr(2)
 TICKETS = tl.constexpr(3)  # pieces of the way back that have been handed out: they go to whoever is free
 TILES_TAKEN = tl.constexpr(4)  # tiles that have been handed out, likewise
-BEFORE_NODE = tl.constexpr(5)  # blocks that come before those with rows of the node only, if these are the last
+BEFORE_NODE = tl.constexpr(5)  # blocks that come before the last ones, which have rows of the node only
 SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert by rank
 
 # A word of the workspace's state: CTAs of the running launch that have counted.
@@ -75,7 +75,7 @@ BLOCK = tl.constexpr(1024)  # words that are looked at together
 LONG_BLOCK = tl.constexpr(4096)  # the same where there are as many words as a rank has ids
 TOKENS_AT_ONCE = tl.constexpr(256)
 MOST_BINS = tl.constexpr(8)  # pieces of a source's tokens that the order of blocks tells apart, at the most
-KEYS = tl.constexpr(16)  # a power of two above MOST_BINS + 1
+KEYS = tl.constexpr(16)  # a power of two above MOST_BINS + 2
 FEW_BINS = tl.constexpr(4)  # if there are fewer, classes are made otherwise
 SORTED_AT_ONCE = tl.constexpr(256)
 
@@ -466,12 +466,13 @@ def schedule_blocks(
     context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
     SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, NODE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """schedule[place]: the block that is computed at that place. NODE_LAST: blocks with rows of the node only come
-    after those with rows of other nodes, whose results have the longest way back."""
+    """schedule[place]: the block that is computed at that place. NODE_LAST: blocks with rows of the node only, for half
+    of the experts, come after those with rows of other nodes, whose results have the longest way back."""
     rank = rank_of(context)
     blocks = tl.load(summary + BLOCKS)
     # classes that have a few blocks of each expert, if all is even
-    bins = tl.minimum(tl.maximum(blocks // (4 * tl.maximum(experts, 1)), 1), MOST_BINS)
+    WANTED: tl.constexpr = 8 if NODE_LAST else 4
+    bins = tl.minimum(tl.maximum(blocks // (WANTED * tl.maximum(experts, 1)), 1), MOST_BINS)
     of_node = tl.full((), 0, tl.int32)
     for start in range(0, blocks, 128):
         block = start + tl.arange(0, 128)
@@ -495,20 +496,19 @@ def schedule_blocks(
         between = (high >= behind_node) & (begins > tl.load(bases + behind_node, mask=inside, other=0))
         ends_far = (low < high) & ((low % SIZE // GPUS != rank // GPUS) | between)
         far = tl.where(ends_far, bins - 1, far)
+        other_half = 2 * expert >= experts
+        first = own & (4 * expert < experts)  # so that the first tiles need not wait for the node
         if NODE_LAST:
-            key = tl.where(own, 0, tl.where(near, 1 + bins, 1 + far))
-            of_node += tl.sum((inside & near & ~own).to(tl.int32))
+            key = tl.where(first, 0, tl.where(near, tl.where(other_half, 2 + bins, 1), 2 + far))
+            of_node += tl.sum((inside & near & ~first & other_half).to(tl.int32))
+        elif bins < FEW_BINS:
+            # what comes first of other nodes together with the node's, for half of the experts: the other half gives it
+            # time to come
+            late = ends_far | (2 * reached > among)
+            early = tl.where(other_half, 2, 3)
+            key = tl.where(first, 0, tl.where(near, 1 + other_half.to(tl.int32), tl.where(late, 4, early)))
         else:
             key = tl.where(own, 0, tl.where(near, 1, 2 + far))
-            if bins < FEW_BINS:
-                # what comes first of other nodes together with the node's, for half of the experts; the other half
-                # gives it time to come
-                late = ends_far | (2 * reached > among)
-                other_half = 2 * expert >= experts
-                of_half = tl.where(other_half, tl.where(late, 4, 2), 3)
-                key = tl.where(near, 1 + other_half.to(tl.int32), of_half)
-                # the first tiles need not wait for the node
-                key = tl.where(own & (4 * expert < experts), 0, key)
         tl.store(unsorted + block * ENTRY, expert, mask=inside)
         tl.store(unsorted + block * ENTRY + 1, row, mask=inside)
         tl.store(unsorted + block * ENTRY + 2, rows, mask=inside)

@@ -16,8 +16,8 @@ moe_dispatch_matmul, and goes on where that operator ends:
 - The way back (lang/combining.py) is cut into pieces: chunk by chunk of other nodes' tokens with the sums that are
   sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
   this order, to whoever is free.
-  Blocks with rows of other nodes are computed before those with rows of this node only (but for the rank's own,
-  which are the first to be in place). When their tiles have been handed out, all CTAs turn to the pieces of other
+  Blocks with rows of other nodes are computed before half of those with rows of this node only; the other half is
+  computed while the network brings rows. When their tiles have been handed out, all CTAs turn to the pieces of other
   nodes' tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other
   pieces (phase 1).
 
@@ -97,6 +97,10 @@ from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
+
+# Blocks of rows in a group, by default: about as many as an expert has in a class, if ranks have thousands of tokens.
+# 4 ranks, 8192 tokens of 7168, H200: groups of 8 took 14.95 ms, of 4 14.11.
+GROUPED = 4
 
 # Counters of a block of rows.
 COUNTERS = tl.constexpr(3)
@@ -383,6 +387,7 @@ def plan(
         if not read[0]:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
     tiles_of = planning.default_tiles(group.device, x.dtype, hidden, gate_read[0] and down_read[0])
+    tiles_of = replace(tiles_of, group_m=min(tiles_of.group_m, GROUPED))
     pick = planning.chooser(config)
     tile_n = pick("tile_n", tiles_of.tile_n)
     if tile_n < 32:
