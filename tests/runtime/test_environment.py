@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "RANK", "WORLD_SIZE")
+NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MKERNEL_CHOSE_CONNECTIONS", "RANK", "WORLD_SIZE")
 
 
 def connections(**variables):
@@ -31,3 +31,14 @@ def test_ranks_that_are_processes():
 @pytest.mark.parametrize("started", [{}, {"RANK": "0", "WORLD_SIZE": "4"}], ids=["alone", "by torchrun"])
 def test_the_users_own(started):
     assert connections(CUDA_DEVICE_MAX_CONNECTIONS="1", **started) == "1"
+
+
+def test_what_a_program_that_starts_torchrun_hands_down():
+    program = (
+        "import mkernel, os, subprocess, sys; assert os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] == '32';"
+        "child = 'import mkernel, os; print(os.environ.get(\"CUDA_DEVICE_MAX_CONNECTIONS\"))';"
+        "subprocess.run([sys.executable, '-c', child], env=dict(os.environ, RANK='0', WORLD_SIZE='4'), check=True)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.strip() == "None", done.stderr

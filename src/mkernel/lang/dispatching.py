@@ -275,18 +275,21 @@ def place_tokens(
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of the
-    rank's own go round all workers; those of its node round the first NEAR_WORKERS, those of other nodes, which the
-    network brings one by one, round the first FAR_WORKERS. SETTLED: signal of each chunk that the tables say where
+    rank's own go round all workers; those of other nodes, which the network brings one by one, round the first
+    FAR_WORKERS, those of its node round the next NEAR_WORKERS. SETTLED: signal of each chunk that the tables say where
     its rows are."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
     mine = segment_of(context, rank, tl.int64)
+    near_worker = worker
+    if SIZE > GPUS:
+        near_worker = (worker + WORKERS - FAR_WORKERS) % WORKERS  # the others first
     own = _share(chunks, worker, WORKERS)
-    near = own + _share(chunks * (GPUS - 1), worker, NEAR_WORKERS)
+    near = own + _share(chunks * (GPUS - 1), near_worker, NEAR_WORKERS)
     for turn in range(near + _share(chunks * (SIZE - GPUS), worker, FAR_WORKERS)):
         item = turn * WORKERS
         if turn >= own:
-            item = chunks + (turn - own) * NEAR_WORKERS
+            item = chunks + (turn - own) * NEAR_WORKERS + (near_worker - worker)
         if turn >= near:
             item = chunks * GPUS + (turn - near) * FAR_WORKERS
         item += worker
@@ -332,8 +335,8 @@ def dispatch(
     COUNTERS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole way there, by all CTAs: the first SENDERS of them send, the others stage and count, and of these the
-    first INTRAS place rows of their own rank, the first NEAR_INTRAS of these also those of the node, the first
-    FAR_INTRAS those of other nodes. When the rank's own signals `counted` and `scheduled` are up, rows have places and
+    first INTRAS place rows of their own rank, the first FAR_INTRAS of these also those of other nodes, the next
+    NEAR_INTRAS those of the node. When the rank's own signals `counted` and `scheduled` are up, rows have places and
     blocks an order. LAYER: the results come back, so weights travel with the ids, and places are signalled chunk by
     chunk."""
     cta = tl.program_id(0)

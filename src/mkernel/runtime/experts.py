@@ -396,7 +396,7 @@ class Copying:
             send_ctas,
             intra_ctas,
             max(min(keep_pace(nvlink), intra_ctas), 1),
-            max(min(keep_pace(2 * network * routing.gpus), most // 4, intra_ctas), 1),
+            max(min(keep_pace(1.5 * network * routing.gpus), most // 4, intra_ctas), 1),
         )
 
     def __str__(self) -> str:
