@@ -7,7 +7,7 @@ import pytest
 import torch
 from compiling import NAMES, REGISTERS, SHARED_MEMORY, built, constants_of, source_with
 
-from mkernel.ops.moe_combine import COPY_BYTES, moe_combine_kernel
+from mkernel.ops.moe_combine import COPY_BYTES, WARPS, moe_combine_kernel
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
 from mkernel.ops.moe_ffn import moe_ffn_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
@@ -100,7 +100,8 @@ def build(tmp_path_factory):
         blocks = descriptors(op, tiles, described, constants["W_TRANSPOSED"])
         source = source_of(KERNELS[op], dtype, blocks, constants)
         folder = tmp_path_factory.mktemp("compiled")
-        return built(source, folder, capability, num_warps=tiles.warps, num_stages=tiles.stages)
+        warps = WARPS if op == "moe_combine" else tiles.warps
+        return built(source, folder, capability, num_warps=warps, num_stages=tiles.stages)
 
     def build(op, dtype, group, *, described=True, capability=90, **chosen):
         return kept(op, dtype, group, described, capability, tuple(sorted(chosen.items())))

@@ -61,6 +61,10 @@ from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 # chunks are those of the dispatch
+# Of a CTA on a GPU: it waits for memory all the time, and more warps wait for more. 4 ranks on an H200, tokens of 4096:
+# 16384 tokens took 1.88 ms with 8 warps and 1.43 with 16, 4096 tokens 0.54 and 0.41.
+WARPS = 16
+
 TUNABLE = Tunable("moe_combine", agreed=("tokens", "k", "columns"), own=("experts",), shared=())
 
 
@@ -188,7 +192,7 @@ def plan(group: Group, y: torch.Tensor, handle: Handle, config: Config | None) -
         raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {copy_bytes}")
     return Plan(
         ctas=ctas,
-        warps=given.warps or (8 if cuda else 4),
+        warps=given.warps or (WARPS if cuda else 4),
         copy_bytes=copy_bytes,
         row_stride=host.row_stride_of(y.shape[1], y.dtype),
         chunks=handle.routing.chunks,
