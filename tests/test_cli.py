@@ -77,9 +77,19 @@ def test_trace_writes_a_file_for_perfetto_and_a_page(tmp_path):
     assert (tmp_path / "some.html").read_text().startswith("<!doctype html>")
 
 
+def test_trace_says_where_the_time_of_a_rank_went(tmp_path):
+    arguments = ("64x32x32", "--ranks", "2", "--device", "cpu", "--out", str(tmp_path / "some.json"), "--where", "1")
+    result = run("trace", "all_gather_matmul", *arguments)
+    assert result.exit_code == 0
+    assert "rank 1, call 1:" in result.output
+    for what in ("tiles", "push", "arrived", "CTA-ms"):
+        assert what in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["all_gather_matmul", "--where", "4"], "there are the ranks 0 to 3; got 4"),
         (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
         (["all_gather_matmul", "64x32"], "'64x32' is no shape of all_gather_matmul; write m_total x n x k"),
         (["all_gather_matmul", "0x32x32"], "'0x32x32' is no shape"),

@@ -329,6 +329,10 @@ def trace(
     calls: Annotated[int, typer.Option(min=1, help="Calls of each shape, one after the other.")] = 2,
     events: Annotated[int, typer.Option(min=1, help="Events that each role of a CTA has room for.")] = 4096,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links (on a GPU).")] = False,
+    where: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="RANK", help="Print where the time of this rank's CTAs went, in its last call."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
 ) -> None:
     """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
@@ -338,6 +342,8 @@ def trace(
 
     workload, parsed = _workload(op, shapes, ranks * nodes)
     _check_file(out, "--out")
+    if where is not None and where >= ranks * nodes:
+        raise typer.BadParameter(f"there are the ranks 0 to {ranks * nodes - 1}; got {where}", param_hint="--where")
     if out.suffix == ".html":
         raise typer.BadParameter(
             f"{out} is the name of the page that goes beside the file; write --out {out.with_suffix('.json')}",
@@ -362,7 +368,7 @@ def trace(
             room=events,
             seed=seed,
         )
-        command.show(traced, out, out.with_suffix(".html"), Console(highlight=False))
+        command.show(traced, out, out.with_suffix(".html"), Console(highlight=False), where)
 
 
 @main.command()

@@ -1,6 +1,7 @@
 """Traces of the simulator: complete, in order, and no trace of them when they are off."""
 
 import importlib
+import io
 import itertools
 import json
 from collections import Counter
@@ -9,10 +10,12 @@ import helpers
 import pytest
 import torch
 from mutation import mutated
+from rich.console import Console
 
 import mkernel as mk
 from mkernel.runtime import clocks
 from mkernel.tracing import chrome
+from mkernel.tracing.command import WIDE, bars, show_account
 from mkernel.tracing.links import arrivals
 from mkernel.workloads import workload_of
 
@@ -52,6 +55,36 @@ def test_results_do_not_change_and_every_rank_has_the_whole_trace():
     first, second = helpers.run(on_rank, cluster=(1, 2))
     assert first.events == second.events
     assert {event.rank for event in first.events} == {0, 1}
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_the_account_of_a_call_has_all_of_its_time(trace, pieces):
+    start, end = trace.span(3, 1)
+    lines = trace.account(3, 1, pieces)
+    assert [line["cta_ms"] for line in lines] == sorted((line["cta_ms"] for line in lines), reverse=True)
+    found = {(line["role"], line["kind"]): line for line in lines}
+    events = [event for event in trace.of(3, call=1) if event.kind != "launch"]
+    assert set(found) == {(event.role, event.kind) for event in events}
+    for (role, kind), line in found.items():
+        alike = [event for event in events if (event.role, event.kind) == (role, kind)]
+        assert line["count"] == len(alike)
+        assert line["cta_ms"] == pytest.approx(sum(event.duration for event in alike) / 1e6)
+        assert line["longest_us"] == max(event.duration for event in alike) / 1e3
+        assert 0 <= line["median_us"] <= line["longest_us"]
+        assert 0 <= line["first_ms"] <= line["last_ms"] <= (end - start) / 1e6
+        assert len(line["busy"]) == pieces
+        assert sum(line["busy"]) * (end - start) / pieces == pytest.approx(line["cta_ms"] * 1e6)
+
+
+@pytest.mark.parametrize("width", [80, WIDE])
+def test_bars_where_there_is_room_for_them(trace, width):
+    assert bars([0, 0.01, 1, 2, 4], 4) == " ▁▂▄█"
+    console = Console(width=width, file=io.StringIO())
+    show_account(trace, 0, console)
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= width
+    assert any("wait for arrived" in line for line in lines)
+    assert ("CTAs at it" in lines[1]) == (width == WIDE)
 
 
 def test_every_tile_and_every_chunk_is_there_once(trace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,8 +51,43 @@ def run(
     )[0]  # fmt: skip
 
 
-def show(traced: Trace, json: Path, html: Path, console: Console) -> None:
-    """Write both files, and print what each rank spent its time on."""
+BARS = " ▁▂▃▄▅▆▇█"
+WIDE = 112  # columns of a console in which there is room for bars
+
+
+def bars(busy: Sequence[float], ctas: int) -> str:
+    """How many of so many CTAs were busy, piece by piece, as a line of bars; one that is at something shows."""
+    levels = len(BARS) - 1
+    return "".join(BARS[min(math.ceil(levels * share / ctas - 1e-3), levels)] for share in busy)
+
+
+def show_account(traced: Trace, rank: int, console: Console) -> None:
+    """Print where the time of a rank's CTAs went in its last call."""
+    call = len(traced.calls(rank)) - 1
+    start, end = traced.span(rank, call)
+    ctas = len({event.cta for event in traced.of(rank, "launch", call=call)})
+    milliseconds = (end - start) / 1e6
+    console.print(f"rank {rank}, call {call}: {milliseconds:.4f} ms of {ctas} CTAs, {milliseconds * ctas:.4f} CTA-ms")
+    table = Table(box=None, pad_edge=False)
+    for name in ("role", "what"):
+        table.add_column(name)
+    for name in ("times", "CTA-ms", "median", "longest", "from", "to"):
+        table.add_column(name, justify="right", no_wrap=True)
+    wide = console.width >= WIDE
+    if wide:
+        table.add_column("CTAs at it", no_wrap=True)
+    for line in traced.account(rank, call):
+        table.add_row(
+            line["role"], line["kind"], str(line["count"]), f"{line['cta_ms']:.4f}", f"{line['median_us']:.2f}",
+            f"{line['longest_us']:.1f}", f"{line['first_ms']:.4f}", f"{line['last_ms']:.4f}",
+            *([bars(line["busy"], ctas)] if wide else []),
+        )  # fmt: skip
+    console.print(table)
+    console.print("median and longest of them in us; from and to in ms since the call began")
+
+
+def show(traced: Trace, json: Path, html: Path, console: Console, where: int | None = None) -> None:
+    """Write both files, and print what each rank spent its time on; of the rank `where` in detail."""
     traced.save(json)
     traced.html(html)
     table = Table(box=None, pad_edge=False)
@@ -65,6 +101,8 @@ def show(traced: Trace, json: Path, html: Path, console: Console) -> None:
         )  # fmt: skip
     console.print(table)
     console.print("ms; tiles, copies and waits: the mean of the rank's CTAs")
+    if where is not None:
+        show_account(traced, where, console)
     if traced.simulated:
         console.print("simulated: only the order and the proportions of times mean something")
     if traced.emulated:

@@ -159,6 +159,39 @@ class Trace:
                 )
         return lines
 
+    def account(self, rank: int, call: int, pieces: int = 24) -> list[dict[str, Any]]:
+        """Where the time of a rank's CTAs went in a call: a line for each role and kind of event, the most time first.
+
+        `cta_ms` is the sum over all CTAs, `first_ms` and `last_ms` when the first one began and the last one ended,
+        since the call began; `busy` how many CTAs were at it at a time, in so many pieces of the call.
+        """
+        start, end = self.span(rank, call)
+        piece = max((end - start) / pieces, 1.0)
+        kinds: dict[tuple[str, str], list[Event]] = {}
+        for event in self.of(rank, call=call):
+            if event.kind != "launch":
+                kinds.setdefault((event.role, event.kind), []).append(event)
+        lines = []
+        for (role, kind), events in kinds.items():
+            durations = sorted(event.duration for event in events)
+            lines.append(
+                {
+                    "role": role,
+                    "kind": kind,
+                    "count": len(events),
+                    "cta_ms": sum(durations) / 1e6,
+                    "median_us": durations[len(durations) // 2] / 1e3,
+                    "longest_us": durations[-1] / 1e3,
+                    "first_ms": (min(event.start for event in events) - start) / 1e6,
+                    "last_ms": (max(event.end for event in events) - start) / 1e6,
+                    "busy": [
+                        sum(_within(event, start + i * piece, start + (i + 1) * piece) for event in events) / piece
+                        for i in range(pieces)
+                    ],
+                }
+            )
+        return sorted(lines, key=lambda line: -line["cta_ms"])
+
     # -- files
 
     def save(self, path: str | Path) -> None:
@@ -178,6 +211,11 @@ class Trace:
     def _complete(self) -> None:
         if not self.events:
             raise MKernelError("the trace is empty: it is filled when the `with` block ends, by operators called in it")
+
+
+def _within(event: Event, start: float, end: float) -> float:
+    """How much of an event lies between two times."""
+    return max(min(event.end, end) - max(event.start, start), 0.0)
 
 
 def trace(group: Group | None = None, *, events: int = EVENTS) -> Trace:
