@@ -10,7 +10,7 @@ from mkernel.lang import combining, roles, routing, signals
 from mkernel.lang import context as words
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import ARRIVED, finish, notify, wait
+from mkernel.lang.signals import ARRIVED, finish, notify, notify_each, wait, wait_peers
 from mkernel.runtime import records
 
 from .harness import SOON, launch, simulate, workspace_of
@@ -47,6 +47,51 @@ def test_data_is_there_when_the_signal_is(seed):
     for number, out in enumerate(simulate(rank, gpus=3, seed=seed)):
         before = (number - 1) % 3
         assert out == [place + 100 * before + 1000 for place in range(BLOCK.value)] + [1]
+
+
+@triton.jit
+def tell_everybody(context, data_start, out, RANKS: tl.constexpr):
+    """Every rank writes a word to every other one, signals all of them at once, and waits likewise."""
+    rank = rank_of(context)
+    epoch = current_epoch(context)
+    i = tl.arange(0, RANKS)
+    mates = tl.load(context + words.TABLE + i).to(tl.pointer_type(tl.int64))
+    for peer in range(RANKS):
+        tl.store(segment_of(context, peer, tl.int64) + data_start + rank, epoch * 10 + rank)
+    notify_each(mates + rank, epoch, i != rank)
+    mine = segment_of(context, rank, tl.int64)
+    there = wait_peers(context, mine + i, i != rank, epoch, COMPUTE, ARRIVED, i, 7)
+    tl.store(out + i, tl.load(mine + data_start + i, mask=i != rank, other=0))
+    tl.store(out + RANKS, there.to(tl.int64))
+    finish(context, epoch, 2)
+
+
+def tell(group):
+    workspace = workspace_of(group)
+    out = torch.zeros(group.size + 1, dtype=torch.int64)
+    arguments = dict(data_start=workspace.data_start // 8, out=out, RANKS=group.size)
+    launch(group, workspace, tell_everybody, **arguments)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_data_of_all_peers_is_there_when_their_signals_are(seed):
+    for rank, out in enumerate(simulate(tell, gpus=4, seed=seed)):
+        assert out == [10 + peer if peer != rank else 0 for peer in range(4)] + [1]
+
+
+def test_who_of_several_peers_did_not_come_is_written_down():
+    def rank(group):
+        workspace_of(group)
+        if group.rank == 1:
+            return None  # it never comes
+        with pytest.raises(mk.CommTimeout) as failure:
+            tell(group)
+        return failure.value.records
+
+    for number, found in enumerate(simulate(rank, gpus=4, timeout=SOON)):
+        if number != 1:
+            assert {(record.peer, record.index, record.seen, record.expected) for record in found} == {(1, 7, 0, 1)}
 
 
 def test_signals_hold_the_epoch_and_only_grow():
