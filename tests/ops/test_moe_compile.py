@@ -10,6 +10,7 @@ from compiling import NAMES, REGISTERS, SHARED_MEMORY, built, constants_of, sour
 from mkernel.ops.moe_combine import COPY_BYTES, WARPS, moe_combine_kernel
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
 from mkernel.ops.moe_ffn import moe_ffn_kernel
+from mkernel.runtime.experts import short_tile
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles
 
@@ -76,7 +77,9 @@ def descriptors(op, tiles, described, transposed) -> dict[str, tuple[int, ...]]:
         return {}
     if op == "moe_dispatch_matmul":
         matrices = {"w": (1, n, k) if transposed else (1, k, n)}
-        return dict(packed=(m, k), y=(1, m, n), **(matrices if described else {}))
+        short = short_tile(torch.device("cuda"), m)
+        rows = dict(packed=(m, k), packed_short=(short, k), y=(1, m, n), y_short=(1, short, n))
+        return rows | (matrices if described else {})
     matrices = dict(w_gate_up=(1, k, n // 2), w_down=(1, k, n))
     return dict(packed=(m, k), inner=(m, k), packed_store=(1, m, n), **(matrices if described else {}))
 
@@ -91,7 +94,8 @@ def build(tmp_path_factory):
         constants = dict(
             DTYPE=DTYPES[dtype], K=8, SLOTS=8, CHUNK=32, PACED=False, W_DESCRIPTOR=described, W_TRANSPOSED=False,
             PRECISION=matmul_precision(dtype), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
-            GROUP=tiles.group_m, COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
+            SHORT_M=short_tile(torch.device("cuda"), tiles.tile_m), GROUP=tiles.group_m,
+            COPY_ROWS=4, COPY_COLUMNS=tiles.copy_bytes // dtype.itemsize // 4,
             GATE_DESCRIPTOR=described, GATE_TRANSPOSED=False, DOWN_DESCRIPTOR=described, DOWN_TRANSPOSED=False,
             SUM_COLUMNS=tiles.copy_bytes // dtype.itemsize // 16,
         ) | GROUPS[group] | dict(chosen)  # fmt: skip

@@ -100,26 +100,48 @@ TUNABLE = Tunable(
 
 
 @triton.jit
-def multiply_block(
-    context, packed, w, y, n, k, w_expert_stride, w_row_stride, w_column_stride, schedule, placed, tile,
+def _multiply(
+    packed, w, y, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride, w_column_stride,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    HEIGHT: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile, when the rows of its block have been placed."""
+    """A tile of that height; NaN if its rows are not here."""
+    accumulator = multiply_rows(
+        packed, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
+        HEIGHT, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
+    )  # fmt: skip
+    accumulator += tl.where(here, 0.0, float("nan"))
+    store_rows(y, row, rows, column, accumulator, HEIGHT, TILE_N)
+
+
+@triton.jit
+def multiply_block(
+    context, packed, packed_short, w, y, y_short, n, k, w_expert_stride, w_row_stride, w_column_stride,
+    schedule, placed, tile,
+    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """A tile, when the rows of its block have been placed. If these are no more than SHORT_M, as in the last block of
+    an expert, it is of that height."""
     place, column_block = tile_of(schedule, tile, tl.cdiv(n, TILE_N))
     expert = tl.load(schedule + place * ENTRY)
     row = tl.load(schedule + place * ENTRY + 1)
     rows = tl.load(schedule + place * ENTRY + 2)
     block = tl.load(schedule + place * ENTRY + 3)
+    column = column_block * TILE_N
     here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
     acquire_for_descriptors()
     since = trace_time(context)
-    accumulator = multiply_rows(
-        packed, row, w, expert, column_block * TILE_N, n, k, w_expert_stride, w_row_stride, w_column_stride,
-        TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
-    )  # fmt: skip
-    accumulator += tl.where(here, 0.0, float("nan"))
-    store_rows(y, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
+    if rows > (SHORT_M if SHORT_M < TILE_M else 0):
+        _multiply(
+            packed, w, y, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride, w_column_stride,
+            W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
+    elif SHORT_M < TILE_M:
+        _multiply(
+            packed_short, w, y_short, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride,
+            w_column_stride, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, SHORT_M, TILE_N, TILE_K,
+        )  # fmt: skip
     trace(context, TILES, TILE, -1, tile, since)
 
 
@@ -130,7 +152,7 @@ VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nan
 @triton.jit(do_not_specialize=VARYING)
 def moe_dispatch_matmul_kernel(
     context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
-    w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_rows, y, y_rows, y_stride,
+    w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, packed_rows, y, y_short, y_rows, y_stride,
     positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
     unsorted, schedule, summary, row_source, row_token,
     tokens, most_tokens, experts, room, hidden, n, chunks, signals, nanoseconds_per_mib,
@@ -139,7 +161,7 @@ def moe_dispatch_matmul_kernel(
     RANKS: tl.constexpr, SENDERS: tl.constexpr, INTRAS: tl.constexpr, NEAR_INTRAS: tl.constexpr,
     FAR_INTRAS: tl.constexpr, PACED: tl.constexpr,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The whole operator; see the module's docstring for the roles and the signals."""
@@ -169,8 +191,8 @@ def moe_dispatch_matmul_kernel(
         tile = take(summary + TILES_TAKEN)
         while tile < tiles:
             multiply_block(
-                context, packed, w, y, n, hidden, w_expert_stride, w_row_stride, w_column_stride, schedule, placed,
-                tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K,
+                context, packed, packed_short, w, y, y_short, n, hidden, w_expert_stride, w_row_stride, w_column_stride,
+                schedule, placed, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
             )  # fmt: skip
             tile = take(summary + TILES_TAKEN)
     finish(context, epoch, SIZE)
@@ -184,6 +206,7 @@ class Plan:
     routing: Routing
     copying: host.Copying
     row_stride: int
+    short_m: int  # blocks of no more rows are tiles of that height
     described: bool  # w is read through descriptors
     transposed: bool
     precision: str
@@ -224,6 +247,7 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
         routing=routing,
         copying=share,
         row_stride=host.row_stride_of(hidden, x.dtype),
+        short_m=host.short_tile(group.device, tile_m),
         described=described,
         transposed=transposed,
         precision=matmul_precision(x.dtype),
@@ -258,10 +282,13 @@ def _launch(
         w=host.matrices_descriptor(w, plan.transposed, c.tile_k, c.tile_n) if plan.described else w,
         w_expert_stride=w.stride(0), w_row_stride=w.stride(1), w_column_stride=w.stride(2),
         packed=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [c.tile_m, c.tile_k]),
+        packed_short=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [plan.short_m, c.tile_k]),
         packed_rows=packed,
-        y=host.rows_descriptor(y, c.tile_m, c.tile_n), y_rows=y, y_stride=y.stride(0),
+        y=host.rows_descriptor(y, c.tile_m, c.tile_m, c.tile_n),
+        y_short=host.rows_descriptor(y, c.tile_m, plan.short_m, c.tile_n),
+        y_rows=y, y_stride=y.stride(0),
         n=n,
-        W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision,
+        W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision, SHORT_M=plan.short_m,
     )  # fmt: skip
     return Launch(
         op="moe_dispatch_matmul",

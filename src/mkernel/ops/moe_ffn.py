@@ -447,7 +447,7 @@ def _launch(
         w_down=_operand(w_down, plan.down_read, c.tile_k, c.tile_n),
         down_expert_stride=w_down.stride(0), down_row_stride=w_down.stride(1), down_column_stride=w_down.stride(2),
         packed=descriptor(packed, list(packed.shape), [packed.stride(0), 1], [c.tile_m, c.tile_k]),
-        packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_n), packed_rows=packed,
+        packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_m, c.tile_n), packed_rows=packed,
         inner=descriptor(inner, list(inner.shape), [inner.stride(0), 1], [c.tile_m, c.tile_k]),
         inner_rows=inner, inner_stride=inner.stride(0),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),

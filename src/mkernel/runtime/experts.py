@@ -210,12 +210,20 @@ def rows_of_tile(group: Group, rows: int, columns: int, dtype: torch.dtype, tile
     return whole[tile_m:, :columns]
 
 
-def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
-    """The descriptor that lang/grouped.py stores through, of what `rows_of_tile` gave."""
+def rows_descriptor(rows: torch.Tensor, in_front: int, tile_m: int, tile_n: int) -> Any:
+    """The descriptor that lang/grouped.py stores tiles through, of what `rows_of_tile` gave, with so many rows in front
+    of the first one, which is at least a tile's height."""
     stride = rows.stride(0)
-    whole = rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), 0)  # with what lies in front
+    whole = rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), (in_front - tile_m) * stride)
     block = [1, tile_m, tile_n]
     return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], block)
+
+
+def short_tile(device: torch.device, tile_m: int) -> int:
+    """The height of a tile for a block that fills only half of one: tile_m if nothing would be won. Hopper's tensor
+    cores multiply 64 rows at least."""
+    least = 64 if device.type == "cuda" else 16
+    return max(tile_m // 2, min(least, tile_m))
 
 
 def how_read(w: torch.Tensor) -> tuple[bool, bool]:
