@@ -76,6 +76,30 @@ def test_those_that_timed_out_come_first_the_longest_before():
     assert found[0] == mk.WaitRecord(True, "all_gather_matmul", 2, "send", 1023, "sent", 1, 40 + 1023, 6, 7, 2.5)
 
 
+def test_a_rank_that_never_came_comes_before_what_others_did_not_send():
+    """A peer that waits for it sends nothing; that wait may have begun first, and have told this one to leave."""
+    table = table_of(
+        row(signals.TIMED_OUT, 0, 1_000_200_000),
+        row(signals.TOLD_TO_LEAVE, 1, 1_000_000_000, kind=signals.ENTERED),
+        row(signals.TIMED_OUT, 2, 1_000_000_000),
+    )
+    assert [record.cta for record in records.read(table)] == [1, 0, 2]
+    assert mk.CommTimeout("words", records.read(table)).is_cause
+
+
+def test_a_rank_that_is_only_late_does_not():
+    table = table_of(
+        row(signals.TOLD_TO_LEAVE, 0, 100_000_000, kind=signals.ENTERED),
+        row(signals.TIMED_OUT, 1, 1_000_000_000),
+        row(signals.TOLD_TO_LEAVE, 2, 200_000_000),
+    )
+    assert [record.cta for record in records.read(table)] == [1, 0, 2]
+
+
+def test_a_record_that_is_being_written_is_none_yet():
+    assert records.read(table_of(row(signals.BEING_WRITTEN, 1, 1))) == []
+
+
 @pytest.mark.parametrize("kind", [signals.ENTERED, signals.ARRIVED, signals.RING_SPACE, signals.SENT])
 @pytest.mark.parametrize("role", [roles.SEND, roles.INTRA, roles.COMPUTE])
 def test_everything_that_a_kernel_can_write_can_be_read(kind, role):

@@ -42,6 +42,7 @@ from mkernel.lang.trace import ENDED, LAUNCHES, WAIT, trace, trace_time
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
 TOLD_TO_LEAVE = tl.constexpr(2)
+BEING_WRITTEN = tl.constexpr(-1)
 
 # What was waited for.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
@@ -166,8 +167,10 @@ def _wait_all(
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
-    # the first wait that a CTA gives up tells the story; later ones only follow from it
-    if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
+    # the first wait that a CTA gives up tells the story; later ones only follow from it. Several of its warps may give
+    # up at the same time.
+    nothing = tl.cast(0, tl.int64)
+    if tl.atomic_cas(record, nothing, nothing + BEING_WRITTEN, sem="relaxed", scope="sys") == 0:
         tl.store(record + 1, tl.load(context + OP))
         tl.store(record + 2, tl.load(context + RANK))
         tl.store(record + 3, ROLE)

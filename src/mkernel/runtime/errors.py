@@ -21,7 +21,7 @@ class ArgumentError(MKernelError, ValueError):
 class CommTimeout(MKernelError, RuntimeError):
     """A rank waited longer than the group's timeout for another one.
 
-    `record` is the wait that ran out first, `records` are all that were given up on this rank. The
+    `record` is the wait that tells most, `records` are all that were given up on this rank. The
     group cannot be used any more; the process and its GPU can: make a new group with those ranks
     that are still there (`group.subset`). `others` are the records of the other ranks, where these are
     in the same process (`mk.spawn`).
@@ -47,7 +47,7 @@ class CommTimeout(MKernelError, RuntimeError):
     @property
     def is_cause(self) -> bool:
         """Did a wait of this rank run out, rather than end because another rank's had?"""
-        return self.record is not None and self.record.timed_out
+        return any(record.timed_out for record in self.records)
 
 
 class RoutingError(MKernelError, RuntimeError):

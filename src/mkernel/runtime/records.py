@@ -100,10 +100,12 @@ def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: flo
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:
-    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank.
-    That a launch ended too late is told, once, if there is nothing else to tell."""
+    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank. A
+    wait for a rank that has not come at all comes before those for what others were to send, which may follow from it;
+    it counts as timed out if it was about as long as one that was. That a launch ended too late is told, once, if there
+    is nothing else to tell."""
     found = []
-    for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
+    for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] > 0].tolist():
         if row[0] in REFUSALS:
             continue
         reason, op, rank, role, cta, kind, peer, index, seen, expected, nanoseconds = row[:11]
@@ -123,7 +125,14 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
             )
         )
     waits = [record for record in found if record.signal != "nothing"] or found[:1]
-    return sorted(waits, key=lambda record: (not record.timed_out, record.peer < 0, -record.seconds))
+    timeout = max((record.seconds for record in waits if record.timed_out), default=float("inf"))
+
+    def order(record: WaitRecord) -> tuple[bool, bool, bool, float]:
+        never_came = record.signal == "entered"
+        ran_out = record.timed_out or (never_came and record.seconds > 0.9 * timeout)
+        return not ran_out, record.peer < 0, not never_came, -record.seconds
+
+    return sorted(waits, key=order)
 
 
 def take_refusal(table: torch.Tensor) -> RoutingError | None:
