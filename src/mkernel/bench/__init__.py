@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import platform
@@ -13,7 +14,7 @@ import torch
 import triton
 
 from mkernel import operators
-from mkernel.bench import baselines, published
+from mkernel.bench import baselines, clocks, published
 from mkernel.bench.shapes import Wanted
 from mkernel.operators import Shape
 from mkernel.report import finite
@@ -92,12 +93,13 @@ def main(
     network: float | None,
     against: Sequence[str] = (),
     options: Sequence[str] = (),
+    clock: int | None = None,
     json_path: Path | None = None,
     csv_path: Path | None = None,
     html_path: Path | None = None,
 ) -> int:
     """What `mkernel bench` does. Returns the exit code. Files are written after every shape, so that what was
-    measured is there even if a later one fails."""
+    measured is there even if a later one fails. `clock`: MHz that SM clocks are held at, or None for free ones."""
     if not torch.cuda.is_available():
         print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
         return 1
@@ -105,31 +107,46 @@ def main(
     if besides and (refused := baselines.refusal(ranks, nodes)):
         print(f"mkernel bench: --against {','.join(besides)}: {refused}")
         return 2
-    print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
-    if any(one.row for one in wanted):
-        here = published.place(nodes, ranks, torch.cuda.device_count())
-        print(f"published: {published.figures()['source']}")
-        print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
-    results: list[dict[str, Any]] = []
-    named = ""
-    for one in wanted:
-        if one.op != named:
-            named = one.op
-            print(f"\n{named}\n{_header(one, against)}", flush=True)
-        try:
-            result = run(
-                one.op, [one.shape], ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
+    with contextlib.ExitStack() as stack:
+        if clock is not None:
+            try:
+                stack.enter_context(clocks.held(clock, clocks.gpus(ranks * nodes)))
+            except clocks.ClockError as problem:
+                print(f"mkernel bench: --clock {clock}: {problem}")
+                return 2
+        print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
+        if any(one.row for one in wanted):
+            here = published.place(nodes, ranks, torch.cuda.device_count())
+            print(f"published: {published.figures()['source']}")
+            print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
+        if clock is not None:
+            print(f"SM clocks held at {clock} MHz")
+        results: list[dict[str, Any]] = []
+        named = ""
+        for one in wanted:
+            if one.op != named:
+                named = one.op
+                print(f"\n{named}\n{_header(one, against)}", flush=True)
+            result = _figures_of(
+                one, clock, ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
                 against=against, options=options,
-            )[0]  # fmt: skip
-            if one.row is not None:
-                result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
-        except (MKernelError, torch.OutOfMemoryError) as problem:
-            result = {"op": one.op, "failed": str(problem).partition("\n")[0]}
-        result |= {"shape": list(one.shape)}
-        results.append(result)
-        print(_line(one, result, against), flush=True)
-        _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
+            )  # fmt: skip
+            results.append(result)
+            print(_line(one, result, against), flush=True)
+            _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
     return 0 if all(is_right(result) and baselines.is_right(result) for result in results) else 1
+
+
+def _figures_of(one: Wanted, clock: int | None, **how: Any) -> dict[str, Any]:
+    """What `run` measures of one shape, with what was published of it; or why it failed."""
+    said = {"shape": list(one.shape), "clock_mhz": clock}
+    try:
+        result = run(one.op, [one.shape], **how)[0] | said
+        if one.row is not None:
+            result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
+    except (MKernelError, torch.OutOfMemoryError) as problem:
+        result = {"op": one.op, "failed": str(problem).partition("\n")[0]} | said
+    return result
 
 
 def is_right(result: dict[str, Any]) -> bool:
@@ -170,7 +187,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
         value = result.get(key)
         text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
         numbers.append(f"{text:>{max(len(name), 8)}}")
-    mark = " emulated" if result["emulated"] else ""
+    mark = (" emulated" if result["emulated"] else "") + clocks.mark(result)
     line = " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
     if "gemm_ms" in result:
         share = result["gemm_against_library"]
