@@ -9,7 +9,7 @@ import mkernel as mk
 from mkernel.lang import combining, roles, routing, signals
 from mkernel.lang import context as words
 from mkernel.lang.context import current_epoch, rank_of, segment_of
-from mkernel.lang.roles import COMPUTE
+from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, finish, notify, notify_each, wait, wait_peers
 from mkernel.runtime import records
 
@@ -257,6 +257,36 @@ def test_the_wait_that_timed_out_is_not_forgotten():
     assert record.index == 1
     assert record.timed_out
     assert record.seconds > SOON
+
+
+@triton.jit
+def give_up_twice(context, nanoseconds, again, SECOND: tl.constexpr):
+    """As two warps of a CTA would that waited at the same time: the first in vain, the second was told to leave."""
+    signals._record(context, signals.TIMED_OUT, COMPUTE, ARRIVED, 1, 40, 0, 1, nanoseconds.to(tl.int64))
+    signals._record(context, signals.TOLD_TO_LEAVE, INTRA, SECOND, 2, 0, 0, 1, again.to(tl.int64))
+
+
+@pytest.mark.parametrize(
+    ("second", "again", "told"),
+    [
+        (signals.ENTERED, 950, "entered"),  # that rank 2 never came explains why rank 1 has sent nothing
+        (signals.ENTERED, 800, "arrived"),  # it was only late
+        (signals.FREED, 2000, "arrived"),  # may follow from the first
+    ],
+)
+def test_of_waits_of_one_cta_the_one_for_a_rank_that_never_came_is_told(second, again, told):
+    def rank(group):
+        workspace = workspace_of(group)
+        arguments = dict(nanoseconds=1000 * 10**6, again=again * 10**6, SECOND=second)
+        with pytest.raises(mk.CommTimeout) as caught:
+            launch(group, workspace, give_up_twice, **arguments)
+        return caught.value.records
+
+    ((record,),) = simulate(rank)
+    assert record.signal == told
+    assert record.timed_out, "a wait of this CTA ran out, whichever is told"
+    if told == "entered":
+        assert (record.role, record.peer, record.index, record.seconds) == ("intra", 2, 0, 0.95)
 
 
 def test_a_wait_is_timed_from_its_own_beginning():

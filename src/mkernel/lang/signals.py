@@ -167,23 +167,28 @@ def _wait_all(
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
     cta = tl.program_id(0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
-    # the first wait that a CTA gives up tells the story; later ones only follow from it. Several of its warps may give
-    # up at the same time.
-    nothing = tl.cast(0, tl.int64)
-    if tl.atomic_cas(record, nothing, nothing + BEING_WRITTEN, sem="relaxed", scope="sys") == 0:
-        tl.store(record + 1, tl.load(context + OP))
-        tl.store(record + 2, tl.load(context + RANK))
-        tl.store(record + 3, ROLE)
-        tl.store(record + 4, cta)
-        tl.store(record + 5, KIND)
-        tl.store(record + 6, peer)
-        tl.store(record + 7, index)
-        tl.store(record + 8, seen)
-        tl.store(record + 9, expected)
-        tl.store(record + 10, nanoseconds)
-        # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
-        # Triton from pipelining a loop with a wait in it
-        tl.atomic_xchg(record, reason, sem="release", scope="sys")
+    # The first wait that a CTA gives up tells the story; later ones only follow from it. But several of its warps may
+    # wait at the same time, and that a rank never came tells more than what others, who wait for it too, have not sent.
+    held = tl.atomic_add(record, 0, sem="acquire", scope="sys")
+    tells_more = held == 0
+    if KIND == ENTERED:
+        tells_more |= (held > 0) & (nanoseconds * 10 > tl.load(record + 10) * 9)
+        reason = tl.where(held == TIMED_OUT, TIMED_OUT, reason)
+    if tells_more:
+        if tl.atomic_cas(record, held, tl.cast(BEING_WRITTEN, tl.int64), sem="relaxed", scope="sys") == held:
+            tl.store(record + 1, tl.load(context + OP))
+            tl.store(record + 2, tl.load(context + RANK))
+            tl.store(record + 3, ROLE)
+            tl.store(record + 4, cta)
+            tl.store(record + 5, KIND)
+            tl.store(record + 6, peer)
+            tl.store(record + 7, index)
+            tl.store(record + 8, seen)
+            tl.store(record + 9, expected)
+            tl.store(record + 10, nanoseconds)
+            # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
+            # Triton from pipelining a loop with a wait in it
+            tl.atomic_xchg(record, reason, sem="release", scope="sys")
 
 
 @triton.jit
