@@ -78,8 +78,8 @@ import triton.language as tl
 
 from mkernel.lang.attention import attend, attention_of, key_blocks, keys_below, rows_of, seen_by, seen_by_rank
 from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import pace
-from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.entries import announce
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
@@ -248,8 +248,6 @@ def intra(
     mine = segment_of(context, rank, tl.int64)
     own_slots = segment_of(context, rank, DTYPE) + data_start
     count = chunks * (SIZE // GPUS)  # chunks of a round that this rank pushes
-    start = clock()
-    sent = epoch * 0
     for turn in range(rounds):
         unit = turn // parts
         begin = turn % parts * part_rows
@@ -288,8 +286,8 @@ def intra(
                 peer = node * GPUS + (rank + i) % GPUS
                 if is_seen(spans, peer, source, key, height, length, SIZE, ZIGZAG, CAUSAL, PACKED):
                     if PACED:
-                        sent += (2 * height).to(tl.int64) * dim * (DTYPE.primitive_bitwidth // 8)
-                        pace(start, sent, nanoseconds_per_mib)
+                        size = (2 * height).to(tl.int64) * dim * (DTYPE.primitive_bitwidth // 8)
+                        await_link(reserve_link(context, size, nanoseconds_per_mib))
                     slot = slot_of(source, peer, SIZE)
                     word = arrived_word(turn, slot, chunk, stamps, window, chunks, SIZE, SLOTS)
                     notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))
@@ -789,8 +787,7 @@ def _launch(
     blocks = math.ceil(length / c.tile_m)
     slots_rows = plan.window * plan.slots * 2 * plan.part_rows
     spread = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
-    paced = group.world.links.nvlink is not None and c.intra_ctas > 0
-    rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
+    link = group.world.links.nvlink if c.intra_ctas else None
     gluon = plan.kernel == "gluon"
     slots: Any = workspace.data.view(query.dtype) if size > 1 else None
     operands: dict[str, Any] = dict(q=query, own_k=key, own_v=value, out=out, slots=slots)
@@ -809,9 +806,9 @@ def _launch(
         rounds=plan.rounds, window=plan.window, part_rows=plan.part_rows,
         chunk_rows=c.chunk_rows, chunks=plan.chunks, stamps=_stamps_of(workspace, size),
         tasks=heads // kv_heads * blocks * (2 if gluon else 1) + spread,
-        nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
+        nanoseconds_per_mib=round(2**20 / link) if link else 0,
         DTYPE=DTYPES[query.dtype], SIZE=size, GPUS=group.gpus_per_node, SLOTS=plan.slots,
-        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, CREDITS=plan.credits, PACED=paced,
+        SENDERS=c.send_ctas, INTRAS=c.intra_ctas, CREDITS=plan.credits, PACED=link is not None,
         ZIGZAG=plan.sequences.zigzag, CAUSAL=plan.sequences.causal, PACKED=plan.spans is not None,
         LSE=lse is not None, TILE_N=c.tile_n, DIM=wide, COPY=max(c.copy_bytes // element, wide),
     )  # fmt: skip

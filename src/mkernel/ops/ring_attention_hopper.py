@@ -16,7 +16,9 @@ Order of a tile's blocks: the first one of the rank's own keys (there is one, si
 then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
 branch while a product is under way would make the compiler wait for it. A tile's result leaves shared memory while the
 next tile is computed. (With one rank, 24 blocks a tile, a tile took 2.5 us beside its blocks' 1.52 us each when it
-waited for that, and divided each element instead of multiplying: estimated from 3072 and 16384 positions.)
+waited for that, and divided each element instead of multiplying: estimated from 3072 and 16384 positions.) With one
+rank the first scores of the next tile are computed while this one's result is stored; behind the last tile they are
+computed of whatever is loaded, rather than having a branch.
 
 Synchronisation inside the CTA, by mbarriers: `full` when TMA has written a stage, `empty` when both
 warpgroups have read it; the same for the queries. Between the warps and other CTAs: the loading warp
@@ -118,22 +120,37 @@ def copy_rows(
 
 
 @gluon.jit
+def _load_queries(
+    q, q_smem, q_full, q_empty, batch, head, row, turn, DIM: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """Load the queries of this CTA's tile number `turn`."""
+    place = turn % QUERIES
+    mbarrier.wait(q_empty.index(place), ((turn // QUERIES) & 1) ^ 1)
+    mbarrier.expect(q_full.index(place), WARPGROUPS * q.block_type.nbytes)
+    for which in gl.static_range(WARPGROUPS):
+        target = q_smem.index(place * WARPGROUPS + which)._reinterpret(q.dtype, [1, 1, ROWS, DIM], q.layout)
+        tma.async_copy_global_to_shared(q, [batch, head, row + which * ROWS, 0], q_full.index(place), target)
+
+
+@gluon.jit
+def _load_block(source, smem, full, empty, batch, head, block, loaded, TILE_N: gl.constexpr, DIM: gl.constexpr):
+    """Load a block of the rank's own keys, or values, into the stage for number `loaded`."""
+    stage = loaded % STAGES
+    mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), source.block_type.nbytes)
+    place = smem.index(stage)._reinterpret(source.dtype, [1, 1, TILE_N, DIM], source.layout)
+    tma.async_copy_global_to_shared(source, [batch, head, block * TILE_N, 0], full.index(stage), place)
+
+
+@gluon.jit
 def _load_own(
     k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, head, first, end, loaded,
     TILE_N: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Load blocks first..end-1 of the rank's own keys and values; returns how many were loaded so far."""
     for block in range(first, end):
-        stage = loaded % STAGES
-        phase = (loaded // STAGES) & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-        k_place = k_smem.index(stage)._reinterpret(k.dtype, [1, 1, TILE_N, DIM], k.layout)
-        tma.async_copy_global_to_shared(k, [batch, head, block * TILE_N, 0], k_full.index(stage), k_place)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-        v_place = v_smem.index(stage)._reinterpret(v.dtype, [1, 1, TILE_N, DIM], v.layout)
-        tma.async_copy_global_to_shared(v, [batch, head, block * TILE_N, 0], v_full.index(stage), v_place)
+        _load_block(k, k_smem, k_full, k_empty, batch, head, block, loaded, TILE_N, DIM)
+        _load_block(v, v_smem, v_full, v_empty, batch, head, block, loaded, TILE_N, DIM)
         loaded += 1
     return loaded
 
@@ -190,10 +207,11 @@ def _load(
     place, end_of_places,
     SIZE: gl.constexpr, GPUS: gl.constexpr, SLOTS: gl.constexpr, CREDITS: gl.constexpr,
     ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-    TILE_N: gl.constexpr, DIM: gl.constexpr,
-     
+    TILE_N: gl.constexpr, DIM: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: what the tiles of this CTA need, in the order in which it is needed."""
+    """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile begins while the
+    one before ends, with its queries and its first keys, which are the rank's own. So these wait for nobody; whatever
+    a tile must wait for comes before its first values, without which it can not be done."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
     # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every
@@ -203,6 +221,9 @@ def _load(
     for at in range(place, end_of_places):
         turn, within, batch, head, kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
         row = block * TILE_M
+        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
+        _load_queries(q, q_smem, q_full, q_empty, batch, head, row, at - place, DIM, QUERIES)
+        _load_block(k, k_smem, k_full, k_empty, batch, kv_head, first - 1, loaded, TILE_N, DIM)
         if CREDITS:
             may_begin(context, epoch, turn, stamps, window, COMPUTE)
         if SIZE > 1 and PACKED:
@@ -213,18 +234,9 @@ def _load(
                     source = source_at(rank, i, SIZE, GPUS)
                     chunk, behind = chunks_of(need, need_end, source, 0, length, chunk_rows, length, SIZE, ZIGZAG)
                     panel_is_here(context, epoch, turn, source, chunk, behind, stamps, window, chunks, SIZE, SLOTS)
-        mbarrier.wait(q_empty, ((at - place) & 1) ^ 1)
-        mbarrier.expect(q_full, WARPGROUPS * q.block_type.nbytes)
-        for which in gl.static_range(WARPGROUPS):
-            target = q_smem.index(which)._reinterpret(q.dtype, [1, 1, ROWS, DIM], q.layout)
-            tma.async_copy_global_to_shared(q, [batch, head, row + which * ROWS, 0], q_full, target)
-        first, full, full_end, end = _blocks(bounds, rank, rank, row, length, SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N)
+        _load_block(v, v_smem, v_full, v_empty, batch, kv_head, first - 1, loaded, TILE_N, DIM)
         loaded = _load_own(
-            k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, first - 1, first, loaded,
-            TILE_N, DIM,
-        )  # fmt: skip
-        loaded = _load_own(
-            k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, full, full_end, loaded,
+            k, v, k_smem, v_smem, k_full, k_empty, v_full, v_empty, batch, kv_head, full, full_end, loaded + 1,
             TILE_N, DIM,
         )  # fmt: skip
         if SIZE > 1:
@@ -254,6 +266,14 @@ def _load(
                     gl.where(i % 2 == 0, first, full_end), gl.where(i % 2 == 0, full, end), loaded,
                     chunk_rows, stamps, window, chunks, part_rows, SIZE, SLOTS, TILE_N,
                 )  # fmt: skip
+    if QUERIES > 1:
+        # what the last tile takes for the beginning of another one
+        if place < end_of_places:
+            _turn, _within, batch, head, kv_head, block = tile_at(
+                schedule, end_of_places - 1, 1, heads, kv_heads, blocks
+            )
+            _load_queries(q, q_smem, q_full, q_empty, batch, head, block * TILE_M, end_of_places - place, DIM, QUERIES)
+            _load_block(k, k_smem, k_full, k_empty, batch, kv_head, 0, loaded, TILE_N, DIM)
 
 
 @gluon.jit
@@ -309,15 +329,41 @@ def _masked(
 
 
 @gluon.jit
+def _start_first_scores(
+    q_smem, k_smem, q_full, k_full, turn, step, zeros, GROUP: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """Begin to multiply the queries of this CTA's tile number `turn` with block `step` of the keys."""
+    place = turn % QUERIES
+    mbarrier.wait(q_full.index(place), (turn // QUERIES) & 1)
+    mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
+    query = q_smem.index(place * WARPGROUPS + GROUP)
+    key = k_smem.index(step % STAGES).permute((1, 0))
+    return warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _first_scores(
+    q_smem, k_smem, q_full, k_full, k_empty, turn, step, zeros, GROUP: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """The scores of a tile's first block."""
+    token = _start_first_scores(q_smem, k_smem, q_full, k_full, turn, step, zeros, GROUP, QUERIES)
+    scores = warpgroup_mma_wait(0, deps=[token])
+    mbarrier.arrive(k_empty.index(step % STAGES), count=1)
+    return scores
+
+
+@gluon.jit
 def _attend(
     context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end_of_places,
     GROUP: gl.constexpr,
     SIZE: gl.constexpr, GPUS: gl.constexpr, CREDITS: gl.constexpr, ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr,
     PACKED: gl.constexpr, LSE: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr,
-    OWN_OUT: gl.constexpr,
+    OWN_OUT: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: rows GROUP*ROWS and on of this CTA's tiles."""
+    """A warpgroup: rows GROUP*ROWS and on of this CTA's tiles. With room for the queries of two tiles the first scores
+    of the next tile are computed while this one ends; they are those of any queries and keys after the last tile."""
+    AHEAD: gl.constexpr = QUERIES > 1
     score: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16])
     value: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=value, k_width=2)
@@ -325,9 +371,12 @@ def _attend(
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
     zeros = gl.zeros([ROWS, TILE_N], gl.float32, score)
-    query = q_smem.index(GROUP)
     ranks = tl.load(context + SIZE_WORD).to(gl.int32)
     step = place * 0  # blocks that were taken so far
+    scores = zeros
+    if AHEAD:
+        if place < end_of_places:
+            scores = _first_scores(q_smem, k_smem, q_full, k_full, k_empty, place * 0, step, zeros, GROUP, QUERIES)
     for at in range(place, end_of_places):
         turn, _within, batch, head, _kv_head, block = tile_at(schedule, at, 1, heads, kv_heads, blocks)
         row = block * TILE_M
@@ -341,12 +390,9 @@ def _attend(
             )
             count += other_end - other
 
-        mbarrier.wait(q_full, (at - place) & 1)
-        stage = step % STAGES
-        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        token = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        query = q_smem.index((at - place) % QUERIES * WARPGROUPS + GROUP)
+        if not AHEAD:
+            scores = _first_scores(q_smem, k_smem, q_full, k_full, k_empty, at - place, step, zeros, GROUP, QUERIES)
         scores = _masked(
             scores, bounds, rank, rank, rows, (first - 1) * TILE_N, length, score,
             SIZE, ZIGZAG, CAUSAL, PACKED, TILE_N,
@@ -395,12 +441,16 @@ def _attend(
                 accumulator = accumulator * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, value)), 1)
                 weights = next_weights
                 step += 1
-        if OWN_OUT:
-            mbarrier.arrive(q_empty, count=1)  # the next queries may come while this tile ends
         before = (step - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
         product = warpgroup_mma(weights, v_smem.index(before), accumulator, is_async=True)
-        accumulator, weights = warpgroup_mma_wait(0, deps=[product, weights])
+        if OWN_OUT:
+            mbarrier.arrive(q_empty.index((at - place) % QUERIES), count=1)  # the next ones may come
+        if AHEAD:
+            token = _start_first_scores(
+                q_smem, k_smem, q_full, k_full, at + 1 - place, step, zeros, GROUP, QUERIES
+            )  # fmt: skip
+        accumulator, weights = warpgroup_mma_wait(AHEAD, deps=[product, weights])
         mbarrier.arrive(v_empty.index(before), count=1)
 
         if SIZE > 1:
@@ -422,9 +472,12 @@ def _attend(
             logarithm = (largest + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453
             line = (batch * heads + head).to(gl.int64) * length
             gl.store(lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < length)
+        if AHEAD:
+            scores = warpgroup_mma_wait(0, deps=[token])
+            mbarrier.arrive(k_empty.index(step % STAGES), count=1)
         if not OWN_OUT:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty, count=1)
+            mbarrier.arrive(q_empty.index(0), count=1)
         if GROUP == 0:
             trace(context, TILES, TILE, rank, at, since)
         if CREDITS:
@@ -448,6 +501,8 @@ def ring_attention_hopper_kernel(
     """The whole operator; see the module's docstring and ring_attention.py's."""
     SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
+    # Of several tiles. Scores that are kept from one tile to the next take registers which a rank with others needs.
+    QUERIES: gl.constexpr = 2 if OWN_OUT and SIZE == 1 else 1
     ATTEND: gl.constexpr = ATTEND_REGISTERS if GPUS > 1 else ATTEND_REGISTERS_ALONE
     COPIES: gl.constexpr = COPY_REGISTERS if GPUS > 1 else COPY_REGISTERS_ALONE
     cta = gl.program_id(0)
@@ -463,20 +518,21 @@ def ring_attention_hopper_kernel(
             DTYPE, SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, True, True, COPY, TILE_N, DIM, copy_rows,
         )  # fmt: skip
 
-    q_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [QUERIES * WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, DIM], SMEM_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, DIM], SMEM_LAYOUT)
     out_smem = q_smem
     if OWN_OUT:
         out_smem = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], SMEM_LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARPGROUPS)
+    for i in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=WARPGROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=WARPGROUPS)
@@ -493,7 +549,7 @@ def ring_attention_hopper_kernel(
                     context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 0,
-                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT, QUERIES,
                 ),
             ),
             (
@@ -502,7 +558,7 @@ def ring_attention_hopper_kernel(
                     context, epoch, out, lse, q_smem, k_smem, v_smem, out_smem,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, scale, heads, kv_heads, length, blocks, window, stamps, tasks, place, end, 1,
-                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT,
+                    SIZE, GPUS, CREDITS, ZIGZAG, CAUSAL, PACKED, LSE, TILE_N, DIM, OWN_OUT, QUERIES,
                 ),
             ),
             (
@@ -512,7 +568,7 @@ def ring_attention_hopper_kernel(
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     spans, schedule, heads, kv_heads, length, blocks, window, part_rows, chunk_rows, chunks, stamps,
                     place, end,
-                    SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM,
+                    SIZE, GPUS, SLOTS, CREDITS, ZIGZAG, CAUSAL, PACKED, TILE_N, DIM, QUERIES,
                 ),
             ),
             (
