@@ -7,6 +7,7 @@ import pytest
 import torch
 from compiling import NAMES, REGISTERS, SHARED_MEMORY, built, constants_of, source_with
 
+from mkernel.bench.moe import _gemm_alone_kernel
 from mkernel.ops.moe_combine import COPY_BYTES, WARPS, moe_combine_kernel
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul_kernel
 from mkernel.ops.moe_ffn import moe_ffn_kernel
@@ -31,7 +32,7 @@ LONG = {"context": "*i64", "ids": "*i64", "weights": "*fp32"}
 WIDE = {"tables_at", "half_words", "staged_at", "departing_at", "landing_at", "half", "partial_at", "returning_at",
         "returned_at"}  # fmt: skip
 # sizes that a launch does not divide by 16
-ODD = {"tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib",
+ODD = {"blocks", "tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib",
        "ids_stride", "weights_stride"}  # fmt: skip
 ONES = {"x_column_stride", "ids_column_stride", "weights_column_stride", "w_column_stride", "y_column_stride",
         "out_column_stride", "gate_column_stride", "down_column_stride"}  # fmt: skip
@@ -142,6 +143,20 @@ def test_hopper(build, op, group, dtype):
     assert compiled.ptx.count("st.global.v4") >= 16
     for narrow in ("st.global.b16", "st.global.v2.b16"):
         assert compiled.ptx.count(narrow) <= 16, narrow  # NaN, where nothing was computed
+
+
+def test_the_compute_role_alone(tmp_path):
+    """As `mkernel bench` runs it: in the shared memory of the whole kernel, and with tiles of both heights."""
+    tiles = default_tiles(torch.device("cuda"), torch.bfloat16, 2048, True)
+    constants = dict(
+        W_DESCRIPTOR=True, W_TRANSPOSED=False, PRECISION="ieee", TILE_M=tiles.tile_m,
+        SHORT_M=short_tile(torch.device("cuda"), tiles.tile_m), TILE_N=tiles.tile_n, TILE_K=tiles.tile_k,
+    )  # fmt: skip
+    blocks = descriptors("moe_dispatch_matmul", tiles, True, False)
+    source = source_of(_gemm_alone_kernel, torch.bfloat16, blocks, constants)
+    compiled = built(source, tmp_path, 90, num_warps=tiles.warps, num_stages=tiles.stages)
+    check(compiled, "moe_dispatch_matmul")
+    assert {"n128k16", "n256k16"} <= set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64(n\d+k16)", compiled.ptx))
 
 
 def test_tiles_of_the_layer_are_in_memory_before_they_are_signalled(build):

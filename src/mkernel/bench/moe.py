@@ -45,11 +45,13 @@ def _gemm_alone_kernel(
     TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """The compute role of moe_dispatch_matmul, with the tables that a launch has left."""
-    for tile in range(tl.program_id(0), blocks * tl.cdiv(n, TILE_N), tl.num_programs(0)):
+    tile = tl.program_id(0)
+    while tile < blocks * tl.cdiv(n, TILE_N):
         multiply_block(
             context, packed, packed_short, w, y, y_short, n, hidden, w_expert_stride, w_row_stride, w_column_stride,
             schedule, placed, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
         )  # fmt: skip
+        tile += tl.num_programs(0)
 
 
 @dataclass(frozen=True)
