@@ -143,6 +143,46 @@ def test_busy_time_matches_the_benchmark_and_the_cost_is_small(kernel):
             assert 0.95 < line["busy over benchmark"] < 1.05
 
 
+EVERY = {
+    "matmul_reduce_scatter": (SHAPE, {}),
+    "matmul_all_reduce": (SHAPE, {}),
+    "ring_attention": ((4, 16, 12288, 128), dict(causal=True, zigzag=True)),
+    "moe_dispatch_matmul": ((8192, 2048, 7168), {}),
+    "moe_ffn": ((4096, 2048, 4096), {}),
+}
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_the_cost_is_small_for_every_operator(op):
+    shape, options = EVERY[op]
+
+    def on_rank(group):
+        call = workload_of(op).make(group, shape, torch.bfloat16, **options)
+        plain = call.tried.prepare(None)
+        tracer = Tracer(group, 20_000)
+        traced = tracer.traced(plain)
+        everyone = group.exchange("ready", (plain, traced, torch.cuda.current_stream()))
+        times = None
+        if group.rank == 0:
+
+            def launch(which):
+                chosen = {rank: (entry[which], entry[2]) for rank, entry in enumerate(everyone)}
+                return lambda: group.world.launch_together(chosen)
+
+            stopwatch = Stopwatch([entry[2] for entry in everyone])
+            stopwatch.time(launch(0), 2)
+            stopwatch.time(launch(1), 2)
+            times = stopwatch.bursts({"plain": launch(0), "traced": launch(1)}, REPEATS)
+        times = group.exchange("times", times)[0]
+        assert all(lane.lost == 0 for lane in tracer.read()), "an event that is only counted would cost less"
+        return times
+
+    times = mk.spawn(on_rank, gpus_per_node=RANKS, device="cuda", links=LINKS, timeout=60.0)[0]
+    cost = times["traced"] / times["plain"] - 1
+    print(f"{op}: plain {times['plain']:.4f} ms, traced {times['traced']:.4f} ms, cost {cost:.2%}")
+    assert cost < 0.03
+
+
 def test_several_nodes():
     """The loopback network between nodes: everything is traced but the network itself."""
 

@@ -24,7 +24,7 @@ from mkernel.lang.attention import keys_below, seen_by_rank
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import ARRIVED, ENTERED, FREED, notify, wait
+from mkernel.lang.signals import ARRIVED, ENTERED, FREED, notify, wait, wait_again
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def panel_is_here(
     here = True
     for chunk in range(first, end):
         word = arrived_word(turn, slot_of(source, rank, SIZE), chunk, stamps, window, chunks, SIZE, SLOTS)
-        here &= wait(
+        here &= wait_again(
             context, segment_of(context, rank, tl.int64) + word, stamp(epoch, turn), COMPUTE, ARRIVED, source, chunk
         )
     return here

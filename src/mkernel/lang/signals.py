@@ -99,6 +99,18 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 
 
 @triton.jit
+def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
+    """`wait` for what many tiles look at, one after the other, and most of them find there: a trace has only the waits
+    that took time, or it would cost more than the waits."""
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    if seen < expected:
+        since = trace_time(context)
+        seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
+        trace(context, ROLE, WAIT + KIND, peer, index, since)
+    return seen >= expected
+
+
+@triton.jit
 def gave_up(context):
     """Has the group given up? Once a wait of this CTA has returned false, or of one whose signal it took, it has."""
     return tl.load(tl.load(context + ABORTED).to(tl.pointer_type(tl.int64)), volatile=True) != 0
