@@ -196,7 +196,7 @@ BROKEN = {
         LAYER, [("moe_ffn", "wait(context, settled, epoch, COMPUTE", "wait(context, settled, 0, COMPUTE")], ASTRAY
     ),
     "tiles of the layer do not wait for their rows": Broken(
-        LAYER, [("moe_ffn", "wait(context, counters, rows, COMPUTE", "wait(context, counters, rows * 0, COMPUTE")]
+        LAYER, [("moe_ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
     ),
     "sums of the layer are collected before they are here": Broken(
         LAYER_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]

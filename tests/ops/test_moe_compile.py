@@ -79,8 +79,7 @@ def descriptors(op, tiles, described, transposed) -> dict[str, tuple[int, ...]]:
     if op == "moe_dispatch_matmul":
         matrices = {"w": (1, n, k) if transposed else (1, k, n)}
         short = short_tile(torch.device("cuda"), m)
-        rows = dict(packed=(m, k), packed_short=(short, k), y=(1, m, n), y_short=(1, short, n))
-        return rows | (matrices if described else {})
+        return dict(packed=(m, k), packed_short=(short, k), y=(1, m, n), **(matrices if described else {}))
     matrices = dict(w_gate_up=(1, k, n // 2), w_down=(1, k, n))
     return dict(packed=(m, k), inner=(m, k), packed_store=(1, m, n), **(matrices if described else {}))
 

@@ -39,19 +39,18 @@ CHECKED_TOKENS = 64
 
 @triton.jit
 def _gemm_alone_kernel(
-    context, w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, y, y_short, schedule, placed,
-    blocks, hidden, n,
+    context, w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, y, y_rows, y_stride,
+    schedule, placed, blocks, hidden, n,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """The compute role of moe_dispatch_matmul, with the tables that a launch has left."""
-    tile = tl.program_id(0)
-    while tile < blocks * tl.cdiv(n, TILE_N):
+    for tile in range(tl.program_id(0), blocks * tl.cdiv(n, TILE_N), tl.num_programs(0)):
         multiply_block(
-            context, packed, packed_short, w, y, y_short, n, hidden, w_expert_stride, w_row_stride, w_column_stride,
-            schedule, placed, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
+            context, packed, packed_short, w, y, y_rows, y_stride, n, hidden,
+            w_expert_stride, w_row_stride, w_column_stride, schedule, placed, tile,
+            W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
         )  # fmt: skip
-        tile += tl.num_programs(0)
 
 
 @dataclass(frozen=True)
@@ -273,9 +272,9 @@ def measure_dispatch(
     del exact
 
     chosen = (
-        "context", "w", "w_expert_stride", "w_row_stride", "w_column_stride", "packed", "packed_short", "y", "y_short",
-        "schedule", "placed", "hidden", "n", "W_DESCRIPTOR", "W_TRANSPOSED", "PRECISION", "TILE_M", "SHORT_M", "TILE_N",
-        "TILE_K",
+        "context", "w", "w_expert_stride", "w_row_stride", "w_column_stride", "packed", "packed_short", "y", "y_rows",
+        "y_stride", "schedule", "placed", "hidden", "n", "W_DESCRIPTOR", "W_TRANSPOSED", "PRECISION",
+        "TILE_M", "SHORT_M", "TILE_N", "TILE_K",
     )  # fmt: skip
     kept = {name: launch.arguments[name] for name in chosen}
     blocks = int(handle.tables["summary"][1])

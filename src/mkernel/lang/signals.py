@@ -100,8 +100,8 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """`wait` for what many tiles look at, one after the other, and most of them find there: a trace has only the waits
-    that took time, or it would cost more than the waits."""
+    """`wait` for what tiles look at, one after the other, and most of them find there: a trace has only the waits that
+    took time, or it would cost more than these."""
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         since = trace_time(context)
@@ -182,6 +182,11 @@ def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index
     # The first wait that a CTA gives up tells the story; later ones only follow from it. But several of its warps may
     # wait at the same time, and that a rank never came tells more than what others, who wait for it too, have not sent.
     held = tl.atomic_add(record, 0, sem="acquire", scope="sys")
+    if KIND == ENTERED:
+        looks = 0
+        while (held == BEING_WRITTEN) & (looks < 10000):  # by a warp that is doing nothing else
+            held = tl.atomic_add(record, 0, sem="acquire", scope="sys")
+            looks += 1
     tells_more = held == 0
     if KIND == ENTERED:
         tells_more |= (held > 0) & (nanoseconds * 10 > tl.load(record + 10) * 9)

@@ -87,7 +87,7 @@ from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_in_loop, wait
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_in_loop, wait_again
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
@@ -224,7 +224,7 @@ def _sum_of_node(
     missing = 0.0
     for i in range(GPUS - 1):
         source = rank // GPUS * GPUS + (rank + 1 + i) % GPUS
-        if not wait(context, mine + _part_slot(i, block, owned), epoch, COMPUTE, PARTIAL, source, tile):
+        if not wait_again(context, mine + _part_slot(i, block, owned), epoch, COMPUTE, PARTIAL, source, tile):
             missing = float("nan")
     if GPUS > 1:
         total += missing
@@ -265,7 +265,7 @@ def _sum_of_nodes(
     for node in range(SIZE // GPUS):
         if node != rank // GPUS:
             signal = mine + _sum_slot(node, block, owned, GPUS)
-            if not wait(context, signal, epoch, COMPUTE, PARTIAL, node * GPUS + rank % GPUS, tile):
+            if not wait_again(context, signal, epoch, COMPUTE, PARTIAL, node * GPUS + rank % GPUS, tile):
                 missing = float("nan")
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for node in range(SIZE // GPUS):
@@ -358,7 +358,7 @@ def _gather(
             source = rank // GPUS * GPUS + owner
             signal = mine + _finished_signal(i, block, owned, SIZE, GPUS)
             missing = 0.0
-            if not wait(context, signal, epoch, COMPUTE, FINISHED_TILE, source, tile):
+            if not wait_again(context, signal, epoch, COMPUTE, FINISHED_TILE, source, tile):
                 missing = float("nan")
             slot = _finished_slot(context, source, start, block, owned, DTYPE, OUT, SIZE, GPUS, TILE_M, TILE_N)
             left = load_partial(slot, TILE_M, HALF) + missing
@@ -404,7 +404,7 @@ def _sum_of_all(
     missing = 0.0
     for source in range(GPUS):
         if source != rank:
-            if not wait(context, mine + source * tiles + tile, epoch, COMPUTE, PARTIAL, source, tile):
+            if not wait_again(context, mine + source * tiles + tile, epoch, COMPUTE, PARTIAL, source, tile):
                 missing = float("nan")
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for source in range(GPUS):

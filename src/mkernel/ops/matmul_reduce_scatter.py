@@ -74,7 +74,7 @@ from mkernel.lang.order import grouped
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait
+from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait_again
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
@@ -180,7 +180,7 @@ def _parts_are_here(context, epoch, nodes_on, tiles, tile, signals, SIZE: tl.con
         if i >= GPUS - 1:
             slot = _arriving_slot(i - (GPUS - 1), tiles, tile, SIZE, GPUS)
             source = (rank + (i - (GPUS - 1) + 1) * GPUS) % SIZE
-        if not wait(context, mine + slot, epoch, COMPUTE, PARTIAL, source, tile):
+        if not wait_again(context, mine + slot, epoch, COMPUTE, PARTIAL, source, tile):
             missing = float("nan")
     return missing
 

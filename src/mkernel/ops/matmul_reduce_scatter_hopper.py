@@ -36,7 +36,7 @@ from mkernel.lang.device import clock
 from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import grouped
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, finish, gave_up, notify, wait
+from mkernel.lang.signals import PARTIAL, finish, gave_up, notify, wait_again
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace, trace_time
 from mkernel.ops.matmul_reduce_scatter import _dealt, _pushed_slot, _taken
 from mkernel.runtime.hopper import described, right_operand
@@ -234,7 +234,7 @@ def _await(
         if ranks_on == 0:
             for i in range(GPUS - 1):
                 slot = _pushed_slot(0 * tile, i, tiles, tile, GPUS)
-                wait(context, mine + slot, epoch, COMPUTE, PARTIAL, (rank + 1 + i) % GPUS, tile)
+                wait_again(context, mine + slot, epoch, COMPUTE, PARTIAL, (rank + 1 + i) % GPUS, tile)
             mbarrier.wait(added.index(summed % 2), (summed // 2 + 1) & 1)
             for i in range(GPUS - 1):
                 first = parts + _pushed_slot(0 * tile, i, tiles, tile, GPUS) * SLOT

@@ -70,7 +70,7 @@ import triton.language as tl
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.dispatching import dispatch, fill_with_nan
-from mkernel.lang.grouped import multiply_rows, store_rows
+from mkernel.lang.grouped import multiply_rows, store_rows, store_rows_through_pointers
 from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
     BLOCKS,
@@ -83,7 +83,7 @@ from mkernel.lang.routing import (
     own_signal,
     tile_of,
 )
-from mkernel.lang.signals import finish, wait
+from mkernel.lang.signals import finish, wait, wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
@@ -100,50 +100,41 @@ TUNABLE = Tunable(
 
 
 @triton.jit
-def _multiply(
-    packed, w, y, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride, w_column_stride,
-    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    HEIGHT: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """A tile of that height; NaN if its rows are not here."""
-    accumulator = multiply_rows(
-        packed, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
-        HEIGHT, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
-    )  # fmt: skip
-    accumulator += tl.where(here, 0.0, float("nan"))
-    store_rows(y, row, rows, column, accumulator, HEIGHT, TILE_N)
-
-
-@triton.jit
 def multiply_block(
-    context, packed, packed_short, w, y, y_short, n, k, w_expert_stride, w_row_stride, w_column_stride,
+    context, packed, packed_short, w, y, y_rows, y_stride, n, k, w_expert_stride, w_row_stride, w_column_stride,
     schedule, placed, tile,
     W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile, when the rows of its block have been placed. If these are no more than SHORT_M, as in the last block of
-    an expert, it is of that height."""
+    """A tile, when the rows of its block have been placed; NaN if they have not. If these are no more than SHORT_M, as
+    in the last block of an expert, it is of that height."""
     place, column_block = tile_of(schedule, tile, tl.cdiv(n, TILE_N))
     expert = tl.load(schedule + place * ENTRY)
     row = tl.load(schedule + place * ENTRY + 1)
     rows = tl.load(schedule + place * ENTRY + 2)
     block = tl.load(schedule + place * ENTRY + 3)
     column = column_block * TILE_N
-    here = wait(context, placed + block, rows, COMPUTE, PLACED, -1, block)
+    here = wait_again(context, placed + block, rows, COMPUTE, PLACED, -1, block)
     acquire_for_descriptors()
     since = trace_time(context)
+    spoilt = tl.where(here, 0.0, float("nan"))
     if rows > (SHORT_M if SHORT_M < TILE_M else 0):
-        _multiply(
-            packed, w, y, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride, w_column_stride,
-            W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, TILE_N, TILE_K,
+        accumulator = multiply_rows(
+            packed, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
+            TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
+        store_rows(y, row, rows, column, accumulator + spoilt, TILE_M, TILE_N)
     elif SHORT_M < TILE_M:
-        _multiply(
-            packed_short, w, y_short, expert, row, rows, column, here, n, k, w_expert_stride, w_row_stride,
-            w_column_stride, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, SHORT_M, TILE_N, TILE_K,
+        short = multiply_rows(
+            packed_short, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
+            SHORT_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
+        # a descriptor would take another place in shared memory
+        store_rows_through_pointers(y_rows, row, rows, column, n, y_stride, short + spoilt, SHORT_M, TILE_N)
     trace(context, TILES, TILE, -1, tile, since)
 
+
+TILES_AT_ONCE = tl.constexpr(16)
 
 # numbers that follow the batch: another binary for each would be compiled while a model is being served
 VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nanoseconds_per_mib"]
@@ -152,7 +143,7 @@ VARYING = ["tokens", "most_tokens", "experts", "room", "chunks", "signals", "nan
 @triton.jit(do_not_specialize=VARYING)
 def moe_dispatch_matmul_kernel(
     context, x, x_stride, x_column_stride, ids, ids_stride, ids_column_stride,
-    w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, packed_rows, y, y_short, y_rows, y_stride,
+    w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, packed_rows, y, y_rows, y_stride,
     positions, destinations, everyones_ids, counts, above, bases, first_blocks, expert_counts, placed, slots, departed,
     unsorted, schedule, summary, row_source, row_token,
     tokens, most_tokens, experts, room, hidden, n, chunks, signals, nanoseconds_per_mib,
@@ -190,11 +181,15 @@ def moe_dispatch_matmul_kernel(
         tiles = blocks * tl.cdiv(n, TILE_N)
         tile = take(summary + TILES_TAKEN)
         while tile < tiles:
-            multiply_block(
-                context, packed, packed_short, w, y, y_short, n, hidden, w_expert_stride, w_row_stride, w_column_stride,
-                schedule, placed, tile, W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
-            )  # fmt: skip
-            tile = take(summary + TILES_TAKEN)
+            # in a loop with a count Triton lets the result of one tile leave while the next one begins
+            for _ in range(TILES_AT_ONCE):
+                if tile < tiles:
+                    multiply_block(
+                        context, packed, packed_short, w, y, y_rows, y_stride, n, hidden,
+                        w_expert_stride, w_row_stride, w_column_stride, schedule, placed, tile,
+                        W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
+                    )  # fmt: skip
+                    tile = take(summary + TILES_TAKEN)
     finish(context, epoch, SIZE)
 
 
@@ -284,9 +279,7 @@ def _launch(
         packed=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [c.tile_m, c.tile_k]),
         packed_short=descriptor(packed, [packed.shape[0], hidden], [plan.row_stride, 1], [plan.short_m, c.tile_k]),
         packed_rows=packed,
-        y=host.rows_descriptor(y, c.tile_m, c.tile_m, c.tile_n),
-        y_short=host.rows_descriptor(y, c.tile_m, plan.short_m, c.tile_n),
-        y_rows=y, y_stride=y.stride(0),
+        y=host.rows_descriptor(y, c.tile_m, c.tile_n), y_rows=y, y_stride=y.stride(0),
         n=n,
         W_DESCRIPTOR=plan.described, W_TRANSPOSED=plan.transposed, PRECISION=plan.precision, SHORT_M=plan.short_m,
     )  # fmt: skip

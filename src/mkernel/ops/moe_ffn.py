@@ -84,7 +84,7 @@ from mkernel.lang.routing import (
     own_signal,
     settled_signal,
 )
-from mkernel.lang.signals import finish, wait, wait_all
+from mkernel.lang.signals import finish, wait, wait_again, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.runtime import experts as host
 from mkernel.runtime import planning
@@ -137,7 +137,7 @@ def _compute(
         block = tl.load(schedule + place * ENTRY + 3)
         counters = placed + block * COUNTERS
         if second:
-            here = wait(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+            here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
             since = trace_time(context)
             acquire_for_descriptors()
             accumulator = multiply_rows(
@@ -149,7 +149,7 @@ def _compute(
             store_rows(packed_store, row, rows, column_block * TILE_N, accumulator, TILE_M, TILE_N)
             trace(context, TILES, TILE, -1, tile, since)
         else:
-            here = wait(context, counters, rows, COMPUTE, PLACED, -1, block)
+            here = wait_again(context, counters, rows, COMPUTE, PLACED, -1, block)
             since = trace_time(context)
             acquire_for_descriptors()
             gated = multiply_gated(
@@ -447,7 +447,7 @@ def _launch(
         w_down=_operand(w_down, plan.down_read, c.tile_k, c.tile_n),
         down_expert_stride=w_down.stride(0), down_row_stride=w_down.stride(1), down_column_stride=w_down.stride(2),
         packed=descriptor(packed, list(packed.shape), [packed.stride(0), 1], [c.tile_m, c.tile_k]),
-        packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_m, c.tile_n), packed_rows=packed,
+        packed_store=host.rows_descriptor(packed, c.tile_m, c.tile_n), packed_rows=packed,
         inner=descriptor(inner, list(inner.shape), [inner.stride(0), 1], [c.tile_m, c.tile_k]),
         inner_rows=inner, inner_stride=inner.stride(0),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),

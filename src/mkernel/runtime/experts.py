@@ -210,11 +210,10 @@ def rows_of_tile(group: Group, rows: int, columns: int, dtype: torch.dtype, tile
     return whole[tile_m:, :columns]
 
 
-def rows_descriptor(rows: torch.Tensor, in_front: int, tile_m: int, tile_n: int) -> Any:
-    """The descriptor that lang/grouped.py stores tiles through, of what `rows_of_tile` gave, with so many rows in front
-    of the first one, which is at least a tile's height."""
+def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
+    """The descriptor that lang/grouped.py stores through, of what `rows_of_tile` gave."""
     stride = rows.stride(0)
-    whole = rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), (in_front - tile_m) * stride)
+    whole = rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), 0)  # with what lies in front
     block = [1, tile_m, tile_n]
     return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], block)
 
