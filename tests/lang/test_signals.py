@@ -260,33 +260,26 @@ def test_the_wait_that_timed_out_is_not_forgotten():
 
 
 @triton.jit
-def give_up_twice(context, nanoseconds, again, SECOND: tl.constexpr):
-    """As two warps of a CTA would that waited at the same time: the first in vain, the second was told to leave."""
-    signals._record(context, signals.TIMED_OUT, COMPUTE, ARRIVED, 1, 40, 0, 1, nanoseconds.to(tl.int64))
-    signals._record(context, signals.TOLD_TO_LEAVE, INTRA, SECOND, 2, 0, 0, 1, again.to(tl.int64))
+def give_up_twice(context, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """As two warps of a CTA would that waited at the same time: one for what a peer was to send, which waits itself for
+    a rank that never came; one for that rank. The first to give up has told the other one to leave."""
+    nanoseconds = tl.cast(1000000000, tl.int64)
+    signals._record(context, signals.TIMED_OUT, FIRST, ARRIVED, 1, 40, 0, 1, nanoseconds)
+    signals._record(context, signals.TOLD_TO_LEAVE, SECOND, signals.ENTERED, 2, 0, 0, 1, nanoseconds)
 
 
-@pytest.mark.parametrize(
-    ("second", "again", "told"),
-    [
-        (signals.ENTERED, 950, "entered"),  # that rank 2 never came explains why rank 1 has sent nothing
-        (signals.ENTERED, 800, "arrived"),  # it was only late
-        (signals.FREED, 2000, "arrived"),  # may follow from the first
-    ],
-)
-def test_of_waits_of_one_cta_the_one_for_a_rank_that_never_came_is_told(second, again, told):
+@pytest.mark.parametrize(("first", "second", "told"), [(COMPUTE, INTRA, (2, 1)), (COMPUTE, COMPUTE, (1,))])
+def test_warps_that_copy_have_records_of_their_own(first, second, told):
     def rank(group):
         workspace = workspace_of(group)
-        arguments = dict(nanoseconds=1000 * 10**6, again=again * 10**6, SECOND=second)
         with pytest.raises(mk.CommTimeout) as caught:
-            launch(group, workspace, give_up_twice, **arguments)
+            launch(group, workspace, give_up_twice, grid=3, FIRST=first, SECOND=second)
+        assert caught.value.is_cause
         return caught.value.records
 
-    ((record,),) = simulate(rank)
-    assert record.signal == told
-    assert record.timed_out, "a wait of this CTA ran out, whichever is told"
-    if told == "entered":
-        assert (record.role, record.peer, record.index, record.seconds) == ("intra", 2, 0, 0.95)
+    (found,) = simulate(rank)
+    assert [record.peer for record in found] == [peer for peer in told for _ in range(3)]
+    assert sorted(record.cta for record in found) == sorted([0, 1, 2] * len(told))
 
 
 def test_a_wait_is_timed_from_its_own_beginning():

@@ -87,7 +87,7 @@ class _Rank:
         self.ring[requests.CAPACITY.value] = capacity
         self._kept = [
             torch.zeros(8, dtype=torch.int64, device=device),  # the state
-            torch.zeros(records.MAX_CTAS * records.WORDS, dtype=torch.int64).pin_memory(),
+            torch.zeros(records.COUNT * records.WORDS, dtype=torch.int64).pin_memory(),
             torch.zeros(1, dtype=torch.int64, device=device),  # the flag that tells to leave
             torch.tensor([0, capacity, capacity], device=device),  # what the ring's producers share
         ]

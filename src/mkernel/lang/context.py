@@ -34,7 +34,8 @@ EPOCH = tl.constexpr(0)  # the last epoch that was completed
 FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
 
-# Words of a wait record; a CTA owns the record of its program id.
+# Wait records: a CTA owns the record of its program id, and the one MAX_CTAS behind it.
+MAX_CTAS = tl.constexpr(1024)
 RECORD_WORDS = tl.constexpr(16)
 
 

@@ -26,6 +26,7 @@ from mkernel.lang.context import (
     ABORTED,
     EPOCH,
     FINISHED,
+    MAX_CTAS,
     OP,
     RANK,
     RECORD_WORDS,
@@ -36,13 +37,12 @@ from mkernel.lang.context import (
     state_of,
 )
 from mkernel.lang.device import barrier, now
-from mkernel.lang.roles import COMPUTE, SEND
+from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.trace import ENDED, LAUNCHES, WAIT, trace, trace_time
 
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
 TOLD_TO_LEAVE = tl.constexpr(2)
-BEING_WRITTEN = tl.constexpr(-1)
 
 # What was waited for.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
@@ -178,34 +178,24 @@ def _wait_all(
 @triton.jit
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
     cta = tl.program_id(0)
-    record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + cta * RECORD_WORDS
-    # The first wait that a CTA gives up tells the story; later ones only follow from it. But several of its warps may
-    # wait at the same time, and that a rank never came tells more than what others, who wait for it too, have not sent.
-    held = tl.atomic_add(record, 0, sem="acquire", scope="sys")
-    if KIND == ENTERED:
-        looks = 0
-        while (held == BEING_WRITTEN) & (looks < 10000):  # by a warp that is doing nothing else
-            held = tl.atomic_add(record, 0, sem="acquire", scope="sys")
-            looks += 1
-    tells_more = held == 0
-    if KIND == ENTERED:
-        tells_more |= (held > 0) & (nanoseconds * 10 > tl.load(record + 10) * 9)
-        reason = tl.where(held == TIMED_OUT, TIMED_OUT, reason)
-    if tells_more:
-        if tl.atomic_cas(record, held, tl.cast(BEING_WRITTEN, tl.int64), sem="relaxed", scope="sys") == held:
-            tl.store(record + 1, tl.load(context + OP))
-            tl.store(record + 2, tl.load(context + RANK))
-            tl.store(record + 3, ROLE)
-            tl.store(record + 4, cta)
-            tl.store(record + 5, KIND)
-            tl.store(record + 6, peer)
-            tl.store(record + 7, index)
-            tl.store(record + 8, seen)
-            tl.store(record + 9, expected)
-            tl.store(record + 10, nanoseconds)
-            # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
-            # Triton from pipelining a loop with a wait in it
-            tl.atomic_xchg(record, reason, sem="release", scope="sys")
+    # warps that copy within the node may wait beside others of their CTA: they have records of their own
+    row = cta + (MAX_CTAS if ROLE == INTRA else 0)
+    record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + row * RECORD_WORDS
+    # the first wait that is given up tells the story; later ones only follow from it
+    if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
+        tl.store(record + 1, tl.load(context + OP))
+        tl.store(record + 2, tl.load(context + RANK))
+        tl.store(record + 3, ROLE)
+        tl.store(record + 4, cta)
+        tl.store(record + 5, KIND)
+        tl.store(record + 6, peer)
+        tl.store(record + 7, index)
+        tl.store(record + 8, seen)
+        tl.store(record + 9, expected)
+        tl.store(record + 10, nanoseconds)
+        # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
+        # Triton from pipelining a loop with a wait in it
+        tl.atomic_xchg(record, reason, sem="release", scope="sys")
 
 
 @triton.jit

@@ -92,7 +92,7 @@ class Group:
         self._captured: list[Any] = []  # what captured graphs will use when they are replayed
         self.tracer: Tracer | None = None  # what writes down the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
-        self._records = world.host_words(world_rank, records.MAX_CTAS * records.WORDS)
+        self._records = world.host_words(world_rank, records.COUNT * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None

@@ -10,7 +10,8 @@ import torch
 from mkernel.lang import combining, context, roles, routing, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
-MAX_CTAS = 1024  # records a group has room for, one for each CTA of a launch
+MAX_CTAS = context.MAX_CTAS.value  # of a launch
+COUNT = 2 * MAX_CTAS  # of a group's records
 WORDS = context.RECORD_WORDS.value
 
 OPS = (
@@ -102,10 +103,10 @@ def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: flo
 def read(table: torch.Tensor) -> list[WaitRecord]:
     """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank. A
     wait for a rank that has not come at all comes before those for what others were to send, which may follow from it;
-    it counts as timed out if it was about as long as one that was. That a launch ended too late is told, once, if there
-    is nothing else to tell."""
+    it counts as timed out if it was half as long as one that was (it may have begun when those who came late had come).
+    That a launch ended too late is told, once, if there is nothing else to tell."""
     found = []
-    for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] > 0].tolist():
+    for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
         if row[0] in REFUSALS:
             continue
         reason, op, rank, role, cta, kind, peer, index, seen, expected, nanoseconds = row[:11]
@@ -129,7 +130,7 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
 
     def order(record: WaitRecord) -> tuple[bool, bool, bool, float]:
         never_came = record.signal == "entered"
-        ran_out = record.timed_out or (never_came and record.seconds > 0.9 * timeout)
+        ran_out = record.timed_out or (never_came and record.seconds > timeout / 2)
         return not ran_out, record.peer < 0, not never_came, -record.seconds
 
     return sorted(waits, key=order)
