@@ -44,7 +44,8 @@ SEND_CHUNK = tl.constexpr(4)  # a chunk was staged and given to the network
 POST = tl.constexpr(5)  # one request to the network; index is its ticket
 REDUCE = tl.constexpr(6)  # what arrived was added up
 GATHER = tl.constexpr(7)  # what a rank of this node has finished was read
-WAIT = tl.constexpr(64)  # 64 + kind of signal: waited for it, maybe no time at all; it was seen at the end
+# 64 + kind of signal: waited for it; it was seen at the end. Maybe it took no time at all, but where a tile waits.
+WAIT = tl.constexpr(64)
 
 # In place of a time: since the last event of the lane, or since the CTA began the launch.
 LAST = tl.constexpr(0)
