@@ -56,8 +56,8 @@ def table_of(*rows: list[int]) -> torch.Tensor:
     return table.view(-1)
 
 
-def row(reason, cta, nanoseconds, kind=signals.ARRIVED, role=roles.INTRA):
-    return [reason.value, 0, 2, role.value, cta, kind.value, 1, 40 + cta, 6, 7, nanoseconds]
+def row(reason, cta, nanoseconds, kind=signals.ARRIVED, role=roles.INTRA, peer=1):
+    return [reason.value, 0, 2, role.value, cta, kind.value, peer, 40 + cta, 6, 7, nanoseconds]
 
 
 def test_an_empty_table_has_no_records():
@@ -85,6 +85,17 @@ def test_a_rank_that_never_came_comes_before_what_others_did_not_send():
     )
     assert [record.cta for record in records.read(table)] == [1, 0, 2]
     assert mk.CommTimeout("words", records.read(table)).is_cause
+
+
+@pytest.mark.parametrize("within", [-1, 2])
+def test_waits_for_others_come_before_those_within_the_rank(within):
+    """A CTA that waits for others of its rank, or for its rank to be done with something, tells least."""
+    table = table_of(
+        row(signals.TIMED_OUT, 0, 1_000_000_002, kind=signals.FREED, peer=within),
+        row(signals.TIMED_OUT, 1, 1_000_000_001),
+        row(signals.TIMED_OUT, 2, 1_000_000_000, kind=signals.ENTERED, peer=3),
+    )
+    assert [record.peer for record in records.read(table)] == [3, 1, within]
 
 
 def test_a_rank_that_is_only_late_does_not():

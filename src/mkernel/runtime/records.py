@@ -131,7 +131,8 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
     def order(record: WaitRecord) -> tuple[bool, bool, bool, float]:
         never_came = record.signal == "entered"
         ran_out = record.timed_out or (never_came and record.seconds > timeout / 2)
-        return not ran_out, record.peer < 0, not never_came, -record.seconds
+        within = record.peer in (-1, record.rank)
+        return not ran_out, within, not never_came, -record.seconds
 
     return sorted(waits, key=order)
 
