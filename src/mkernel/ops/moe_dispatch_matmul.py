@@ -50,7 +50,8 @@ are being placed, by CTAs that hold none.
 What it costs. FLOPs 2*rows*hidden*out. Each token is copied once on its rank, if others need it, crosses
 NVLink once for each rank that has an expert of it, the network once for each such node. Every row is stored
 once more, grouped by expert, because TMA needs rows that lie together: rows*hidden elements, beside the
-2*nodes*tokens*hidden of the workspace.
+2*nodes*tokens*hidden of the workspace. The last block of an expert is not full; it is computed as a tile, or as
+one of half the height if that is enough.
 
 Ways that lost, on paper. Pushing tokens to their ranks needs memory for the tokens of all ranks on every rank,
 or the sender must know the receiver's layout; and a receiver's second row of a token needs a copy of its own.
@@ -237,12 +238,17 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
         f"{compute_seconds * 1e3:.3g} ms"
     )
     resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
+    short_m = host.short_tile(group.device, tile_m)
+    if short_m < tile_m:
+        reasons.append(
+            f"a block of at most {short_m} rows, as the last one of an expert may be, is a tile of that height"
+        )
     return Plan(
         config=resolved,
         routing=routing,
         copying=share,
         row_stride=host.row_stride_of(hidden, x.dtype),
-        short_m=host.short_tile(group.device, tile_m),
+        short_m=short_m,
         described=described,
         transposed=transposed,
         precision=matmul_precision(x.dtype),
