@@ -105,6 +105,12 @@ BROKEN = {
     "tokens are fetched before the network brought them": Broken(
         NETWORK, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
+    "a tile is too short for its block": Broken(
+        MANY, [("moe_dispatch_matmul", "if rows > (SHORT_M if", "if rows > (TILE_M - 1 if")]
+    ),
+    "a short tile is stored to its full height": Broken(
+        MANY, [("grouped", "mask=(i < rows) & (j < columns)", "mask=(i < TILE_M) & (j < columns)")]
+    ),
     "tiles do not wait for their rows": Broken(
         NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows * 0, COMPUTE")]
     ),
@@ -157,7 +163,7 @@ BROKEN = {
         NETWORK, [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")], ASTRAY
     ),
     "a tile is stored beyond its expert": Broken(
-        NODE, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
+        MANY, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
     ),
     # the way back
     "rows of the node are collected before they are summed": Broken(

@@ -34,8 +34,7 @@ EPOCH = tl.constexpr(0)  # the last epoch that was completed
 FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
 
-# Wait records: a CTA owns the record of its program id, and the one MAX_CTAS behind it.
-MAX_CTAS = tl.constexpr(1024)
+# Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
 
 

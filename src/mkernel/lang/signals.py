@@ -26,7 +26,6 @@ from mkernel.lang.context import (
     ABORTED,
     EPOCH,
     FINISHED,
-    MAX_CTAS,
     OP,
     RANK,
     RECORD_WORDS,
@@ -178,8 +177,8 @@ def _wait_all(
 @triton.jit
 def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
     cta = tl.program_id(0)
-    # warps that copy within the node may wait beside others of their CTA: they have records of their own
-    row = cta + (MAX_CTAS if ROLE == INTRA else 0)
+    # warps that copy within the node may wait beside others of their CTA: they have a record of their own
+    row = 2 * cta + (1 if ROLE == INTRA else 0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + row * RECORD_WORDS
     # the first wait that is given up tells the story; later ones only follow from it
     if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
@@ -228,6 +227,6 @@ def finish(context, epoch, SIZE: tl.constexpr):
             _record(context, TOLD_TO_LEAVE, COMPUTE, NOTHING, -1, 0, 0, 0, 0)
     trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))
     before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
+    if before + 1 == tl.num_programs(0):
         tl.atomic_xchg(state + FINISHED, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(state + EPOCH, epoch, sem="release", scope="gpu")

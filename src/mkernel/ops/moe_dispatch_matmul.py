@@ -118,20 +118,21 @@ def multiply_block(
     here = wait_again(context, placed + block, rows, COMPUTE, PLACED, -1, block)
     acquire_for_descriptors()
     since = trace_time(context)
-    spoilt = tl.where(here, 0.0, float("nan"))
     if rows > (SHORT_M if SHORT_M < TILE_M else 0):
         accumulator = multiply_rows(
             packed, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
             TILE_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
-        store_rows(y, row, rows, column, accumulator + spoilt, TILE_M, TILE_N)
+        accumulator += tl.where(here, 0.0, float("nan"))
+        store_rows(y, row, rows, column, accumulator, TILE_M, TILE_N)
     elif SHORT_M < TILE_M:
         short = multiply_rows(
             packed_short, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
             SHORT_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
         # a descriptor would take another place in shared memory
-        store_rows_through_pointers(y_rows, row, rows, column, n, y_stride, short + spoilt, SHORT_M, TILE_N)
+        short += tl.where(here, 0.0, float("nan"))
+        store_rows_through_pointers(y_rows, row, rows, column, n, y_stride, short, SHORT_M, TILE_N)
     trace(context, TILES, TILE, -1, tile, since)
 
 

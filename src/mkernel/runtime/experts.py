@@ -221,7 +221,7 @@ def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
 def short_tile(device: torch.device, tile_m: int) -> int:
     """The height of a tile for a block that fills only half of one: tile_m if nothing would be won. Hopper's tensor
     cores multiply 64 rows at least."""
-    least = 64 if device.type == "cuda" else 16
+    least = 64 if device.type == "cuda" else 8
     return max(tile_m // 2, min(least, tile_m))
 
 

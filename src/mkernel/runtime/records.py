@@ -10,8 +10,8 @@ import torch
 from mkernel.lang import combining, context, roles, routing, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
-MAX_CTAS = context.MAX_CTAS.value  # of a launch
-COUNT = 2 * MAX_CTAS  # of a group's records
+MAX_CTAS = 1024  # of a launch
+COUNT = 2 * MAX_CTAS  # records that a group has room for
 WORDS = context.RECORD_WORDS.value
 
 OPS = (
