@@ -203,6 +203,28 @@ def test_a_peer_that_does_not_come_is_named(cluster):
     run(work, cluster=cluster, timeout=1e-4)
 
 
+@pytest.mark.parametrize("ctas", [3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rank_names_the_one_that_did_not_come(seed, ctas):
+    """And not those that wait for it too and have sent nothing, nor itself: with few slots a CTA may wait for its own
+    rank to be done with an early round."""
+    case = Case(16, heads=6, kv_heads=6)
+    told = {}
+
+    def work(group):
+        call(group, case)
+        if group.rank == 2:
+            return
+        with pytest.raises(mk.CommTimeout) as caught:
+            call(group, case, 1)
+        told[group.rank] = caught.value.record
+
+    run(work, cluster=(1, 4), timeout=1e-3, ctas=ctas, seed=seed)
+    assert {rank: (record.signal, record.peer) for rank, record in told.items()} == {
+        rank: ("entered", 2) for rank in (0, 1, 3)
+    }
+
+
 def test_what_could_not_be_computed_is_nan():
     case = Case(32)
 
