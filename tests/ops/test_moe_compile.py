@@ -144,6 +144,16 @@ def test_hopper(build, op, group, dtype):
         assert compiled.ptx.count(narrow) <= 16, narrow  # NaN, where nothing was computed
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_result_leaves_while_the_next_tile_begins(build, group):
+    """It has a place of its own in shared memory, beside the operands' stages. Triton gives it one only in a loop with
+    a count."""
+    tiles = default_tiles(torch.device("cuda"), torch.bfloat16, 2048, True)
+    operands = (tiles.tile_m + tiles.tile_n) * tiles.tile_k * tiles.stages
+    compiled = build("moe_dispatch_matmul", torch.bfloat16, group)
+    assert compiled.shared >= 2 * (operands + tiles.tile_m * tiles.tile_n)
+
+
 def test_the_compute_role_alone(tmp_path):
     """As `mkernel bench` runs it: in the shared memory of the whole kernel, and with tiles of both heights."""
     tiles = default_tiles(torch.device("cuda"), torch.bfloat16, 2048, True)

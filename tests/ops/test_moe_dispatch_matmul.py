@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
+from mkernel.runtime.experts import short_tile
 
 
 @pytest.mark.parametrize("k", [1, 5, 16])
@@ -61,6 +62,22 @@ def test_who_copies():
         combine(group, layer, max_tokens=41)
 
     run(work, cluster=(2, 2), ctas=12)
+
+
+@pytest.mark.parametrize(
+    ("device", "tile", "short"),
+    [("cuda", 128, 64), ("cuda", 64, 64), ("cuda", 16, 16), ("cpu", 32, 16), ("cpu", 16, 8), ("cpu", 4, 4)],
+)
+def test_the_height_of_short_tiles(device, tile, short):
+    assert short_tile(torch.device(device), tile) == short
+
+
+def test_more_ctas_than_a_group_has_records_for():
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match="there can be 512 CTAs at most, not 513"):
+            combine(group, Layer((5,), (2,), dtype=torch.float32))
+
+    run(work, cluster=(1, 1), ctas=513)
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 33])

@@ -82,6 +82,16 @@ def test_gluon_does_not_wait_for_its_result_to_be_stored():
     assert places[0] < stores[0]
 
 
+def test_gluon_begins_a_tile_while_one_ends():
+    """With one rank: there is room for the queries of two tiles, and products with queries and keys, eight instructions
+    each, are begun in one more place of each warpgroup: where a tile ends. With several ranks there is neither."""
+    one, several = built()[0], built(cluster=(1, 4))[0]
+    queries = 2 * 128 * 128
+    assert one.shared >= queries + several.shared - 1024
+    products = [len(re.findall(r"wgmma\.mma_async", compiled.ptx)) for compiled in (one, several)]
+    assert products[0] - products[1] == 2 * 8
+
+
 @pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])
 def test_gluon_sets_no_cta_aside_for_pushing(cluster):
     """All CTAs push but those that send to other nodes, and all that push compute from the start."""

@@ -130,8 +130,8 @@ def multiply_block(
             packed_short, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
             SHORT_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,
         )  # fmt: skip
-        # a descriptor would take another place in shared memory
         short += tl.where(here, 0.0, float("nan"))
+        # a descriptor would take another place in shared memory
         store_rows_through_pointers(y_rows, row, rows, column, n, y_stride, short, SHORT_M, TILE_N)
     trace(context, TILES, TILE, -1, tile, since)
 

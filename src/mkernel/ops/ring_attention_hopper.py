@@ -209,9 +209,9 @@ def _load(
     ZIGZAG: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
     TILE_N: gl.constexpr, DIM: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile begins while the
-    one before ends, with its queries and its first keys, which are the rank's own. So these wait for nobody; whatever
-    a tile must wait for comes before its first values, without which it can not be done."""
+    """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile's queries and first
+    keys, which are the rank's own, wait for nobody: with one rank they are multiplied while the tile before ends.
+    Whatever a tile must wait for comes before its first values, without which it can not be done."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
     # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every
@@ -501,7 +501,8 @@ def ring_attention_hopper_kernel(
     """The whole operator; see the module's docstring and ring_attention.py's."""
     SMEM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OWN_OUT: gl.constexpr = DIM <= 128  # is there room for the result beside the queries?
-    # Of several tiles. Scores that are kept from one tile to the next take registers which a rank with others needs.
+    # Tiles whose queries are there at a time. With two, scores are kept from one tile to the next, in registers that a
+    # rank with others needs.
     QUERIES: gl.constexpr = 2 if OWN_OUT and SIZE == 1 else 1
     ATTEND: gl.constexpr = ATTEND_REGISTERS if GPUS > 1 else ATTEND_REGISTERS_ALONE
     COPIES: gl.constexpr = COPY_REGISTERS if GPUS > 1 else COPY_REGISTERS_ALONE

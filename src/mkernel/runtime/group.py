@@ -331,6 +331,8 @@ class Group:
 
     def launch(self, launch: Launch) -> None:
         """Queue a kernel, unless an earlier one on this group gave up."""
+        if launch.grid > records.MAX_CTAS:
+            raise ArgumentError(f"{launch.op}: there can be {records.MAX_CTAS} CTAs at most, not {launch.grid}")
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self.world.launch(self.world_rank, launch)

@@ -10,8 +10,8 @@ import torch
 from mkernel.lang import combining, context, roles, routing, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
-MAX_CTAS = 1024  # of a launch
-COUNT = 2 * MAX_CTAS  # records that a group has room for
+MAX_CTAS = 512  # of a launch: more than any GPU has SMs
+COUNT = 2 * MAX_CTAS  # records that a group has room for; every call looks at all of them
 WORDS = context.RECORD_WORDS.value
 
 OPS = (
