@@ -4,6 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 sys.path.insert(0, str(Path(__file__).parent))
 # what somebody has tuned here is no business of the tests
 os.environ["MKERNEL_TUNED_FILE"] = str(Path(__file__).parent / "no-such-file.json")
+
+# how fast the machine is, beside all else that runs on it, is no property of what is tested
+settings.register_profile("mkernel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mkernel")
