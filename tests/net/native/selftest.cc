@@ -458,6 +458,36 @@ void detached_in_flight() {
   }
 }
 
+// The driver refuses a batch: what it took before is waited for all the same, and nobody is told that it was done.
+void refused() {
+  Segments rank(0);
+  std::vector<int64_t> memory(16384);
+  rank.attach(0, memory.data(), memory.size() * 8, 0);
+  Mover& mover = rank.mover_of(0);
+  auto copy = [&](uint64_t bytes) {
+    return mover.copy(rank.pin(0, 0, bytes, "target"), rank.pin(0, 65536, bytes, "source"), bytes);
+  };
+  for (int i = 0; i < 200; ++i) {
+    copy(4000);
+    mover.flush();
+  }
+  Mark never = copy(666);  // see fake_cuda
+  rank.detach(0);          // asks the driver, which refuses
+  std::fill(memory.begin(), memory.end(), 77);
+  std::this_thread::sleep_for(milliseconds(50));
+  CHECK(std::count(memory.begin(), memory.end(), 77) == 16384);
+  auto is_refused = [](auto ask) {
+    try {
+      ask();
+    } catch (const Error& error) {
+      return std::string(error.what()).find("CUDA, copy and set signals: CUDA_ERROR_ILLEGAL_ADDRESS") == 0;
+    }
+    return false;
+  };
+  CHECK(is_refused([&] { never.done(); }));
+  CHECK(is_refused([&] { mover.flush(); }));
+}
+
 // All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
 void on_device() {
   for (int64_t seed : {-1, 5}) {
@@ -475,6 +505,7 @@ void on_device() {
   one_word_for_many();
   detached_in_flight();
   lifecycle(0);
+  refused();
   alarms();
 }
 

@@ -302,10 +302,19 @@ class CudaMover : public Mover {
     flush_locked();
   }
 
+  void alarm(int64_t* word) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Inside inside(device_.context);
+    Write set;
+    set.address = address_of(word);
+    set.value = 1;
+    driver().check(driver().write(stream_, 1, &set, 0), "set a word");
+  }
+
   bool done(uint64_t number) override {
     if (__atomic_load_n(done_word_, __ATOMIC_ACQUIRE) < number) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (number > issued_) flush_locked();
+      if (number > issued_) flush_locked();  // or it was refused before, which this tells
       if (++looks_ % kLooksBetweenQueries == 0) {
         Inside inside(device_.context);
         int result = driver().stream_query(stream_);  // after an error of the device the word never comes
@@ -322,6 +331,10 @@ class CudaMover : public Mover {
     std::lock_guard<std::mutex> lock(mutex_);
     try {
       flush_locked();
+    } catch (const std::exception&) {
+      // whoever asked for it is told later; what was queued before is under way all the same
+    }
+    try {
       Inside inside(device_.context);
       driver().check(driver().stream_synchronize(stream_), "wait for copies");
     } catch (const std::exception&) {
@@ -356,18 +369,20 @@ class CudaMover : public Mover {
   }
 
   void flush_locked() {
+    driver().check(refused_, kWhat);
     if (is_marked()) return;
     Inside inside(device_.context);
     flush_inside();
   }
 
-  // The batch, and at its end the number that tells that all is done.
+  // The batch, and at its end the number that tells that all is done. When one is refused, there is none after it:
+  // its number would tell of copies that were never made.
   void flush_inside() {
-    int result = copies_.empty() ? write() : launch();
+    refused_ = copies_.empty() ? write() : launch();
     copies_.clear();
     signals_.clear();
     unmarked_ = false;
-    driver().check(result, "copy and set signals");
+    driver().check(refused_, kWhat);
     ++issued_;
   }
 
@@ -404,6 +419,7 @@ class CudaMover : public Mover {
     while (!held_.empty() && held_.front().number <= done) held_.pop_front();
   }
 
+  static constexpr const char* kWhat = "copy and set signals";
   const std::unique_ptr<CudaMover> to_host_;
   Device& device_;
   PinnedBuffer word_;
@@ -419,6 +435,7 @@ class CudaMover : public Mover {
   std::deque<Held> held_;
   std::map<Address, int64_t> highest_;  // what signals were raised to: a plain write could lower them
   unsigned looks_ = 0;
+  int refused_ = kSuccess;  // what the driver said to the last batch
 };
 
 }  // namespace

@@ -27,6 +27,8 @@ class Mover {
   // The signal grows to `value` when everything that was asked for before is done.
   virtual Mark raise(Segments::Pin signal, int64_t value) = 0;
   virtual void flush() = 0;
+  // The word of the device becomes 1, after what was flushed before: also if something was refused.
+  virtual void alarm(int64_t* word) = 0;
   // Is everything up to this number done? Flushes if it was kept back.
   virtual bool done(uint64_t number) = 0;
   // Return when nothing is under way, and all memory is let go.

@@ -76,29 +76,25 @@ void Proxy::run() noexcept {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   error_ = words("network proxy of rank ", transport_->rank, ": ", what);
-  raise_alarms();
+  for (auto& [word, device] : alarms_) raise_alarm(word, device);
 }
 
 void Proxy::alarm(int64_t* word, int device) {
   if (device >= 0) transport_->segments->mover_of(device);  // made now, not while kernels wait
   std::lock_guard<std::mutex> lock(mutex_);
   alarms_.emplace_back(word, device);
-  if (!error_.empty()) raise_alarms();
+  if (!error_.empty()) raise_alarm(word, device);
 }
 
-void Proxy::raise_alarms() noexcept {
-  for (auto& [word, device] : alarms_) {
-    if (device < 0) {
-      __atomic_store_n(word, 1, __ATOMIC_RELEASE);
-      continue;
-    }
-    try {
-      Mover& mover = transport_->segments->mover_of(device);
-      mover.raise(Segments::Pin(reinterpret_cast<uint8_t*>(word)), 1);
-      mover.flush();
-    } catch (const std::exception& error) {
-      error_ += words("; and waiting kernels could not be told: ", error.what());
-    }
+void Proxy::raise_alarm(int64_t* word, int device) noexcept {
+  if (device < 0) {
+    __atomic_store_n(word, 1, __ATOMIC_RELEASE);
+    return;
+  }
+  try {
+    transport_->segments->mover_of(device).alarm(word);
+  } catch (const std::exception& error) {
+    error_ += words("; and waiting kernels could not be told: ", error.what());
   }
 }
 

@@ -52,7 +52,7 @@ class Proxy {
   bool poll_transport();
   bool drained() const;
   void rest(Clock::time_point idle_since);
-  void raise_alarms() noexcept;
+  void raise_alarm(int64_t* word, int device) noexcept;
 
   Ring ring_;
   const std::shared_ptr<Transport> transport_;
