@@ -481,7 +481,10 @@ def two_level_kernel(
             if (place % GPUS == 0) & (block >= LAG):
                 # finished at the end of the block before
                 _announce_finished(context, epoch, signals, block - LAG, owned, SIZE, GPUS)
-            if owner != local:
+            of_another = False  # known to the compiler: it fails on code for peers that there are none of, if k is 1
+            if GPUS > 1:
+                of_another = owner != local
+            if of_another:
                 signal = _push(context, total, epoch, start, signals, block, owner, owned, DTYPE, GPUS, TILE_M, TILE_N)
                 moved += PART_BYTES
                 trace(context, TILES, PUSH_CHUNK, rank - local + owner, tile, LAST)
