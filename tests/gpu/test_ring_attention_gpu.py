@@ -7,6 +7,8 @@ import torch
 from attention import Case, assert_attention, exact
 
 import mkernel as mk
+from mkernel.ops import ring_attention
+from mkernel.runtime.sequences import MEETING
 
 pytestmark = pytest.mark.gpu
 
@@ -241,6 +243,26 @@ def test_dead_peer_is_reported_and_the_others_go_on(kernel):
         return caught.value.record.peer
 
     assert set(cuda(on_rank, ranks=4, timeout=1.0)) - {None} == {2}
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "layout"), [(1, 1, "contiguous"), (2, 1, "zigzag"), (1, 2, "contiguous")])
+def test_cta_s_that_meet(monkeypatch, ranks, nodes, layout):
+    """As they do where keys are many; twice, so that the second call begins with what the first has counted."""
+    monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
+    case = Case(
+        4096 // (ranks * nodes), heads=16, kv_heads=16, batch=2, dim=128, dtype=BF16, causal=True, layout=layout
+    )
+    config = mk.Config(ctas=8)
+
+    def on_rank(group):
+        plan = mk.explain("ring_attention", *parts(group, case), is_causal=True, layout=layout, config=config)
+        marks = int((plan.schedule >= MEETING).sum())
+        assert marks >= 3 * (8 - plan.config.send_ctas)
+        assert "CTAs meet" in str(plan)
+        for turn in range(2):
+            call(group, case, turn, config=config)
+
+    cuda(on_rank, ranks=ranks, nodes=nodes)
 
 
 def test_paced_links_take_their_time():

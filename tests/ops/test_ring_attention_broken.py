@@ -49,7 +49,7 @@ RAGGED = Scenario((1, 2), Case(20), calls=1)
 
 PUSHED = "                    notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))\n"
 SPREAD_WAITS = "wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)"
-LOOKED = "        here &= tl.min(tl.where(needed, seen, expected)) >= expected\n"
+LOOKED = "        here &= tl.min(tl.where(needed, seen, expected), 0) >= expected\n"
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with their stamp
@@ -104,7 +104,7 @@ BROKEN = {
     "no acquire": Broken(
         NODE,
         [
-            (OP, 'tl.zeros((LOOKS,), tl.int64), sem="acquire"', 'tl.zeros((LOOKS,), tl.int64), sem="relaxed"'),
+            (OP, 'mask=needed, sem="acquire"', 'mask=needed, sem="relaxed"'),
             *RELAXED_WAIT,
         ],
     ),

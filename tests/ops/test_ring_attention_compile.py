@@ -13,7 +13,9 @@ from compiling import REGISTERS, SHARED_MEMORY
 from helpers import run
 
 import mkernel as mk
+from mkernel.ops import ring_attention
 from mkernel.ops.ring_attention import prepare
+from mkernel.runtime.sequences import MEETING
 from mkernel.runtime.world import Links
 
 LENGTH = 512
@@ -90,6 +92,22 @@ def test_gluon_begins_a_tile_while_one_ends():
     assert one.shared >= queries + several.shared - 1024
     products = [len(re.findall(r"wgmma\.mma_async", compiled.ptx)) for compiled in (one, several)]
     assert products[0] - products[1] == 2 * 8
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 4), (2, 2)])
+def test_gluon_meets_where_keys_are_many(monkeypatch, cluster):
+    """The loading warp of a CTA waits for the others, with no more registers than it had. It is another binary, so that
+    all ranks must have it or none, also one whose schedule has no meetings."""
+    plain, plan = built(cluster=cluster, causal=True)
+    assert not plan.meets
+    monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
+    compiled, plan = built.__wrapped__(cluster=cluster, causal=True)
+    assert plan.meets
+    assert not (plan.schedule >= MEETING).any(), "it is too short for meetings"
+    counts = [len(re.findall(r"atom\.global\.gpu\.relaxed\.max\.s64", one.ptx)) for one in (plain, compiled)]
+    assert counts[1] == counts[0] + 1
+    assert not compiled.warnings
+    assert compiled.spilled <= plain.spilled + 64
 
 
 @pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])

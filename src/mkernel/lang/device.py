@@ -58,6 +58,16 @@ def prefetch(pointers):
 
 
 @triton.jit
+def agreed(condition):
+    """A condition on which all threads of a warp agree, told to the compiler: what is branched on afterwards may stay
+    in registers that the warp has together. For one warp."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.all.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
+        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    ) != 0  # fmt: skip
+
+
+@triton.jit
 def complete_descriptor_stores():
     """Wait until this thread's stores through tensor descriptors (TMA) are in memory: Triton waits only until
     what they read may be overwritten. Before the barrier and the release that signal such a tile."""

@@ -62,7 +62,7 @@ same bits.
 Ways that lost. Steps by rank with partial sums: above. Two halves of the workspace, as in
 all_gather_matmul: a rank would have to wait for a late peer's keys anyway. Handing out tiles by an atomic
 counter would balance as well as the schedule, but the warps of the Hopper kernel would have to tell each
-other. Waiting for chunk after chunk: see _everything_is_here.
+other. Waiting for chunk after chunk: see everything_is_here.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ STRIDES = ("batch", "head", "row", "column")
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
 WARP_PUSH_RATE = 3e9  # bytes/s that the pushing warp of the Gluon kernel writes, to all peers together; estimated
+MEETING_BYTES = 8 * 2**20  # of a head's keys and values: with more it matters that CTAs read the same ones at a time
 PACKED_PLANS_KEPT = 32  # such a plan holds 16 bytes of device memory for every row
 TUNABLE = Tunable(
     "ring_attention", agreed=("batch", "heads", "kv_heads", "length", "dim", "causal", "zigzag"), own=(), shared=()
@@ -316,25 +317,25 @@ def chunks_of(
 
 
 @triton.jit
-def _everything_is_here(
-    context, epoch, turn, low, end, begin, until, chunk_rows, length, stamps, window, chunks,
+def everything_is_here(
+    context, epoch, turn, low, end, begin, until, chunk_rows, length, stamps, window, chunks, places,
     SIZE: tl.constexpr, GPUS: tl.constexpr, SLOTS: tl.constexpr, ZIGZAG: tl.constexpr, LOOKS: tl.constexpr,
 ):  # fmt: skip
     """One look at the signals of all sources' chunks with keys at positions low..end-1. To ask for one
-    after the other would take as long as several key blocks."""
+    after the other would take as long as several key blocks. places: 0, 1, ..., LOOKS-1, as the calling kernel lays
+    them out."""
     rank = rank_of(context)
     mine = segment_of(context, rank, tl.int64)
     expected = stamp(epoch, turn)
-    here = True
+    here = low == low
     for look in range(0, (SIZE - 1) * chunks, LOOKS):
-        i = look + tl.arange(0, LOOKS)
+        i = look + places
         source = source_at(rank, i // chunks + 1, SIZE, GPUS)
         first, behind = chunks_of(low, end, source, begin, until, chunk_rows, length, SIZE, ZIGZAG)
         needed = (i < (SIZE - 1) * chunks) & (i % chunks >= first) & (i % chunks < behind)
         word = arrived_word(turn, slot_of(source, rank, SIZE), i % chunks, stamps, window, chunks, SIZE, SLOTS)
-        signals = mine + tl.where(needed, word, 0)
-        seen = tl.atomic_add(signals, tl.zeros((LOOKS,), tl.int64), sem="acquire", scope="sys")
-        here &= tl.min(tl.where(needed, seen, expected)) >= expected
+        seen = tl.atomic_add(mine + word, places.to(tl.int64) * 0, mask=needed, sem="acquire", scope="sys")
+        here &= tl.min(tl.where(needed, seen, expected), 0) >= expected
     return here
 
 
@@ -411,9 +412,9 @@ def _compute(
                 # one tile of the round waits for all that was sent: the slots are not free before
                 if (within // blocks == 0) & (block == blocks - 1):
                     need, need_end = seen_by_rank(spans, rank, length, SIZE, ZIGZAG, CAUSAL, PACKED)
-            here = _everything_is_here(
+            here = everything_is_here(
                 context, epoch, turn, need, need_end, begin, until, chunk_rows, length, stamps, window, chunks,
-                SIZE, GPUS, SLOTS, ZIGZAG, LOOKS,
+                tl.arange(0, LOOKS), SIZE, GPUS, SLOTS, ZIGZAG, LOOKS,
             )  # fmt: skip
             for place_of_source in range(1, SIZE):
                 source = source_at(rank, place_of_source, SIZE, GPUS)
@@ -526,6 +527,7 @@ class Plan:
     chunks: int  # of a panel
     precision: str
     schedule: torch.Tensor
+    meets: bool  # may there be meetings in the schedule? The same on all ranks, which run one binary
     spans: torch.Tensor | None  # packed: what each rank sees, then what each row of this one sees
     reasons: tuple[str, ...]
 
@@ -725,9 +727,13 @@ def plan(
     # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
     # idle for a while than be late: the whole launch would wait for their tiles
     ready = max(1.25 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
+    unit_bytes = size * length * 2 * dim * element
+    meet = why_not is None and unit_bytes > MEETING_BYTES
     schedule = scheduled(
-        costs.tolist(), heads // max(kv_heads, 1), units, parts, ctas, helpers, ready, max(rounds - window, 0)
+        costs.tolist(), heads // max(kv_heads, 1), units, parts, ctas, helpers, ready, max(rounds - window, 0), meet
     )
+    if meet:
+        reasons.append(f"CTAs meet now and then, to read the same keys at a time: a head's are {unit_bytes} bytes")
     spans = None
     if documents is not None:
         ranges = [edge for rank in range(size) for edge in sequences.span(rank)]
@@ -747,6 +753,7 @@ def plan(
         chunks=chunks,
         precision=matmul_precision(query.dtype),
         schedule=group.world.upload(group.world_rank, schedule),
+        meets=meet,
         spans=spans,
         reasons=tuple(reasons),
     )
@@ -816,7 +823,9 @@ def _launch(
     for name, tensor in strided:
         for which, stride in zip(("batch", "head", "row") if gluon else STRIDES, tensor.stride()):
             arguments[f"{name}_{which}"] = stride
-    if not gluon:
+    if gluon:
+        arguments["MEETS"] = plan.meets
+    else:
         partial = None
         if plan.parts > 1:
             words = heads // kv_heads * blocks * c.tile_m * (wide + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import operator
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ import torch
 
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
+
+MEETING = 2**32  # added to a tile of a schedule: see `scheduled`
+BETWEEN = 200  # blocks of keys between two meetings, at least: 0.3 ms on an H200
+BESIDE = 16  # blocks
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,15 @@ class Sequences:
 
 
 def scheduled(
-    costs: Sequence[int], group: int, units: int, parts: int, ctas: int, helpers: int, ready: float, joined: int
+    costs: Sequence[int],
+    group: int,
+    units: int,
+    parts: int,
+    ctas: int,
+    helpers: int,
+    ready: float,
+    joined: int,
+    meet: bool,
 ) -> list[int]:
     """Which CTA computes which tiles, as the kernel reads it: for each CTA where its list starts and the
     next one's does, then the lists. A tile is numbered (round * group + head of the group) * tiles + tile.
@@ -87,10 +100,14 @@ def scheduled(
     are equally long, so the CTAs stay in step and read the same keys at the same time. In the last units, where they
     shall end together, tiles go one by one, long ones first; the helpers are free at `ready`, for
     tiles of rounds from `joined` on. Where units have parts, a tile stays with one CTA.
+
+    meet: tiles that all CTAs but helpers begin at the same time, by this reckoning, are marked now and then (MEETING).
+    There the CTAs may wait for each other, as none is as fast as the next one.
     """
     blocks = len(costs)
     order = sorted(range(group * blocks), key=lambda tile: -costs[tile % blocks])
     lists: list[list[int]] = [[] for _ in range(ctas)]
+    begun: list[list[float]] = [[] for _ in range(ctas)]  # when the tiles of the lists are
     if parts > 1:
         compute = ctas - helpers
         for turn in range(units * parts):
@@ -106,13 +123,31 @@ def scheduled(
                 heapq.heapify(free)
             for tiles in pairs if unit < singly else [(tile,) for tile in order]:
                 time, cta = free[0]
-                heapq.heapreplace(free, (time + sum(costs[tile % blocks] + 1 for tile in tiles), cta))
-                lists[cta] += [unit * len(order) + tile for tile in tiles]
+                for tile in tiles:
+                    lists[cta].append(unit * len(order) + tile)
+                    begun[cta].append(time)
+                    time += costs[tile % blocks] + 1
+                heapq.heapreplace(free, (time, cta))
+        if meet:
+            _mark_meetings(lists[helpers:], begun[helpers:])
     words, end = [], ctas + 1
     for mine in lists:
         words.append(end)
         end += len(mine)
     return [*words, end, *(tile for mine in lists for tile in mine)]
+
+
+def _mark_meetings(lists: list[list[int]], begun: list[list[float]]) -> None:
+    """Mark the tiles that all these CTAs begin within BESIDE blocks of each other, every BETWEEN blocks or later."""
+    last = 0.0
+    for time in begun[0]:
+        if time < last + BETWEEN:
+            continue
+        places = [bisect.bisect_left(times, time - BESIDE / 2) for times in begun]
+        if all(at < len(times) and times[at] <= time + BESIDE / 2 for at, times in zip(places, begun)):
+            last = time
+            for at, mine in zip(places, lists):
+                mine[at] += MEETING
 
 
 def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] | None:

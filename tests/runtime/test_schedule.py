@@ -1,0 +1,61 @@
+"""Which CTA of ring_attention computes which tiles, and where the CTAs meet."""
+
+from itertools import pairwise
+
+import pytest
+
+from mkernel.runtime.sequences import BESIDE, BETWEEN, MEETING, Sequences, scheduled
+
+CASES = {
+    # size, length, zigzag, causal, rank; CTAs, helpers, units
+    "zigzag": (4, 12288, True, True, 0, 33, 0, 64),
+    "zigzag, last rank": (4, 12288, True, True, 3, 33, 0, 64),
+    "no mask": (4, 12288, False, False, 1, 33, 0, 64),
+    "contiguous": (4, 12288, False, True, 2, 33, 0, 64),
+    "helpers": (4, 12288, True, True, 1, 33, 3, 64),
+    "one rank": (1, 65536, False, True, 0, 132, 0, 16),
+    "an odd number of tiles": (2, 12160, False, True, 1, 16, 0, 20),
+    "fewer tiles than CTAs": (2, 256, False, False, 0, 132, 0, 4),
+    "nothing": (2, 0, False, False, 0, 4, 0, 0),
+}
+
+
+def lists_of(case, meet):
+    """(the tiles of each CTA, costs of a unit's tiles)"""
+    size, length, zigzag, causal, rank, ctas, helpers, units = CASES[case]
+    costs = Sequences(size, length, zigzag, causal, None).key_blocks(rank, 128, 128).tolist()
+    words = scheduled(costs, 1, units, 1, ctas, helpers, 1000.0, units // 2, meet)
+    return [words[words[cta] : words[cta + 1]] for cta in range(ctas)], costs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tile_once_in_the_order_of_units(case):
+    *_, units = CASES[case]
+    lists, costs = lists_of(case, True)
+    plain = [[entry % MEETING for entry in mine] for mine in lists]
+    assert sorted(tile for mine in plain for tile in mine) == list(range(units * len(costs)))
+    for mine in plain:
+        assert all(a // len(costs) <= b // len(costs) for a, b in pairwise(mine))
+    assert plain == lists_of(case, False)[0], "marks change nothing else"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_cta_s_come_to_all_meetings_at_the_same_time(case):
+    *_, helpers, _units = CASES[case]
+    lists, costs = lists_of(case, True)
+    times = []  # of each CTA's meetings, in key blocks
+    for mine in lists[helpers:]:
+        time, met = 0, []
+        for entry in mine:
+            if entry >= MEETING:
+                met.append(time)
+            time += costs[entry % MEETING % len(costs)] + 1
+        times.append(met)
+    assert len({len(met) for met in times}) == 1
+    for together in zip(*times):
+        assert max(together) - min(together) <= BESIDE
+    assert all(b - a >= BETWEEN - BESIDE for met in times for a, b in pairwise(met))
+    assert not any(entry >= MEETING for mine in lists[:helpers] for entry in mine), "helpers have no time to meet"
+    if case in ("zigzag", "no mask", "one rank", "helpers"):
+        work = sum(costs) * CASES[case][-1] / len(lists)
+        assert len(times[0]) > work / 1000, "they would drift apart"
