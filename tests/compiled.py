@@ -21,17 +21,33 @@ class Compiled:
     def __init__(self, compiled, capability):
         self.ptx: str = compiled.asm["ptx"]
         self.shared: int = compiled.metadata.shared
+        self._capability = capability
         with tempfile.TemporaryDirectory() as folder:
-            source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-            source.write_text(self.ptx)
-            architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
-            program = PROGRAMS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
-            command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        said = done.stdout + done.stderr
+            said, _ = self._assemble(Path(folder))
         self.registers = int(re.search(r"Used (\d+) registers", said)[1])
         self.spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
         self.warnings = [line for line in said.splitlines() if "warning" in line or "Potential Performance" in line]
+
+    def _assemble(self, folder: Path) -> tuple[str, Path]:
+        """(what the assembler says, the machine code's file)"""
+        source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+        source.write_text(self.ptx)
+        architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
+        program = PROGRAMS / ("ptxas-blackwell" if self._capability >= 100 else "ptxas")
+        command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr, cubin
+
+    def loops(self) -> list[list[str]]:
+        """The machine instructions of every loop, those of loops inside of it included."""
+        with tempfile.TemporaryDirectory() as folder:
+            _, cubin = self._assemble(Path(folder))
+            command = [PROGRAMS / "cuobjdump", "-sass", cubin]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        code = {int(at, 16): what.strip() for at, what in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", text)}
+        jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", what)) for at, what in code.items()]
+        ranges = {(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at}
+        return [[what for at, what in code.items() if begin <= at <= end] for begin, end in sorted(ranges)]
 
 
 @contextmanager

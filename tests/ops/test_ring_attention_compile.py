@@ -15,6 +15,7 @@ from helpers import run
 import mkernel as mk
 from mkernel.ops import ring_attention
 from mkernel.ops.ring_attention import prepare
+from mkernel.ops.ring_attention_hopper import LOOKS
 from mkernel.runtime.sequences import MEETING
 from mkernel.runtime.world import Links
 
@@ -92,6 +93,23 @@ def test_gluon_begins_a_tile_while_one_ends():
     assert one.shared >= queries + several.shared - 1024
     products = [len(re.findall(r"wgmma\.mma_async", compiled.ptx)) for compiled in (one, several)]
     assert products[0] - products[1] == 2 * 8
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gluon_looks_once_at_what_a_tile_needs(layout):
+    """Every thread of the loading warp acquires some signals; then a barrier, since one of them starts the loads, and
+    the fence for loads that go another way. The loops that load have their addresses in registers of the warp: they
+    would not, if the compiler did not know that all threads agree on what they saw."""
+    compiled, _ = built(cluster=(1, 4), causal=True, layout=layout)
+    load = "cp.async.bulk.tensor"
+    before, after = compiled.ptx.split("vote.sync.all.pred")
+    assert before[before.rindex(load) :].count("atom.global.sys.acquire.add.u64") >= LOOKS.value // 32
+    assert re.search(r"bar\.warp\.sync\s+-1;.*fence\.proxy\.async\.global", after[: after.index(load)], re.DOTALL)
+    loading = [loop for loop in compiled.loops() if any("UTMALDG" in what for what in loop) and len(loop) < 400]
+    assert len(loading) >= 5, "own keys in three places, those of others in two"
+    for loop in loading:
+        assert not any(re.search(r"\b(LDL|STL)\b", what) for what in loop), "numbers are kept in memory"
+        assert sum("R2UR" in what for what in loop) < 10
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 4), (2, 2)])
