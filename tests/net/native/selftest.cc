@@ -473,9 +473,9 @@ void refused() {
   }
   Mark never = copy(666);  // see fake_cuda
   rank.detach(0);          // asks the driver, which refuses
-  std::fill(memory.begin(), memory.end(), 77);
+  std::fill(memory.begin(), memory.begin() + 8192, 77);  // the target, and not the source
   std::this_thread::sleep_for(milliseconds(50));
-  CHECK(std::count(memory.begin(), memory.end(), 77) == 16384);
+  CHECK(std::count(memory.begin(), memory.end(), 77) == 8192);
   auto is_refused = [](auto ask) {
     try {
       ask();
@@ -486,6 +486,9 @@ void refused() {
   };
   CHECK(is_refused([&] { never.done(); }));
   CHECK(is_refused([&] { mover.flush(); }));
+  rank.attach(1, memory.data(), memory.size() * 8, 0);  // nor is anything taken that would never be done
+  CHECK(is_refused([&] { mover.raise(rank.pin_signal(1, 0), 1); }));
+  CHECK(is_refused([&] { mover.copy(rank.pin(1, 0, 8, "target"), rank.pin(1, 65536, 8, "source"), 8); }));
 }
 
 // All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.

@@ -273,6 +273,7 @@ class CudaMover : public Mover {
   Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) override {
     if (to.mover == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
     std::lock_guard<std::mutex> lock(mutex_);
+    driver().check(refused_, kWhat);
     if (is_here(to) && is_here(from)) {
       make_room();
       copies_.push_back({address_of(to.data), address_of(from.data), bytes});
@@ -287,6 +288,7 @@ class CudaMover : public Mover {
 
   Mark raise(Segments::Pin signal, int64_t value) override {
     std::lock_guard<std::mutex> lock(mutex_);
+    driver().check(refused_, kWhat);
     Address address = address_of(signal.data);
     auto [highest, is_new] = highest_.try_emplace(address, value);
     if (!is_new && highest->second >= value) return {this, issued_ + (is_marked() ? 0 : 1)};
