@@ -7,6 +7,7 @@ import torch
 from attention import Case, assert_attention, exact
 
 import mkernel as mk
+from mkernel.lang.context import EPOCH, IN_STEP
 from mkernel.ops import ring_attention
 from mkernel.runtime.sequences import MEETING
 
@@ -247,7 +248,8 @@ def test_dead_peer_is_reported_and_the_others_go_on(kernel):
 
 @pytest.mark.parametrize(("ranks", "nodes", "layout"), [(1, 1, "contiguous"), (2, 1, "zigzag"), (1, 2, "contiguous")])
 def test_cta_s_that_meet(monkeypatch, ranks, nodes, layout):
-    """As they do where keys are many; twice, so that the second call begins with what the first has counted."""
+    """As they do where keys are many, all of them, at every mark; twice, so that the second call begins with what the
+    first has counted."""
     monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
     case = Case(
         4096 // (ranks * nodes), heads=16, kv_heads=16, batch=2, dim=128, dtype=BF16, causal=True, layout=layout
@@ -261,6 +263,8 @@ def test_cta_s_that_meet(monkeypatch, ranks, nodes, layout):
         assert "CTAs meet" in str(plan)
         for turn in range(2):
             call(group, case, turn, config=config)
+            (state,) = (workspace.state.tolist() for workspace in group._workspaces.values())
+            assert state[IN_STEP.value] == state[EPOCH.value] * 2**32 + marks
 
     cuda(on_rank, ranks=ranks, nodes=nodes)
 

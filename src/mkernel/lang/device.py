@@ -1,4 +1,5 @@
-"""The few instructions that Triton has no name for. The simulator knows each of these strings."""
+"""The few instructions that Triton has no name for. The simulator knows each of these strings, but for that of
+`agreed`: it is for kernels in Gluon."""
 
 import triton
 import triton.language as tl

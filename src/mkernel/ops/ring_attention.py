@@ -103,7 +103,7 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, current
 from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors, layout, matmul_precision
-from mkernel.runtime.sequences import Sequences, documents_of, scheduled
+from mkernel.runtime.sequences import MEETING, Sequences, documents_of, scheduled
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -728,11 +728,11 @@ def plan(
     # idle for a while than be late: the whole launch would wait for their tiles
     ready = max(1.25 * push_seconds / block_seconds, work / ctas * (rounds - window) / max(rounds, 1))
     unit_bytes = size * length * 2 * dim * element
-    meet = why_not is None and unit_bytes > MEETING_BYTES
+    meet = why_not is None and documents is None and unit_bytes > MEETING_BYTES
     schedule = scheduled(
         costs.tolist(), heads // max(kv_heads, 1), units, parts, ctas, helpers, ready, max(rounds - window, 0), meet
     )
-    if meet:
+    if max(schedule, default=0) >= MEETING:
         reasons.append(f"CTAs meet now and then, to read the same keys at a time: a head's are {unit_bytes} bytes")
     spans = None
     if documents is not None:

@@ -5,7 +5,7 @@ functions for it are the same ones, since they work on scalars. What differs is 
 four kinds of warps.
 
 - One warp *loads*: it waits for the chunks that a tile needs and brings queries, keys and values into
-  shared memory by TMA, two blocks ahead. Signals are looked at while the others compute, so they cost nothing.
+  shared memory by TMA, two blocks ahead.
 - Two warpgroups *attend*, each with 64 rows of the tile. The scores of the next block are started before
   the values of this one are multiplied, so that the exponentials of one warpgroup run beside the tensor
   cores' work of the other and of its own values.
@@ -35,8 +35,9 @@ Meetings. Where a head's keys and values are many, it matters that the CTAs of a
 time, so that they come from memory once and from the L2 cache afterwards. Left alone, CTAs drift apart by some 0.1%:
 after 100 ms they read from everywhere. So the schedule marks tiles that all of them begin at the same time, and there
 the loading warps wait for each other, LOOKS_FOR_OTHERS looks at most. Nothing depends on it but speed. (On an H200, one
-rank, 16 x 196608 positions, causal: from 24% to 3% of the memory's rate, 187 to 179 J, 270 to 253 ms. Asking chunk by
-chunk had kept CTAs together as well: whoever was ahead found nothing in the cache, and had to wait for it.)
+rank, 16 x 196608 positions, causal, with meetings every 1024 blocks: from 24% to 3% of the memory's rate, 187 to 179 J,
+270 to 253 ms. Asking chunk by chunk seems to have kept CTAs together as well: whoever was ahead found nothing in the
+cache, and had to wait for it.) Packed documents have no meetings: their tiles read different keys anyway.
 
 Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
 that is. It was told 33 GB/s of each of them. The times of 4 ranks (zigzag 82 ms for 67 ms of computing) would fit 18 to
@@ -241,7 +242,8 @@ def _load(
     MEETS: gl.constexpr, TILE_N: gl.constexpr, DIM: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile's queries and first
-    keys, which are the rank's own, wait for nobody: with one rank they are multiplied while the tile before ends.
+    keys, which are the rank's own, wait for nobody but at a meeting: with one rank they are multiplied while the tile
+    before ends.
     Whatever a tile must wait for comes before its first values, without which it can not be done."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
