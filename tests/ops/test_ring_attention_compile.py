@@ -22,11 +22,10 @@ from mkernel.runtime.world import Links
 LENGTH = 512
 
 
-@cache
-def built(
+def launched(
     cluster=(1, 1), config=None, capability=90, lse=False, paced=False, heads=8, transposed=False, length=LENGTH, **case
 ):
-    """(compiled kernel, plan) of a call on a cluster of such GPUs."""
+    """(launch, plan) of a call on a cluster of such GPUs."""
     shape = Case(
         length, heads=heads, kv_heads=case.pop("kv_heads", heads), **{"dtype": torch.bfloat16, "dim": 128, **case}
     )
@@ -48,7 +47,13 @@ def built(
             ((plan,),) = (plans.values() for plans in group._plans.values())
         return launch, plan
 
-    launch, plan = run(work, cluster=cluster)[0]
+    return run(work, cluster=cluster)[0]
+
+
+@cache
+def built(capability=90, **call):
+    """(compiled kernel, plan)"""
+    launch, plan = launched(capability=capability, **call)
     return compile_launch(launch, capability), plan
 
 
@@ -59,7 +64,6 @@ CALLS = {
     "everything at once": dict(
         cluster=(2, 2), causal=True, layout="zigzag", documents=(0, 100, 4 * LENGTH), lse=True, paced=True, kv_heads=2
     ),
-    "several chunks": dict(cluster=(1, 4), causal=True, layout="zigzag", lse=True, length=4096),
 }
 
 
@@ -76,7 +80,7 @@ def test_gluon(call):
     assert compiled.shared <= SHARED_MEMORY
     assert compiled.registers * 12 * 32 <= REGISTERS
     # with several ranks some numbers are spilled where a tile begins; the loops are free of it
-    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 128 if plan.slots == 3 else 512)
+    assert compiled.spilled <= (0 if plan.sequences.size == 1 else 64 if plan.slots == 3 else 512)
 
 
 def test_gluon_does_not_wait_for_its_result_to_be_stored():
@@ -98,7 +102,7 @@ def test_gluon_begins_a_tile_while_one_ends():
     assert products[0] - products[1] == 2 * 8
 
 
-@pytest.mark.parametrize(("layout", "length"), [("contiguous", LENGTH), ("zigzag", LENGTH), ("zigzag", 4096)])
+@pytest.mark.parametrize(("layout", "length"), [("contiguous", LENGTH), ("zigzag", 4096)])
 def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
     """Every thread of the loading warp acquires some signals; then a barrier, since one of them starts the loads, and
     the fence for loads that go another way. The loops that load have their addresses in registers of the warp: they
@@ -110,24 +114,26 @@ def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
     assert before[before.rindex(load) :].count("atom.global.sys.acquire.add.u64") >= LOOKS.value // 32
     assert re.search(r"bar\.warp\.sync\s+-1;.*fence\.proxy\.async\.global", after[: after.index(load)], re.DOTALL)
     loading = [loop for loop in compiled.loops() if any("UTMALDG" in what for what in loop) and len(loop) < 400]
+    assert compiled.spilled <= 128
     assert len(loading) >= 5, "own keys in three places, those of others in two"
     for loop in loading:
         assert not any(re.search(r"\b(LDL|STL)\b", what) for what in loop), "numbers are kept in memory"
         assert sum("R2UR" in what for what in loop) < 10
 
 
-@pytest.mark.parametrize(("cluster", "length"), [((1, 1), LENGTH), ((1, 4), LENGTH), ((1, 4), 4096), ((2, 2), LENGTH)])
+@pytest.mark.parametrize(("cluster", "length"), [((1, 1), LENGTH), ((1, 4), 4096)])
 def test_gluon_meets_where_keys_are_many(monkeypatch, cluster, length):
     """The loading warp of a CTA waits for the others. It is another binary, so that all ranks must have it or none: one
     whose schedule has no meetings, too. Packed documents have none: tiles read different keys."""
-    case = dict(cluster=cluster, causal=True, length=length)
+    case = dict(cluster=cluster, causal=True, layout="zigzag", length=length)
     plain, plan = built(**case)
     assert not plan.meets
     monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
-    compiled, plan = built.__wrapped__(**case)
+    launch, plan = launched(**case)
+    compiled = compile_launch(launch)
     assert plan.meets
     assert ("CTAs meet" in str(plan)) == bool((plan.schedule >= MEETING).any())
-    assert not built.__wrapped__(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].meets
+    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].meets
     counts = [len(re.findall(r"atom\.global\.gpu\.relaxed\.max\.s64", one.ptx)) for one in (plain, compiled)]
     assert counts[1] == counts[0] + 1
     assert not compiled.warnings
