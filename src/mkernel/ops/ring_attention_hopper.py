@@ -28,16 +28,16 @@ its half of a tile is done, so a round counts two for each tile. That its reads 
 
 CTAs that send to other nodes do it with the four warps of the first warpgroup, before the CTA splits.
 
-Whether chunks have arrived: before a tile's own keys, one look at the signals of all chunks that it will read. After
+Whether chunks have arrived: when a tile begins, one look at the signals of all chunks that it will read. After
 the first tiles they are all there. To ask chunk by chunk takes the loading warp longer than it is ahead.
 
 Meetings. Where a head's keys and values are many, it matters that the CTAs of a rank read the same ones at the same
-time, so that they come from memory once and from the L2 cache afterwards. Left alone, CTAs drift apart by some 0.1%:
-after 100 ms they read from everywhere. So the schedule marks tiles that all of them begin at the same time, and there
-the loading warps wait for each other, LOOKS_FOR_OTHERS looks at most. Nothing depends on it but speed. (On an H200, one
-rank, 16 x 196608 positions, causal, with meetings every 1024 blocks: from 24% to 3% of the memory's rate, 187 to 179 J,
-270 to 253 ms. Asking chunk by chunk seems to have kept CTAs together as well: whoever was ahead found nothing in the
-cache, and had to wait for it.) Packed documents have no meetings: their tiles read different keys anyway.
+time, so that they come from memory once and from the L2 cache afterwards. Left alone, CTAs drift apart, if only by 0.1%
+(estimated), and read from everywhere in the end. So the schedule marks tiles that all of them begin at the same time,
+and there the loading warps wait for each other, LOOKS_FOR_OTHERS looks at most. Nothing depends on it but speed. (On an
+H200, one rank, 16 x 196608 positions, causal, with meetings every 1024 blocks: from 24% to 3% of the memory's rate, 187
+to 179 J, 270 to 253 ms. Asking chunk by chunk seems to have kept CTAs together as well: whoever was ahead found nothing
+in the cache, and had to wait for it.) Packed documents have no meetings: their tiles read different keys anyway.
 
 Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
 that is. It was told 33 GB/s of each of them. The times of 4 ranks (zigzag 82 ms for 67 ms of computing) would fit 18 to
@@ -89,7 +89,7 @@ ATTEND_REGISTERS_ALONE = gl.constexpr(232)
 COPY_REGISTERS_ALONE = gl.constexpr(40)
 PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
 PREFETCHED = gl.constexpr(4)
-LOOKS_FOR_OTHERS = gl.constexpr(64)  # of CTAs that meet; some 50 us
+LOOKS_FOR_OTHERS = gl.constexpr(64)  # of CTAs that meet; some 50 us (estimated)
 MEETING = gl.constexpr(sequences.MEETING)
 LOOKS = gl.constexpr(128)  # signals that the loading warp looks at at a time
 
@@ -243,8 +243,7 @@ def _load(
 ):  # fmt: skip
     """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile's queries and first
     keys, which are the rank's own, wait for nobody but at a meeting: with one rank they are multiplied while the tile
-    before ends.
-    Whatever a tile must wait for comes before its first values, without which it can not be done."""
+    before ends. Whatever a tile must wait for comes before its first values, without which it can not be done."""
     rank = rank_of(context)
     bounds = spans + 2 * SIZE
     # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every

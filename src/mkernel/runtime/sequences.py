@@ -17,8 +17,8 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 MEETING = 2**32  # added to a tile of a schedule: see `scheduled`
-BETWEEN = 200  # blocks of keys between two meetings, at least: 0.3 ms on an H200
-BESIDE = 16  # blocks
+BETWEEN = 200  # blocks of keys between two meetings, at least: 0.3 ms on an H200 (estimated)
+BESIDE = 16  # blocks that the tiles of a meeting may begin apart
 
 
 @dataclass(frozen=True)
