@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 
 import pytest
@@ -56,10 +58,20 @@ def run_ranks(program, ranks, seconds=80):
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
-    try:
-        return [(process.communicate(timeout=seconds)[0], process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    outputs = []
+    with ThreadPoolExecutor(ranks) as readers:
+        reading = [readers.submit(process.communicate) for process in processes]
+        try:
+            deadline = time.monotonic() + seconds
+            for future in reading:
+                future.result(timeout=max(deadline - time.monotonic(), 0))
+        except TimeoutError:
+            outputs = [f"still running after {seconds} s\n" if p.poll() is None else "" for p in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        said = [future.result()[0] for future in reading]
+    if outputs:
+        pytest.fail("\n".join(f"-- rank {rank}: {late}{said[rank]}" for rank, late in enumerate(outputs)))
+    return [(output, process.returncode) for output, process in zip(said, processes)]

@@ -16,12 +16,14 @@ from mkernel.ops import moe_dispatch_matmul as _moe_dispatch_matmul
 from mkernel.ops import moe_ffn as _moe_ffn
 from mkernel.ops import ring_attention as _ring_attention
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, current, set_current
+from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
 if TYPE_CHECKING:
     from mkernel.net.connect import Wish
+
+ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for nobody
 
 _EXPLAINERS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul.explain,
@@ -38,7 +40,7 @@ def init(
     process_group: Any = None,
     *,
     transport: str | Wish = "auto",
-    timeout: float = 30.0,
+    timeout: float | None = None,
     gpus_per_node: int | None = None,
 ) -> Group:
     """Make the group of this process, and make it the current one.
@@ -56,14 +58,23 @@ def init(
         transport: how nodes talk to each other: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
             `mkernel.net.Verbs`, `Efa` and `Tcp` with details such as the device's name. "auto" is verbs if every rank
             has a device for it that works, else tcp.
-        timeout: seconds that a wait may last.
+        timeout: seconds that a rank waits for another one before it gives up, for the whole group. None takes the
+            timeout of the process group, 10 to 30 minutes unless `init_process_group(timeout=...)` says otherwise:
+            long enough for a rank that writes a checkpoint. A rank that has waited for 30 seconds logs whom it waits
+            for. Nobody waits for a rank whose process has ended.
         gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
     """
-    check_timeout(timeout)
+    if timeout is not None:
+        check_timeout(timeout)
     distributed = torch.distributed.is_available()
     if distributed and not torch.distributed.is_initialized() and one_of_several_processes():
         torch.distributed.init_process_group("gloo")
-    if distributed and torch.distributed.is_initialized() and torch.distributed.get_world_size(process_group) > 1:
+    together = distributed and torch.distributed.is_initialized()
+    if process_group is not None and not together:
+        raise ArgumentError("process_group was given, but torch.distributed.init_process_group was not called")
+    if together and torch.distributed.get_rank(process_group) < 0:
+        raise ArgumentError("process_group: this process is not one of its ranks; only those call mk.init with it")
+    if together and torch.distributed.get_world_size(process_group) > 1:
         from mkernel.runtime import processes
 
         group = processes.init(process_group, gpus_per_node, transport, timeout)
@@ -73,15 +84,16 @@ def init(
         from mkernel.runtime.cuda import CudaWorld
         from mkernel.runtime.world import Links
 
-        group = Group(CudaWorld(1, 1, Links()), [0], 0, timeout=timeout, name="world")
+        group = Group(CudaWorld(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
     else:
         with simulator_is_there():
             from mkernel.sim.world import single_rank
-        group = single_rank(timeout)
+        group = single_rank(timeout or ALONE_SECONDS)
     set_current(group)
     return group
 
 
+@collective
 def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group: Group | None = None) -> torch.Tensor:
     """An uninitialised tensor in the symmetric heap of the group; operators send it without a copy.
 
@@ -91,7 +103,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group
     shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
     if not all(isinstance(number, int) and number >= 0 for number in shape):
         raise ArgumentError(f"size must be whole numbers, 0 or more; got {size}")
-    return current(group).empty(*shape, dtype=dtype)
+    assert group is not None
+    return group.empty(*shape, dtype=dtype)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,10 @@ PROGRAM = """
     import os, signal, sys, time
     import torch
     import mkernel as mk
+    from mkernel.runtime import processes
 
+    host = int(os.environ["RANK"]) // {gpus_per_node}  # as if the nodes were machines
+    processes.host_name = lambda: f"host {{host}}"
     group = mk.init(timeout={timeout}, gpus_per_node={gpus_per_node})
     a = torch.ones(16, 16)
     for _ in range(2):

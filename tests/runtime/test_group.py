@@ -226,8 +226,6 @@ def test_a_group_that_waited_in_vain_is_not_used_again():
 
     def rank(group):
         if group.rank == 1:
-            with pytest.raises(mk.ArgumentError, match="a must have 2 dimensions"):
-                mk.all_gather_matmul(torch.ones(4), torch.ones(16, 4))
             return
         with pytest.raises(mk.CommTimeout) as first:
             mk.all_gather_matmul(torch.ones(4, 16), torch.ones(16, 4))
@@ -243,6 +241,8 @@ def test_a_rank_that_stops_coming_is_named_by_the_kernel():
     def rank(group):
         assert works(group)
         if group.rank == 1:
+            group.launch = lambda launch: None  # lost after the ranks have agreed on the call
+            works(group)
             return None
         try:
             works(group)
@@ -290,16 +290,43 @@ def test_ranks_that_call_differently_are_told():
         assert "m=5" in message
 
 
-def test_agree_asks_only_about_what_is_new():
-    def rank(group):
-        group.agree("op", m=1, n=2)
-        before = group._exchanges
-        group.agree("op", m=1, n=2)
-        again = group._exchanges
-        group.agree("op", m=1, n=3)
-        return again - before, group._exchanges - again
+def test_ranks_that_mix_up_what_all_know_are_told():
+    """At every call, on all ranks, by the names of both calls; nothing is launched, and the group is as it was."""
 
-    assert simulate(rank) == [(0, 1)] * 2
+    def rank(group):
+        few, many = torch.ones(4, 16), torch.ones(5, 16)
+        for rows in (few, many, few):
+            mk.all_gather_matmul(rows, torch.ones(16, 4))
+        for _ in range(3):
+            with pytest.raises(mk.ArgumentError, match=r"rank [02] .*m=4.* rank 1 .*m=5|rank 1 .*m=5.* rank 0 .*m=4"):
+                mk.all_gather_matmul(many if group.rank == 1 else few, torch.ones(16, 4))
+            assert works(group)
+        with pytest.raises(mk.ArgumentError, match=r"same calls in the same order.*all_gather_matmul\("):
+            group.barrier() if group.rank else mk.all_gather_matmul(few, torch.ones(16, 4))
+        return works(group)
+
+    for seed in range(3):
+        assert simulate(rank, gpus=3, seed=seed) == [True] * 3
+
+
+def test_what_one_rank_refuses_all_refuse():
+    def rank(group):
+        assert works(group)
+        rows = torch.ones(17 if group.rank == 1 else 16, 16)
+        with pytest.raises(mk.ArgumentError) as caught:  # 17 rows can not be divided among two ranks
+            mk.matmul_reduce_scatter(rows, torch.ones(16, 4))
+        with pytest.raises(mk.ArgumentError) as other:
+            mk.all_gather_matmul(rows if group.rank else "rows", torch.ones(16, 4))
+        return str(caught.value), str(other.value), works(group)
+
+    for seed in range(3):
+        zero, one = simulate(rank, seed=seed)
+        assert "rank 1 refused its call of matmul_reduce_scatter" in zero[0]
+        assert one[0] in zero[0]
+        assert "17" in one[0]
+        assert "rank 0 refused its call of all_gather_matmul: a must be a torch.Tensor, got str" in one[1]
+        assert zero[2]
+        assert one[2]
 
 
 def test_agreements_are_forgotten_together(monkeypatch):

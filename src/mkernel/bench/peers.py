@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+
+from mkernel.runtime import messages, secret
 
 POLL = 0.5  # seconds from one look at the clock to the next
 GRACE = 1.0  # seconds for the others to end by themselves when one has failed
@@ -33,9 +37,14 @@ class Peer:
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's values, by rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        mine = torch.frombuffer(bytearray(messages.encode(value, secret.OPEN, "bench")), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        most = max(int(size) for size in sizes)
+        gathered = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, F.pad(mine, (0, most - mine.numel())))
+        texts = [each[: int(size)].numpy().tobytes() for each, size in zip(gathered, sizes)]
+        return [messages.decode(text, secret.OPEN, "bench") for text in texts]
 
     def say(self, what: str) -> None:
         """What this rank does now, for the message if it never ends."""

@@ -2,13 +2,13 @@
 
 Between nodes each rank talks to the ranks with its own local rank, and to no others. Everything that
 ranks have to know of each other goes through the group's exchanges, thus over the store of the process
-group: the secret of the job and the addresses for tcp; the descriptions of queue pairs for RDMA, and of
-every segment that is attached, when it is attached: attaching is collective, as the symmetric heap is.
+group: the addresses for tcp; the descriptions of queue pairs for RDMA, and of every segment that is attached, when it
+is attached: attaching is collective, as the symmetric heap is. The secret of the connections never does
+(`runtime/secret.py`).
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,20 +86,21 @@ def counterparts(group: Group) -> list[int]:
     return [rank for rank in ranks if rank != group.rank and topology.local_rank_of(rank) == group.local_rank]
 
 
-def open_transport(group: Group, wish: Wish, address: Callable[[], str]) -> Transport:
+def open_transport(group: Group, wish: Wish, address: Callable[[], str], secret: bytes) -> Transport:
     """A transport that is connected to this rank's counterparts. Collective.
 
     Args:
         address: the address under which other machines reach this one; also collective.
+        secret: known to the ranks of the group and nobody else.
     """
     group.agree("mk.init", transport=type(wish).__name__)
     if isinstance(wish, Tcp):
-        return _open_tcp(group, wish, address())
+        return _open_tcp(group, wish, address(), secret)
     try:
         return _open_rdma(group, Verbs() if isinstance(wish, Auto) else wish)
     except TransportError:
         if isinstance(wish, Auto):  # all ranks come here together, see _together
-            return _open_tcp(group, Tcp(), address())
+            return _open_tcp(group, Tcp(), address(), secret)
         raise
 
 
@@ -129,8 +130,7 @@ def drop(transport: Transport, segment: int) -> None:
     # Others keep it until the group is closed: a completed request's signal may still be under way.
 
 
-def _open_tcp(group: Group, wish: Tcp, here: str) -> Transport:
-    secret = group.exchange("network", secrets.token_bytes(32) if group.rank == 0 else None)[0]
+def _open_tcp(group: Group, wish: Tcp, here: str, secret: bytes) -> Transport:
     transport = TcpTransport(
         group.rank, group.size, secret, listen=here, streams=wish.streams, peer_timeout=group.timeout
     )
@@ -215,7 +215,9 @@ def _together(group: Group, problem: MKernelError | None) -> None:
     """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
     for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
         if reason is not None:
-            raise TransportError(f"rank {rank}: {reason}") from problem
+            failure = TransportError(f"rank {rank}: {reason}")
+            failure.on_every_rank = True
+            raise failure from problem
 
 
 def _gpu_place(device: torch.device) -> devices.Place | None:

@@ -65,7 +65,7 @@ from mkernel.lang.signals import ARRIVED, ENTERED, finish, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.group import Group, Scratch, Workspace, current
+from mkernel.runtime.group import Group, Scratch, Workspace, collective, current
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
 from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
@@ -608,6 +608,7 @@ def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
         check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
 
 
+@collective
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -636,7 +637,7 @@ def all_gather_matmul(
         CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    group = current(group)
+    assert group is not None
     _check(group, a, b, out, config)
     config = _choose(group, a, b, config)
     m, k = a.shape

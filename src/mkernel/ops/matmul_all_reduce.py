@@ -92,7 +92,7 @@ from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, tr
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, Scratch, current
+from mkernel.runtime.group import Group, Scratch, collective, current
 from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.tuned import Tunable
@@ -813,6 +813,7 @@ def _call_of(
     return replace(call, fixed_order=fixed_order or torch.are_deterministic_algorithms_enabled())
 
 
+@collective
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -851,7 +852,7 @@ def matmul_all_reduce(
         CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    group = current(group)
+    assert group is not None
     call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
     m, n = call.out.shape
     tile_m, tile_n, ctas = _cut(group, m, n, a.dtype, call.config)

@@ -78,7 +78,7 @@ from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait_a
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, Scratch, current
+from mkernel.runtime.group import Group, Scratch, collective, current
 from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -464,6 +464,7 @@ def prepare(group: Group, call: Sum) -> Launch:
     )
 
 
+@collective
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -497,7 +498,7 @@ def matmul_reduce_scatter(
         CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    group = current(group)
+    assert group is not None
     call = sums.call_of(TUNABLE, group, a, b, out, bias, residual, reduce_dtype, config, scatter=True)
     rows, n = call.out.shape
     tile_m, tile_n = _tile(group, rows, n, a.dtype, call.config)

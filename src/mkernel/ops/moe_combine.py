@@ -55,7 +55,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Handle
-from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.group import Group, Workspace, collective, current
 from mkernel.runtime.operands import DTYPES, layout, overlap
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -265,6 +265,7 @@ def _check(
             raise ArgumentError("out overlaps y in memory: it would be overwritten while it is read")
 
 
+@collective
 def moe_combine(
     y: torch.Tensor,
     handle: Handle,
@@ -294,7 +295,7 @@ def moe_combine(
         ArgumentError: before anything is launched.
         CommTimeout: a peer did not come within the group's timeout.
     """
-    group = current(group)
+    assert group is not None
     _check(group, y, handle, topk_weights, out, config)
     routing = handle.routing
     group.agree(

@@ -90,7 +90,7 @@ from mkernel.runtime import experts as host
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.experts import Handle, Routing
-from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.group import Group, Workspace, collective, current
 from mkernel.runtime.operands import descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -312,6 +312,7 @@ def _check(
     host.check_bounds(x.shape[0], capacity, max_tokens)
 
 
+@collective
 def moe_dispatch_matmul(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -351,7 +352,7 @@ def moe_dispatch_matmul(
             return before they are done, the next call on the group or `group.synchronize()` raises them.
         CommTimeout: a peer did not come within the group's timeout.
     """
-    group = current(group)
+    assert group is not None
     _check(group, x, topk_ids, w, capacity, max_tokens, config)
     routing = agree(group, x, topk_ids, w, capacity, max_tokens, config)
     launch, y, handle = prepare(group, x, topk_ids, w, routing, config)
@@ -363,9 +364,9 @@ def agree(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> Routing:  # fmt: skip
-    """The sizes of a call whose arguments are in order. Collective when they are new, or without max_tokens."""
+    """The sizes of a call whose arguments are in order. Collective."""
     return host.agree(
-        "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens,
+        "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config,
         lambda most: _choose(group, x, topk_ids, w, most, config), out=w.shape[2],
     )  # fmt: skip
 

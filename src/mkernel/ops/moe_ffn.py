@@ -91,7 +91,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
-from mkernel.runtime.group import Group, Workspace, current
+from mkernel.runtime.group import Group, Workspace, collective, current
 from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision, overlap
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -497,6 +497,7 @@ def _check(
             raise ArgumentError("out overlaps x in memory: it would be overwritten while it is read")
 
 
+@collective
 def moe_ffn(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -534,7 +535,7 @@ def moe_ffn(
         CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
         CommTimeout: a peer did not come within the group's timeout.
     """
-    group = current(group)
+    assert group is not None
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     routing = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     if out is None:
@@ -547,9 +548,9 @@ def agree(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> Routing:  # fmt: skip
-    """The sizes of a call whose arguments are in order. Collective when they are new, or without max_tokens."""
+    """The sizes of a call whose arguments are in order. Collective."""
     return host.agree(
-        "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens,
+        "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config,
         lambda most: _choose(group, x, topk_ids, w_down, most, config),
     )  # fmt: skip
 

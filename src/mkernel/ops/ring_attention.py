@@ -101,7 +101,7 @@ from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, current
+from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, collective, current
 from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import MEETING, Sequences, documents_of, scheduled
 from mkernel.runtime.tuned import Tunable
@@ -946,6 +946,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
+@collective
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -990,7 +991,7 @@ def ring_attention(
         CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
             before they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    group = current(group)
+    assert group is not None
     _check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
     config = _choose(group, query, key, bool(is_causal), layout, documents, config)

@@ -55,7 +55,8 @@ def offsets(group: Group) -> list[Offset]:
         came = time.monotonic_ns()
         group.barrier()
         barriers.append((came, time.monotonic_ns()))
-    told = group.exchange("clocks", (host_name(), own, barriers))
+    everyone = group.exchange("clocks", (host_name(), own.nanoseconds, own.error, barriers))
+    told = [(name, Offset(nanoseconds, error), at) for name, nanoseconds, error, at in everyone]
     host, first, its_barriers = told[0]
     found = []
     for clock in clocks:

@@ -43,6 +43,7 @@ class ProcessWorld(Processes, InlineWorld):
         self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
         self._just_mapped: list[torch.Tensor] = []
         self._told: set[Hashable] = set()  # connections whose failure the waiting CTAs were told
+        self._flagged = False  # a rank was lost, and the waiting CTAs were not told yet
         self._idles = 0
         assert isinstance(self.scheduler, RealTimeScheduler)
         self.scheduler.on_idle = self._watch_proxies
@@ -103,11 +104,27 @@ class ProcessWorld(Processes, InlineWorld):
         now = time.monotonic_ns()
         return [(now, now, now)]
 
+    # -- ranks that are lost
+
+    def opened(self, group: Group) -> None:
+        InlineWorld.opened(self, group)
+        Processes.opened(self, group)
+
+    def abort(self, group: Group) -> None:
+        group._control.memory[:8].view(torch.int64)[0] = 1
+        self._flagged = True
+
+    def idle(self) -> bool:
+        return not self.scheduler.tasks
+
     # -- the network
 
     def _watch_proxies(self) -> None:
         """When the network fails, the proxy raises the abort flags of this node's ranks; the scheduler has to be
         told that it did, so that the CTAs look."""
+        if self._flagged:
+            self._flagged = False
+            self.scheduler.memory.changed(progress=True)
         self._idles += 1
         if self._idles % IDLES_BETWEEN_LOOKS:
             return

@@ -46,6 +46,8 @@ VARIANTS_KNOWN = 4096
 class CudaRanks(Networked):
     """What ranks on GPUs have in common, be they threads or processes: memory, streams and launches."""
 
+    gathers_launches = False
+
     def __init__(self, size: int, links: Links, devices: Mapping[int, torch.device], shares: Mapping[int, int]):
         """`shares`: how many CTAs of one launch a rank may have."""
         Networked.__init__(self)
@@ -81,6 +83,17 @@ class CudaRanks(Networked):
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+
+    def abort(self, group: Group) -> None:
+        """Let the group's kernels on this rank end, which may be spinning now: so by a copy on a stream of its own."""
+        device = group.device
+        with torch.cuda.device(device):
+            flag = group._control.memory[:8].view(torch.int64)
+            source = torch.ones(1, dtype=torch.int64).pin_memory()
+            stream = torch.cuda.Stream(device, priority=-1)
+            with torch.cuda.stream(stream):
+                flag.copy_(source, non_blocking=True)
+            stream.synchronize()
 
     # -- time
 
@@ -163,6 +176,8 @@ class CudaRanks(Networked):
 class CudaWorld(CudaRanks):
     """The world of one process with CUDA; see runtime/world.py for what each method promises."""
 
+    gathers_launches = True
+
     def __init__(self, nodes: int, gpus_per_node: int, links: Links):
         size = nodes * gpus_per_node
         count = torch.cuda.device_count()
@@ -173,7 +188,7 @@ class CudaWorld(CudaRanks):
         self._changed = threading.Condition()
         self._mail: dict[Hashable, dict[Any, Any]] = {}
         self._gone: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and how
-        self._launches: dict[Hashable, int] = {}
+        self._interrupted = False
         self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
         self._let_devices_see_each_other()
 
@@ -210,6 +225,8 @@ class CudaWorld(CudaRanks):
         """Wait, with the lock held, until done() or until waiting has become pointless."""
         begun = time.monotonic()
         while not done():
+            if self._interrupted:
+                raise KeyboardInterrupt
             missing = [member for member in members if member not in box]
             waited = time.monotonic() - begun
             failed = next((self._gone[member] for member in missing if self._gone.get(member) is not None), None)
@@ -228,6 +245,28 @@ class CudaWorld(CudaRanks):
             self._await(rank, members, box, lambda: all(member in box for member in members), what, timeout)
             self._leave(key, box, len(members))
             return [box[member] for member in members]
+
+    def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
+        with self._changed:
+            box = self._mail.setdefault(key, {})
+            box[rank] = value
+            self._changed.notify_all()
+            self._leave(key, box, len(members))
+
+    def leave(self, group: Group, why: str) -> None:
+        self.abort(group)  # the others hear of it when this rank's thread has ended
+
+    def lost(self, group: Group) -> tuple[int, str] | None:
+        return None
+
+    def interrupt(self) -> None:
+        """Let all ranks end: those that wait for others, and those whose kernels do."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+        for groups in self.groups.values():
+            for group in list(groups):
+                self.abort(group)
 
     def _leave(self, key: Hashable, box: dict[Any, Any], members: int) -> None:
         """The last of the members to leave throws the box away."""
@@ -290,25 +329,37 @@ class CudaWorld(CudaRanks):
     def launch(self, rank: int, launch: Launch) -> None:
         group = launch.group
         stream = torch.cuda.current_stream(self._devices[rank])
+        key = group.next_exchange()
         with self._changed:
-            turn = self._launches.get((rank, group.name), 0)
-            self._launches[rank, group.name] = turn + 1
-            key = (group.name, "launch", turn)
             box = self._mail.setdefault(key, {})
-            box[rank] = (launch, stream)
+            box[rank] = (launch.call, (launch, stream))
             self._changed.notify_all()
 
             def ready() -> bool:
                 # a rank that has ended will not come: the others find out in the kernel
                 if "made" not in box and all(m in box or self._gone.get(m, self) is None for m in group.members):
                     present = {member: box[member] for member in group.members if member in box}
-                    self.launch_together(present)
-                    box["made"] = len(present)
+                    calls = [called for called, _ in present.values()]
+                    box["made"], box["alike"] = len(present), all(called == launch.call for called in calls)
+                    if box["alike"]:
+                        try:
+                            self.launch_together({member: ready for member, (_, ready) in present.items()})
+                        except Exception as failure:
+                            box["failure"] = failure
                     self._changed.notify_all()
                 return "made" in box
 
-            self._await(rank, group.members, box, ready, launch.op, group.timeout)
+            try:
+                self._await(rank, group.members, box, ready, launch.op, group.timeout)
+            except CommTimeout as late:
+                group.out_of_step(late)
+                raise
             self._leave(key, box, box["made"])
+        if not box["alike"]:
+            group.compare([box[member][0] if member in box else launch.call for member in group.members])
+        if "failure" in box:
+            box["failure"].on_every_rank = True
+            raise box["failure"]
         if self.first_call_is_done(rank, group):
             group.barrier()  # the other ranks' kernels run in this process too
 
@@ -379,10 +430,17 @@ def spawn(
     threads = [threading.Thread(target=run, args=(rank,), name=f"mkernel rank {rank}") for rank in everyone]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(interval)
-    world.close(0.0 if failures else timeout)
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C comes to this thread only
+        world.interrupt()
+        for thread in threads:
+            thread.join()
+        raise
+    finally:
+        sys.setswitchinterval(interval)
+        world.close(0.0 if failures else timeout)
     if failures:
         _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
         if isinstance(failure, CommTimeout):

@@ -1,7 +1,7 @@
 """Ranks as processes with GPUs, one or more processes to a GPU.
 
 What the ranks of a node share is torch symmetric memory: each allocation is mapped into the processes
-of the node, which meet over a gloo group of their own. Nodes talk over TCP, through pinned memory.
+of the node, which find each other through the process group's store. Nodes talk over TCP, through pinned memory.
 
 Processes on one GPU share its SMs, as threads do (they find each other by the GPU's UUID); their kernels
 take turns on the GPU, or run at the same time where MPS serves it.
@@ -16,11 +16,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from mkernel.net.connect import Wish
 from mkernel.runtime.cuda import CudaRanks
@@ -32,6 +32,8 @@ from mkernel.runtime.world import Launch, Links
 
 class CudaProcessWorld(Processes, CudaRanks):
     """The world of processes with GPUs; see runtime/world.py for what each method promises."""
+
+    device_type = "cuda"
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
@@ -50,8 +52,7 @@ class CudaProcessWorld(Processes, CudaRanks):
             # torch reads it when memory is mapped for the first time; both spellings were in use
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        self._timeout = timeout
-        self._node_groups: dict[tuple[int, ...], Any] = {}
+        self._node_groups: dict[tuple[int, ...], str] = {}
         self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
 
     def gpu(self, rank: int) -> Hashable:
@@ -67,13 +68,12 @@ class CudaProcessWorld(Processes, CudaRanks):
         return memory
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
-        from torch.distributed import _symmetric_memory as symmetric_memory
 
         mates = [member for rank, member in enumerate(group.members) if group.topology.node_of(rank) == group.node]
         own = {self.rank: memory.data_ptr()}
         if len(mates) > 1:
             try:
-                handle = symmetric_memory.rendezvous(memory, self._node_group(mates))
+                handle: Any = _SymmetricMemory.rendezvous(memory, self._node_group(mates))
             except RuntimeError as problem:
                 raise MKernelError(
                     f"the ranks {mates} of this node can not map each other's GPU memory "
@@ -95,23 +95,31 @@ class CudaProcessWorld(Processes, CudaRanks):
         mine = self._handles[memory.data_ptr()].multicast_ptr or 0
         return mine if all(group.exchange("multicast", mine != 0)) else 0
 
-    def _node_group(self, mates: Sequence[int]) -> Any:
-        """torch's process group of these ranks. Only they take part in making it, so those that are left can
-        make one after a rank was lost."""
+    def _node_group(self, mates: Sequence[int]) -> str:
+        """The name under which torch's symmetric memory knows these ranks. It needs a store, but no process group:
+        `new_group` on some ranks only hangs where its members have made different numbers of groups before, since torch
+        2.11 to 2.13 put that number into the name."""
         key = tuple(sorted(mates))
         if key not in self._node_groups:
-            parent = self.process_group
-            ranks = [dist.get_global_rank(parent, mate) if parent is not None else mate for mate in key]
-            self._node_groups[key] = dist.new_group(
-                ranks, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True
-            )
+            name = "_".join(map(str, key))
+            store = dist.PrefixStore(f"node {name}", self._store)
+            self._node_groups[key] = f"{self.job}/{name}"
+            _SymmetricMemory.set_group_info(self._node_groups[key], key.index(self.rank), len(key), store)
         return self._node_groups[key]
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         self.attach(group, segment, memory)
 
-    def opened(self, group: Group) -> None:
-        pass
+    # -- ranks that are lost
+
+    def abort(self, group: Group) -> None:
+        CudaRanks.abort(self, group)
+
+    def idle(self) -> bool:
+        try:
+            return all(stream.query() for stream in self._streams[self.rank])
+        except RuntimeError:  # a failure of the device
+            return False
 
     # -- launches
 

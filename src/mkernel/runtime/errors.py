@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 class MKernelError(Exception):
     """Base of all errors of this package."""
 
+    # Do all ranks of the group raise this, in the same call? If not, the others have to be told.
+    on_every_rank = False
+
 
 class ArgumentError(MKernelError, ValueError):
     """A call was refused before anything was launched; the message names the argument and the rule."""
@@ -48,6 +51,17 @@ class CommTimeout(MKernelError, RuntimeError):
     def is_cause(self) -> bool:
         """Did a wait of this rank run out, rather than end because another rank's had?"""
         return any(record.timed_out for record in self.records)
+
+
+class RankLost(CommTimeout):
+    """A rank of the group has ended, or has left the group in the middle of a call; nobody waited for the timeout.
+
+    `rank` is its number in the group. As after any CommTimeout, the others can go on with `group.subset`.
+    """
+
+    def __init__(self, message: str, records: Sequence[WaitRecord] = (), rank: int = -1):
+        super().__init__(message, records)
+        self.rank = rank
 
 
 class RoutingError(MKernelError, RuntimeError):

@@ -339,21 +339,24 @@ def chunk_rows_of(group: Group, most_tokens: int, config: Config | None) -> int:
 
 def agree(
     op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None,
-    max_tokens: int | None, choose: Callable[[int], Config | None], **more: Any,
+    max_tokens: int | None, config: Config | None, choose: Callable[[int], Config | None], **more: Any,
 ) -> Routing:  # fmt: skip
     """The sizes of a call, those that must be the same on every rank made so. Without max_tokens the ranks
     tell each other how many tokens they have: at every call, because the others' may have changed when this
-    rank's have not. `choose` gives the configuration of a call in which no rank has more than so many."""
+    rank's have not. `choose` gives the configuration of a call in which no rank has more than so many: the given one,
+    or a tuned one whose chunks are the same on every rank."""
     tokens, k = topk_ids.shape
     alike = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, **more)
     if max_tokens is not None:
-        most, total = max_tokens, group.size * max_tokens
-    else:
-        everyones = group.tell(op, tokens, **alike)
-        most, total = max(everyones), sum(everyones)
-    routing = sized(group, topk_ids, experts, capacity, max(most, 1), total, choose(max(most, 1)))
-    group.agree(op, **alike, chunk_rows=routing.chunk_rows)
-    return routing
+        total, most = group.size * max_tokens, max(max_tokens, 1)
+        routing = sized(group, topk_ids, experts, capacity, most, total, choose(most))
+        group.agree(op, **alike, chunk_rows=routing.chunk_rows)
+        return routing
+    # chunks follow from how many tokens there are: ranks compare where they take them from
+    chunk_rows = "tuned" if config is None else config.chunk_rows or "default"
+    everyones = group.tell(op, tokens, **alike, chunk_rows=chunk_rows)
+    most = max(*everyones, 1)
+    return sized(group, topk_ids, experts, capacity, most, sum(everyones), choose(most))
 
 
 def sized(

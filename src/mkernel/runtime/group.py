@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ import torch
 from mkernel.lang import context as words
 from mkernel.lang import requests
 from mkernel.runtime import records, tuned
-from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
+from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
@@ -24,6 +26,8 @@ PLANS_KEPT = 1024
 AGREEMENTS_KEPT = 1024
 
 Plan = TypeVar("Plan")
+Function = TypeVar("Function", bound=Callable[..., Any])
+REFUSED = "refused"  # what a rank tells the others instead of a call: it refused it, and why
 
 _current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
 
@@ -67,8 +71,10 @@ class Scratch:
 class Group:
     """A set of ranks that call operators together.
 
-    Calls on a group are collective: every rank makes the same calls in the same order. `rank`,
-    `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this group.
+    Calls on a group are collective: every rank makes the same calls in the same order. Before anything is launched the
+    ranks compare what they call: if one calls something else, or refuses its arguments, all raise ArgumentError and
+    the group can be used again. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within
+    this group.
     """
 
     @torch.inference_mode(False)  # outside of it, too, the group will be used
@@ -81,7 +87,9 @@ class Group:
         self.rank = self.members.index(world_rank)
         self.topology = Topology.of([world.node_of(member) for member in self.members])
         self.device = world.device(world_rank)
+        self._process = os.getpid()
         self._exchanges = 0
+        self._call: Hashable = None  # what the ranks agreed on for the next launch
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
         self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
@@ -92,6 +100,14 @@ class Group:
         self._captured: list[Any] = []  # what captured graphs will use when they are replayed
         self.tracer: Tracer | None = None  # what writes down the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
+        try:
+            self._open()
+        except BaseException as failure:
+            self.failed("mk.init", failure)
+            raise
+
+    def _open(self) -> None:
+        world, world_rank = self.world, self.world_rank
         self._records = world.host_words(world_rank, records.COUNT * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
@@ -156,6 +172,7 @@ class Group:
     def subset(self, ranks: Sequence[int]) -> Group:
         """A group of some ranks of this one, in the given order. Only they take part, so those that
         are left can go on after a rank was lost."""
+        self._check_process()
         self._check_ranks(ranks)
         members = tuple(self.members[rank] for rank in ranks)
         self._subgroups[members] = self._subgroups.get(members, 0) + 1
@@ -191,20 +208,32 @@ class Group:
             self.world.drain(self.world_rank, self._ring, self.timeout)
 
     def check(self) -> None:
-        """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout, or TransportError if
-        the network had failed; RoutingError if one refused its input."""
+        """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout (RankLost if a rank has ended), or
+        TransportError if the network had failed; RoutingError if one refused its input."""
+        self._check_process()
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
-                more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
-                timeout = CommTimeout(f"{found[0]}{more}. The group can not be used any more.", found)
-                timeout.group = self.name
-                self._broken = self.world.cause_of(self, timeout)
+                self._broken = self._cause(found)
             refusal = records.take_refusal(self._records)
             if self._broken is None and refusal is not None:
                 raise refusal
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken.__cause__
+
+    def _cause(self, found: Sequence[records.WaitRecord]) -> MKernelError:
+        """Why waits were given up."""
+        more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
+        unusable = "The group can not be used any more."
+        lost = self.world.lost(self)
+        if lost is not None:
+            rank, why = lost
+            message = f"rank {rank} is lost: {why}. What was given up: {found[0]}{more}. {unusable}"
+            timeout: CommTimeout = RankLost(message, found, rank)
+        else:
+            timeout = CommTimeout(f"{found[0]}{more}. {unusable}", found)
+        timeout.group = self.name
+        return self.world.cause_of(self, timeout)
 
     @property
     def broken(self) -> bool:
@@ -218,6 +247,7 @@ class Group:
 
     def close(self) -> None:
         """Give the group's memory back. Collective; the group can not be used afterwards."""
+        self._check_process()
         if not self._closed:
             self._closed = True
             if self._broken is None:
@@ -227,48 +257,92 @@ class Group:
 
     # -- what operators ask for
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank gives a value and gets all of them. Blocks; for set-up only."""
+    def next_exchange(self) -> Hashable:
+        """Names the next exchange: the same on every rank that has taken part in as many."""
+        self._exchanges += 1
+        return self.name, self._exchanges
+
+    def exchange(self, what: str, value: Any, call: Hashable = None) -> list[Any]:
+        """Every rank gives a value and gets all of them. Blocks; for set-up only. All ranks raise ArgumentError unless
+        all give the same `call` (`what`, if there is none)."""
         if self._broken is not None:
             self.check()
-        self._exchanges += 1
-        key = (self.name, self._exchanges)
+        self._check_process()
+        told = (call or what, value)
         try:
-            given = self.world.exchange(self.world_rank, self.members, key, what, (what, value), self.timeout)
+            given = self.world.exchange(self.world_rank, self.members, self.next_exchange(), what, told, self.timeout)
         except CommTimeout as late:
-            late.group = self.name
-            # ranks do not count alike any more: what one told late would be taken for something else
-            self._broken = self._broken or late
+            self.out_of_step(late)
             raise
-        for rank, (called, _) in enumerate(given):
-            if called != what:
-                raise ArgumentError(
-                    f"all ranks of the group must make the same calls, and must call it alike; "
-                    f"rank {self.rank} is in {what}, rank {rank} is in {called}"
-                )
+        self.compare([called for called, _ in given])
         return [value for _, value in given]
 
+    def out_of_step(self, late: CommTimeout) -> None:
+        """Ranks do not count alike any more: what one told late would be taken for something else."""
+        late.group = self.name
+        self._broken = self._broken or late
+
+    def compare(self, called: Sequence[Any]) -> None:
+        """Raise, on all ranks, unless all of them called the same."""
+        for rank, theirs in enumerate(called):
+            if isinstance(theirs, tuple) and theirs[0] == REFUSED:
+                raise self._refused_by(rank, *theirs[1:])
+        mine = called[self.rank]
+        for rank, theirs in enumerate(called):
+            if theirs != mine:
+                same = not isinstance(mine, str) and not isinstance(theirs, str) and mine[0] == theirs[0]
+                rule = "call it alike" if same else "make the same calls in the same order"
+                problem = ArgumentError(
+                    f"all ranks of the group must {rule}; rank {self.rank} has {_words(mine)}, rank {rank} has "
+                    f"{_words(theirs)}. Nothing was launched, and the group can be used again."
+                )
+                problem.on_every_rank = True
+                raise problem
+
+    def _refused_by(self, rank: int, what: str, why: str) -> MKernelError:
+        """What to raise when another rank has refused its call."""
+        self.world.synchronize(self.world_rank)
+        refusal: MKernelError | None = records.take_refusal(self._records)  # its reason may be ours, too
+        if refusal is None:
+            refusal = ArgumentError(
+                f"rank {rank} refused its call of {what}: {why} Nothing was launched, and the group can be used again."
+            )
+        refusal.on_every_rank = True
+        return refusal
+
+    def failed(self, what: str, failure: BaseException) -> None:
+        """A call failed on this rank: tell the others, unless they fail too, so that none waits for it in vain."""
+        if self._closed or self.broken or os.getpid() != self._process:
+            return
+        if not isinstance(failure, Exception):  # KeyboardInterrupt and the like come in the middle of anything
+            why = f"it left {what} on {type(failure).__name__}"
+            self._broken = MKernelError(f"this rank left {what} on {type(failure).__name__}: the group is broken")
+            self.world.leave(self, why)
+        elif not getattr(failure, "on_every_rank", False):
+            reason = str(failure) if isinstance(failure, MKernelError) else f"{type(failure).__name__}: {failure}"
+            refusal = ((REFUSED, what, reason if reason.endswith(".") else f"{reason}."), None)
+            self.world.publish(self.world_rank, self.members, self.next_exchange(), refusal)
+
     def agree(self, what: str, **values: Hashable) -> None:
-        """Raise unless all ranks give the same values. Ranks talk only about what is new to them."""
-        if (what, tuple(values.items())) not in self._agreed:
+        """Raise, on all ranks, unless all of them give the same values. A world that gathers the launches of all ranks
+        compares what is known already there."""
+        key = (what, tuple(values.items()))
+        if key in self._agreed and self.world.gathers_launches:
+            self._call = key
+        else:
             self.tell(what, None, **values)
 
     def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
         """What each rank told. Raise unless all of them give the same other values, as `agree` does."""
         key = (what, tuple(values.items()))
-        told = self.exchange(what, (key, value))
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != key:
-                raise ArgumentError(
-                    f"{what}: all ranks of the group must call it alike; rank {self.rank} has "
-                    f"{_words(key)}, rank {rank} has {_words(theirs)}"
-                )
+        told = self.exchange(what, value, call=key)
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
                 self._agreed.clear()  # on all ranks at the same call, since all agreed on the same
             self._agreed.add(key)
             self.fresh = True
-        return [value for _, value in told]
+        self._call = key
+        return told
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
         """The plan that was made for this key, or a new one. Plans are kept, so many of a kind: the same object
@@ -333,19 +407,49 @@ class Group:
         """Queue a kernel, unless an earlier one on this group gave up."""
         if launch.grid > records.MAX_CTAS:
             raise ArgumentError(f"{launch.op}: there can be {records.MAX_CTAS} CTAs at most, not {launch.grid}")
+        launch.call, self._call = self._call or (launch.op, ()), None
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self.world.launch(self.world_rank, launch)
 
+    def _check_process(self) -> None:
+        """A forked child has a copy of the group, but neither its threads nor a connection of its own."""
+        if os.getpid() != self._process:
+            raise MKernelError(
+                f"this group belongs to process {self._process}, which forked this one ({os.getpid()}). A child can "
+                f"not use its parent's group: start workers with the start method 'spawn', or keep operators out"
+            )
+
     def _usable(self) -> None:
+        self._check_process()
         if self._closed:
             raise MKernelError("this group was closed")
         self.check()
 
 
-def _words(key: Any) -> str:
-    what, values = key
+def _words(call: Any) -> str:
+    """A call, for people."""
+    if isinstance(call, str):
+        return call
+    what, values = call
     return f"{what}(" + ", ".join(f"{name}={value}" for name, value in values) + ")"
+
+
+def collective(function: Function) -> Function:
+    """For functions that all ranks of a group call together: where one rank's call fails before its launch, the others'
+    fails too. Their argument `group` may be left out; the function gets the current group then."""
+
+    @functools.wraps(function)
+    def call(*args: Any, group: Group | None = None, **kwargs: Any) -> Any:
+        group = _given(group)
+        try:
+            group._usable()
+            return function(*args, group=group, **kwargs)
+        except BaseException as failure:
+            group.failed(function.__name__, failure)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def set_current(group: Group | None) -> None:
@@ -355,10 +459,15 @@ def set_current(group: Group | None) -> None:
 
 def current(group: Group | None = None) -> Group:
     """The given group, or the current one; usable."""
+    group = _given(group)
+    group._usable()
+    return group
+
+
+def _given(group: Group | None) -> Group:
     group = group if group is not None else _current.get()
     if group is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
     if not isinstance(group, Group):
         raise ArgumentError(f"group must be a mk.Group, got {type(group).__name__}")
-    group._usable()
     return group

@@ -56,10 +56,12 @@ class Heap:
         wishes = group.exchange("heap", (nbytes, sorted(self._dropped)))
         sizes = [size for size, _ in wishes]
         if len(set(sizes)) > 1:
-            raise ArgumentError(
+            problem = ArgumentError(
                 "symmetric memory must have the same size on every rank of the group; asked for by rank: "
                 + ", ".join(f"{rank}: {size} bytes" for rank, size in enumerate(sizes))
             )
+            problem.on_every_rank = True
+            raise problem
         self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
         addresses = group.world.map(group, memory)

@@ -97,7 +97,7 @@ def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: flo
         for peer in missing
     ]
     more = f" Missing are ranks {list(missing)}." if len(missing) > 1 else ""
-    return CommTimeout(f"{found[0]}.{more}", found)
+    return CommTimeout(f"{found[0]}.{more} The group can not be used any more.", found)
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:

@@ -153,8 +153,8 @@ def table_of(group: Group) -> Table:
     """The table of a new group. Collective on GPUs; elsewhere nothing is tuned."""
     if group.device.type != "cuda":
         return Table("", {})
-    mine = Table(place_of(group), _what_is_known()) if group.rank == 0 else None
-    return group.exchange("tuned configurations", mine)[0]
+    mine = (place_of(group), _what_is_known()) if group.rank == 0 else None
+    return Table(*group.exchange("tuned configurations", mine)[0])
 
 
 def _what_is_known() -> Entries:

@@ -55,6 +55,7 @@ class Launch:
     # launches of one variant run the same binary
     variant: Hashable = None
     scratch: Scratch | None = None
+    call: Hashable = None  # what all ranks must have called
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class World(Protocol):
 
     size: int
     links: Links
+    gathers_launches: bool  # launches wait for those of all ranks, and are compared then
 
     def device(self, rank: int) -> torch.device:
         """The device that the tensors of a rank of this process live on."""
@@ -92,6 +94,15 @@ class World(Protocol):
     ) -> list[Any]:
         """Every member gives a value and gets all, in the order of members. Blocks the caller. `what`
         is the call that needs it, for the error when a member does not come."""
+
+    def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
+        """What the others get of this rank in the exchange of that name. Does not block."""
+
+    def leave(self, group: Group, why: str) -> None:
+        """This rank leaves the group in the middle of a call: tell the others, and let its own kernels end."""
+
+    def lost(self, group: Group) -> tuple[int, str] | None:
+        """The rank of the group that is known to be lost, and why; None if none is."""
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         """Zeroed bytes that other ranks of the node can address."""

@@ -312,6 +312,7 @@ class Scheduler:
         self.leak = self.rng.choice((0.0, 0.1, 0.5))
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
+        self.look_for_interrupt: Callable[[], None] = lambda: None
         self.times: dict[int, float] = {}  # address of a signal -> the time of whoever raised it last
 
     def time_now(self) -> int:
@@ -358,6 +359,7 @@ class Scheduler:
         """Run tasks until `finished`; `on_done` is told of each that ended."""
         self.hub = greenlet.getcurrent()
         while not finished():
+            self.look_for_interrupt()
             ready = [t for t in self.tasks if self.late.get(t.rank, 0) <= self.steps and t.ready()]
             if not ready:
                 self._nothing_can_run()

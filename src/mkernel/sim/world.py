@@ -19,6 +19,7 @@ from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
+from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 
@@ -100,6 +101,7 @@ class SimWorld:
     """The simulator's world; see runtime/world.py for what each method promises."""
 
     scheduler_type = Scheduler
+    gathers_launches = False
 
     def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
         self.size = nodes * gpus_per_node
@@ -147,10 +149,24 @@ class SimWorld:
         if not host.block(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
             missing = [place for place, member in enumerate(members) if member not in box]
             raise records.absent(what, members.index(rank), missing, len(members), timeout)
-        self._read[key] = self._read.get(key, 0) + 1
-        if self._read[key] == len(members):
-            del self._mail[key], self._read[key]
+        self._has_read(key, len(members))
         return [box[member] for member in members]
+
+    def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
+        self._mail.setdefault(key, {})[rank] = value
+        self._has_read(key, len(members))
+
+    def _has_read(self, key: Hashable, members: int) -> None:
+        """The last of the members to read what was exchanged throws it away."""
+        self._read[key] = self._read.get(key, 0) + 1
+        if self._read[key] == members:
+            del self._mail[key], self._read[key]
+
+    def leave(self, group: Group, why: str) -> None:
+        pass  # what a rank's code lets through ends all of the simulation
+
+    def lost(self, group: Group) -> tuple[int, str] | None:
+        return None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run each rank's function to its end, and everything that they launched."""
@@ -372,15 +388,22 @@ class InlineWorld(SimWorld):
     ) -> list[Any]:
         return [value]
 
+    def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
+        pass  # there is nobody else
+
     def launch(self, rank: int, launch: Launch) -> None:
-        with interpreting() as builder:
+        with interpreting() as builder, noted() as self.scheduler.look_for_interrupt:
             self.scheduler.builder = builder
             self.scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self, rank, launch)
             self._lend(running, launch.arguments)
             self._queues[(rank, "default")] = deque([running])
             running.start_more(self._times[rank])
-            self.scheduler.run(lambda: running.done, self._task_done)
+            try:
+                self.scheduler.run(lambda: running.done, self._task_done)
+            except BaseException:
+                self.scheduler.close()  # other groups of this world will use it
+                raise
         launch.group.check()
 
     def synchronize(self, rank: int) -> None:

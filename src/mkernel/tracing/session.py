@@ -13,7 +13,7 @@ import torch
 from mkernel.runtime import clocks
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current
-from mkernel.runtime.tracer import EVENTS, Tracer
+from mkernel.runtime.tracer import EVENTS, Lane, Tracer
 from mkernel.runtime.world import Transfer
 from mkernel.tracing.events import Event, covered, events_of, shared
 
@@ -72,7 +72,18 @@ class Trace:
             self.emulated = not self.simulated and (
                 len(set(alike)) < group.size or group.world.links.nvlink is not None
             )
-            told = group.exchange("trace", (tracer.read(), tracer.launches, transfers))
+            plain = [(lane.cta, lane.lane, torch.from_numpy(lane.events), lane.lost) for lane in tracer.read()]
+            everyone = group.exchange(
+                "trace", (plain, tracer.launches, [dataclasses.astuple(each) for each in transfers])
+            )
+            told = [
+                (
+                    [Lane(cta, lane, events.numpy(), lost) for cta, lane, events, lost in lanes],
+                    launches,
+                    [Transfer(*each) for each in theirs],
+                )
+                for lanes, launches, theirs in everyone
+            ]
         else:
             # a rank that failed can not count on the others: its own events are there all the same
             group.world.synchronize(group.world_rank)

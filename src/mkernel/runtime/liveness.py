@@ -1,0 +1,177 @@
+"""Which ranks of this machine are still there.
+
+A rank that has died, or has left a call on an exception, never does what the others wait for. Timeouts would tell them
+in the end, but a timeout that forgives a checkpoint of ten minutes is a long time to wait for the dead. So each process
+has a page of shared memory on which it writes what the others must know, and watches its peers on the same machine:
+their pages, and (by a pidfd) whether they still run. The network proxy notices ranks on other machines.
+
+What is on a page:
+- `ended`: the process has come to its end with nothing left undone. Its peers need nothing more of it. They may still
+  be computing with what it gave them, so they are not disturbed.
+- `left`: group -> why this process left it in the middle of a call.
+A process that is gone and has not written `ended` was killed, or ended in the middle of something.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import select
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+PAGE_BYTES = 4096
+LOOK_SECONDS = 0.25  # between two looks at the pages
+LONGEST_REASON = 200  # characters
+ENDED = "its process has ended"
+_HEAD = struct.Struct("<II")  # turn (odd while the page is being written), length of the JSON text
+
+
+class Page:
+    """One process's page: its own, which it writes, or a peer's, which it reads."""
+
+    def __init__(self, handle: int):
+        self._memory = mmap.mmap(handle, PAGE_BYTES)
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        text = json.dumps(told).encode()[: PAGE_BYTES - _HEAD.size]
+        turn, _ = _HEAD.unpack_from(self._memory)
+        _HEAD.pack_into(self._memory, 0, turn + 1, 0)
+        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+        _HEAD.pack_into(self._memory, 0, turn + 2, len(text))
+
+    def read(self) -> dict[str, Any]:
+        """What the page says; nothing, if nothing was written or it is being written now."""
+        turn, length = _HEAD.unpack_from(self._memory)
+        text = self._memory[_HEAD.size : _HEAD.size + min(length, PAGE_BYTES - _HEAD.size)]
+        if turn % 2 or not length or _HEAD.unpack_from(self._memory)[0] != turn:
+            return {}
+        try:
+            told = json.loads(text)
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class Presence:
+    """This process, as its peers see it."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.handle = os.memfd_create("mkernel presence")
+        os.ftruncate(self.handle, PAGE_BYTES)
+        self._page = Page(self.handle)
+        self._left: dict[str, str] = {}
+        self.worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # that know whether this process left something undone
+        atexit.register(self._end)
+
+    def leave(self, group: str, why: str) -> None:
+        """Tell the peers that this process has left a group in the middle of a call."""
+        if len(self._left) < 8:  # the page is small, and the first ones tell the story
+            self._left[group] = why[:LONGEST_REASON]
+            self._page.write({"left": self._left})
+
+    def _end(self) -> None:
+        if os.getpid() == self.process and not any(world.undone() for world in self.worlds):
+            self._page.write({"left": self._left, "ended": True})
+
+
+_presence: Presence | None = None
+
+
+def presence() -> Presence:
+    """The presence of this process; of a forked child, one of its own."""
+    global _presence
+    if _presence is None or _presence.process != os.getpid():
+        _presence = Presence()
+    return _presence
+
+
+class Watch:
+    """Looks after the peers of this machine, in a thread of its own.
+
+    Args:
+        peers: rank -> its process and the file descriptor of its page there.
+        lost: called with a rank and a reason when it was killed or ended in the middle of something.
+        left: called with a rank, a group and a reason when it left that group.
+    """
+
+    def __init__(
+        self,
+        peers: Mapping[int, tuple[int, int]],
+        lost: Callable[[int, str], None],
+        left: Callable[[int, str, str], None],
+    ):
+        self._lost, self._left = lost, left
+        self._pages: dict[int, Page] = {}
+        self._handles: dict[int, int] = {}  # pidfd -> rank
+        self._told: set[tuple[int, str]] = set()
+        self.gone: dict[int, str] = {}  # ranks whose process has ended, and how
+        for rank, (process, handle) in peers.items():
+            try:
+                self._handles[os.pidfd_open(process)] = rank
+            except ProcessLookupError:
+                self.gone[rank] = ENDED
+            except OSError:
+                pass  # the system does not let us look at it: timeouts have to do
+            with contextlib.suppress(OSError, ValueError):
+                opened = os.open(f"/proc/{process}/fd/{handle}", os.O_RDWR)
+                try:
+                    self._pages[rank] = Page(opened)
+                finally:
+                    os.close(opened)
+        self._wake, self._stop = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="mkernel watch", daemon=True)
+        self._process = os.getpid()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and give everything back."""
+        if self._stop < 0 or os.getpid() != self._process:
+            return
+        os.close(self._stop)
+        self._stop = -1
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for handle in (self._wake, *self._handles):
+            poll.register(handle, select.POLLIN)
+        running = True
+        while running:
+            for handle, _ in poll.poll(LOOK_SECONDS * 1000):
+                if handle == self._wake:
+                    running = False
+                else:
+                    poll.unregister(handle)
+                    self._has_ended(self._handles[handle])
+            if running:
+                self._look(self._pages)
+        for handle in (self._wake, *self._handles):
+            os.close(handle)
+        for page in self._pages.values():
+            page.close()
+
+    def _look(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            for group, why in self._pages[rank].read().get("left", {}).items():
+                if (rank, group) not in self._told:
+                    self._told.add((rank, group))
+                    self._left(rank, group, str(why))
+
+    def _has_ended(self, rank: int) -> None:
+        self.gone[rank] = ENDED
+        if rank in self._pages:
+            self._look([rank])
+            if self._pages[rank].read().get("ended") is not True:
+                self._lost(rank, self.gone[rank])

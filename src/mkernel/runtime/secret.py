@@ -1,0 +1,110 @@
+"""The secret of a job: what keeps strangers out of the store's messages and of the connections between nodes.
+
+The process group's store listens on the network and asks nobody who they are, so the secret never travels through it in
+the clear. Every rank puts a Diffie-Hellman public value there (group ffdhe2048 of RFC 7919); rank 0 draws the
+secret and hands it to each rank, masked with the key that the two share. Whoever only reads the store learns
+nothing. Whoever can also change what ranks write there while a group is being made could stand between two ranks; a
+secret from the launcher, in MKERNEL_SECRET, keeps them out too: public values then carry a proof that
+their author knows it, and the masks depend on it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+
+from mkernel.runtime.errors import ArgumentError, MKernelError
+
+VARIABLE = "MKERNEL_SECRET"
+SHORTEST = 16  # characters of a launcher's secret
+OPEN = b"no secret yet"  # what messages are signed with before there is a secret
+PRIME = int(
+    "FFFFFFFFFFFFFFFFADF85458A2BB4A9AAFDC5620273D3CF1D8B9C583CE2D3695A9E13641146433FBCC939DCE249B3EF97D2FE363630C75D8"
+    "F681B202AEC4617AD3DF1ED5D5FD65612433F51F5F066ED0856365553DED1AF3B557135E7F57C935984F0C70E0E68B77E2A689DAF3EFE872"
+    "1DF158A136ADE73530ACCA4F483A797ABC0AB182B324FB61D108A94BB2C8E3FBB96ADAB760D7F4681D4F42A3DE394DF4AE56EDE76372BB19"
+    "0B07A7C8EE0A6D709E02FCE1CDF7E2ECC03404CD28342F619172FE9CE98583FF8E4F1232EEF28183C3FE3B1B4C6FAD733BB5FCBC2EC22005"
+    "C58EF1837D1683B2C6F34A26C1B2EFFA886B423861285C97FFFFFFFFFFFFFFFF",
+    16,
+)
+GENERATOR = 2
+NUMBER_BYTES = (PRIME.bit_length() + 7) // 8
+
+
+def given() -> bytes | None:
+    """The launcher's secret as a key; None if there is none."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    if len(text) < SHORTEST:
+        raise ArgumentError(f"{VARIABLE} has {len(text)} characters; give it {SHORTEST} or more, drawn at random")
+    return derived(text.encode(), "launcher")
+
+
+def derived(secret: bytes, purpose: str) -> bytes:
+    """A key of its own for each purpose."""
+    return hmac.digest(secret, f"mkernel {purpose}".encode(), "sha256")
+
+
+class Agreement:
+    """How one rank comes to the secret of a job, in two messages: everybody's `offer`, then rank 0's `masked`."""
+
+    def __init__(self, job: str, rank: int):
+        self._job, self._rank = job, rank
+        self._given = given()
+        self._exponent = secrets.randbits(8 * 32)
+        self._public = pow(GENERATOR, self._exponent, PRIME).to_bytes(NUMBER_BYTES, "big")
+
+    def offer(self) -> tuple[bytes, bytes]:
+        """This rank's public value, and the proof that it knows the launcher's secret: empty if there is none."""
+        return self._public, self._proof(self._rank, self._public)
+
+    def take(self, offers: Sequence[tuple[bytes, bytes]]) -> None:
+        """The offers of all ranks, by rank."""
+        for rank, offer in enumerate(offers):
+            shape = isinstance(offer, tuple) and len(offer) == 2 and all(isinstance(part, bytes) for part in offer)
+            if not shape or not 1 < int.from_bytes(offer[0], "big") < PRIME - 1:
+                raise MKernelError(f"what stands in the store for rank {rank} is not what a rank writes there")
+        having = [rank for rank, (_, proof) in enumerate(offers) if proof]
+        if 0 < len(having) < len(offers):
+            raise ArgumentError(
+                f"{VARIABLE} must be set on every rank or on none; it is set on ranks {having} of {len(offers)}"
+            )
+        for rank, (public, proof) in enumerate(offers):
+            if not hmac.compare_digest(proof, self._proof(rank, public)):
+                raise MKernelError(
+                    f"rank {rank} has another {VARIABLE} than rank {self._rank}, or somebody else wrote in its place"
+                )
+        self._offers = offers
+        self._transcript = b"".join(public for public, _ in offers)
+
+    def masked(self) -> list[bytes]:
+        """Rank 0's: the secret, for each rank masked with what the two of them share, and a tag."""
+        self.secret = secrets.token_bytes(32)
+        return [self._mask(rank, public, self.secret) for rank, (public, _) in enumerate(self._offers)]
+
+    def unmask(self, masked: Sequence[bytes]) -> bytes:
+        """The secret, from what rank 0 masked."""
+        if self._rank == 0:
+            return self.secret
+        mine = masked[self._rank] if isinstance(masked, list) and len(masked) == len(self._offers) else None
+        if isinstance(mine, bytes) and len(mine) == 64:
+            pad = self._key(self._rank, self._offers[0][0], "mask")
+            found = bytes(one ^ other for one, other in zip(mine[:32], pad))
+            if hmac.compare_digest(self._mask(self._rank, self._offers[0][0], found), mine):
+                return found
+        raise MKernelError("what stands in the store for rank 0 is not what it wrote: somebody interferes with the job")
+
+    def _proof(self, rank: int, public: bytes) -> bytes:
+        if self._given is None:
+            return b""
+        return derived(self._given, f"offer of rank {rank} for {self._job}: {public.hex()}")
+
+    def _key(self, rank: int, public: bytes, purpose: str) -> bytes:
+        shared = pow(int.from_bytes(public, "big"), self._exponent, PRIME).to_bytes(NUMBER_BYTES, "big")
+        return derived(shared + (self._given or b"") + self._transcript, f"{purpose} for rank {rank} of {self._job}")
+
+    def _mask(self, rank: int, public: bytes, secret: bytes) -> bytes:
+        hidden = bytes(one ^ other for one, other in zip(secret, self._key(rank, public, "mask")))
+        return hidden + hmac.digest(self._key(rank, public, "tag"), hidden, "sha256")

@@ -1,0 +1,41 @@
+"""Ctrl-C while CTAs run in this process.
+
+Python raises KeyboardInterrupt wherever it happens to be. Inside a destructor or a callback of a weak reference, of
+which the simulated memory has many, it is printed and forgotten, and the rank goes on. So while a launch runs, Ctrl-C
+is only noted, and raised between two steps of the scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Callable[[], None]]:
+    """Inside, Ctrl-C does nothing until the function that this gives is called, which raises KeyboardInterrupt then.
+    A handler of the user's own is left alone."""
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not plain or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    def look() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
