@@ -437,3 +437,19 @@ def test_the_private_folder_goes_with_the_process(tmp_path):
     library = Path(done.stdout.strip())
     assert library.name.startswith("small.so-")
     assert not library.parent.exists()
+
+
+@as_root
+def test_root_that_a_container_does_not_know(tmp_path, monkeypatch):
+    """Its files show the number of unknown users: that will do on the way, but not where anybody could have put it."""
+    monkeypatch.setattr(cache, "_roots", lambda: {0, others.SOMEBODY})
+    home = tmp_path / "of root" / "home"
+    home.mkdir(parents=True)
+    others.give_away(home.parent)
+    assert cache.usable_folder(home / "mkernel") == home / "mkernel"
+    others.give_away(home / "mkernel")
+    with pytest.raises(cache.UnsafePath, match="mkernel belongs to"):
+        cache.usable_folder(home / "mkernel")
+    home.chmod(0o1777)
+    with pytest.raises(cache.UnsafePath, match="mkernel belongs to"):
+        cache.resolve(home / "mkernel", on_the_way=True)
