@@ -22,6 +22,22 @@ FLAGS = (
     "--window-size=1366,768",  # a laptop
 )
 
+# names that would run a script, or break the page, if they were taken for markup
+RAN = "window.ran = (window.ran || 0) + 1"
+HOSTILE = [
+    f"</script><script>{RAN}</script>",
+    f"</ScRiPt ><script>{RAN}</script>",
+    f"<!--<script>{RAN}",
+    f"--><script>{RAN}</script>",
+    f"\"><img src=x onerror='{RAN}'>",
+    f"' onmouseover='{RAN}' \"",
+    "]]> &lt;b&gt; <b>bold</b> <br> \\u003c \\",
+    f"');{RAN};('",
+    "line\u2028sepa\u2029rators",
+    f'<a href="javascript:{RAN}">link</a>',
+    "data",
+]
+
 
 @contextlib.contextmanager
 def opened():
@@ -59,3 +75,21 @@ def requested(browser):
         event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
     ]
     return [address for address in addresses if not address.startswith(("file:", "data:", "blob:", "chrome:"))]
+
+
+def texts(browser, selector):
+    """What the elements say, character by character."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(one => one.textContent)"
+    return browser.execute_script(script, selector)
+
+
+def check_nothing_ran(browser):
+    """None of the HOSTILE names on the page was taken for markup."""
+    import json
+
+    assert messages(browser) == []
+    assert requested(browser) == []
+    assert browser.execute_script("return window.ran || 0") == 0
+    tags = "img, a[href^=javascript], [onerror], [onmouseover]"
+    assert browser.find_elements("css selector", tags) == []
+    json.loads(browser.execute_script("return document.getElementById('data').textContent"))  # can still be read

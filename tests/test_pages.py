@@ -67,7 +67,9 @@ def data_of(browser):
 
 def plotted(browser, plot):
     """name -> y, as the browser has drawn them."""
-    script = "return document.getElementById(arguments[0]).data.map(trace => [trace.name, Array.from(trace.y)])"
+    script = """
+        const plot = [...document.querySelectorAll(".plot")].find(one => one.dataset.plot === arguments[0]);
+        return plot.data.map(trace => [trace.name, Array.from(trace.y)])"""
     return dict(browser.execute_script(script, plot))
 
 
@@ -84,7 +86,7 @@ def test_plots_have_the_data_of_the_json(bench_report):
         points = plotted(bench_report, f"{op}-floor")
         assert points["in bursts"] == [one["floor_fraction"] for one in measured]
         drawn = bench_report.execute_script(
-            "return [...document.querySelectorAll(`#${arguments[0]} .bars .point path`)]"
+            "return [...document.querySelectorAll(`[data-plot=${arguments[0]}] .bars .point path`)]"
             ".filter(bar => bar.getBBox().height > 0).length",
             f"{op}-times",
         )
@@ -119,10 +121,10 @@ def mouse(browser, *places, drag=False):
 
 
 def test_hover_shows_the_figure(bench_report):
-    x, y, _, _ = place_of(bench_report, "#all_gather_matmul-times .bars .point path")
+    x, y, _, _ = place_of(bench_report, "[data-plot=all_gather_matmul-times] .bars .point path")
     mouse(bench_report, (x - 3, y - 3), (x, y))
     shown = bench_report.execute_script(
-        "return document.querySelector('#all_gather_matmul-times .hoverlayer').textContent"
+        "return document.querySelector('[data-plot=all_gather_matmul-times] .hoverlayer').textContent"
     )
     assert "fused" in shown
     assert "3" in shown
@@ -131,17 +133,17 @@ def test_hover_shows_the_figure(bench_report):
 def test_a_drag_zooms_and_a_double_click_returns(bench_report):
     def span():
         return bench_report.execute_script(
-            "const axis = document.getElementById('all_gather_matmul-times').layout.yaxis; return axis.range"
+            "const axis = document.querySelector('[data-plot=all_gather_matmul-times]').layout.yaxis; return axis.range"
         )
 
     before = span()
-    x, y, width, height = place_of(bench_report, "#all_gather_matmul-times .nsewdrag")
+    x, y, width, height = place_of(bench_report, "[data-plot=all_gather_matmul-times] .nsewdrag")
     mouse(bench_report, (x - width / 4, y - height / 4), (x, y), (x + width / 4, y + height / 4), drag=True)
     zoomed = span()
     assert zoomed[1] - zoomed[0] < 0.7 * (before[1] - before[0])
     from selenium.webdriver.common.action_chains import ActionChains
 
-    area = bench_report.find_element("css selector", "#all_gather_matmul-times .nsewdrag")
+    area = bench_report.find_element("css selector", "[data-plot=all_gather_matmul-times] .nsewdrag")
     ActionChains(bench_report).double_click(area).pause(0.7).perform()
     assert span() == pytest.approx(before)
     assert browsers.messages(bench_report) == []
@@ -173,7 +175,7 @@ def test_the_page_of_the_demo(tmp_path, browser):
     assert browsers.requested(browser) == []
     shown = data_of(browser)["operators"][0]
     drawn = browser.execute_script(
-        "return document.getElementById('all_gather_matmul-nvlink').data[0].z.map(row => Array.from(row))"
+        "return document.querySelector('[data-plot=all_gather_matmul-nvlink]').data[0].z.map(row => Array.from(row))"
     )
     assert drawn == shown["nvlink_bytes"] == [[0, 64], [32, 0]]
     assert plotted(browser, "all_gather_matmul-overlap") == {
@@ -184,10 +186,90 @@ def test_the_page_of_the_demo(tmp_path, browser):
     words = browser.find_element("tag name", "body").text
     assert "Wrong: all_gather_matmul: rank 1: error nan" in words
     assert "rows & <columns>" in words
-    assert not browser.find_elements("id", "all_gather_matmul-network")  # nothing was sent there
+    assert not browser.find_elements("css selector", "[data-plot=all_gather_matmul-network]")  # nothing was sent there
 
 
 def test_json_in_a_page_can_not_end_its_script():
     text = report.plot("p", [{"x": ["</script><script>alert(1)</script>", float("nan")]}], "t", "x", "y")
     assert text.count("</script>") == 1
     assert "NaN" not in text
+
+
+def test_json_in_a_page_has_no_character_of_markup():
+    value = {"<!--<script>": ["</script>", "&amp;", "]]>", "\u2028\u2029"]}
+    text = report.to_json(value)
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert json.loads(text) == value
+
+
+# -- names that are no markup, whatever is in them
+
+
+def drawn_texts(browser):
+    """Every text in the plots; a line of its own for each line that is drawn."""
+    return "\n".join(browsers.texts(browser, ".plot svg text"))
+
+
+def spaces(text):
+    """SVG shows any space as a blank."""
+    return "".join(" " if one in "\u2028\u2029\n\xa0" else one for one in text)
+
+
+@pytest.mark.parametrize("name", browsers.HOSTILE)
+def test_hostile_names_in_a_report(tmp_path, browser, name):
+    trace = {"type": "bar", "name": name, "x": [name, "b"], "y": [1, 2]}
+    other = trace | {"name": "other", "y": [2, 3]}
+    parts = [
+        report.text(name, name),
+        report.heading(name),
+        report.table([name], [[name]]),
+        report.plot(name, [trace, other], name, name, name),
+        report.plot(name, [other], "second plot", "", ""),  # of the same name
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(report.page(name, parts, {name: name}), encoding="utf-8")
+    browser.get(path.as_uri())
+    browsers.check_nothing_ran(browser)
+    assert data_of(browser) == {name: name}
+    for selector in ("h1", "h2", "p:not(.small)", "th", "td"):
+        assert browsers.texts(browser, selector)[0] == name
+    assert spaces(browser.title) == spaces(" ".join(name.split(" ")))
+    plots = browser.execute_script("return [...document.querySelectorAll('.plot')].map(one => one.data.length)")
+    assert plots == [2, 1]
+    drawn = spaces(drawn_texts(browser))
+    assert drawn.count(spaces(name)) >= 5  # title, two axes, a tick and the legend
+
+
+@pytest.mark.parametrize("name", browsers.HOSTILE)
+def test_hostile_names_in_the_report_of_a_benchmark(tmp_path, browser, name):
+    measured = [result() | {"op": name, "shape": [name, 8]}, result() | {"op": name, "shape": [9, 9]}]
+    results = [*measured, {"op": name, "shape": [name], "failed": name}, result() | {"shape": [64] * 3}]
+    path = tmp_path / "bench.html"
+    figures = {"machine": MACHINE | {"gpu": name}, "results": results}
+    path.write_text(bench_page.page(figures), encoding="utf-8")
+    browser.get(path.as_uri())
+    browsers.check_nothing_ran(browser)
+    assert data_of(browser)["results"][0]["op"] == name
+    assert browsers.texts(browser, "h2")[0] == name
+    assert f"{name} failed: {name}" in browsers.texts(browser, "p.wrong")
+    assert browsers.texts(browser, "td")[0].startswith(f"{name}x8, 1x4 ranks")
+    assert len(browser.find_elements("css selector", ".plot .main-svg")) > 0
+    assert spaces(f"{name}x8") in spaces(drawn_texts(browser))
+    ticks = browsers.texts(browser, ".plot .xtick text")
+    assert "9x91x4 ranks, emulated" in ticks  # two lines, one below the other
+
+
+@pytest.mark.parametrize("name", browsers.HOSTILE)
+def test_hostile_names_on_the_page_of_the_demo(tmp_path, browser, name):
+    one = demo.Shown(
+        name, f"gathers {name}", name, [demo.Check((8, 4), 0.1, 0.5)] * 2, [name], nvlink=[[0, 64], [32, 0]],
+        network=[[0, 0], [0, 0]], products=[[8, 8], [8, 8]], before_last_arrival=[[5, 6], [1, 2]],
+        times={name: 1.0, "other": 2.0},
+    )  # fmt: skip
+    path = tmp_path / "demo.html"
+    path.write_text(demo_page.page(name, True, [one]), encoding="utf-8")
+    browser.get(path.as_uri())
+    browsers.check_nothing_ran(browser)
+    assert browsers.texts(browser, "h2") == [name]
+    assert f"Wrong: {name}: {name}" in browsers.texts(browser, "p.wrong")
+    assert spaces(name) in spaces(drawn_texts(browser))

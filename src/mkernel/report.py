@@ -32,22 +32,35 @@ th:first-child, td:first-child { text-align: left; }
 BUTTONS = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
 
 
-def plot(identifier: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
-    """A plot, as plotly's JavaScript draws it from traces (dictionaries of lists)."""
+# of a trace, what plotly shows as text
+TEXTS = ("name", "text", "x", "y")
+
+
+def plot(name: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
+    """A plot, as plotly's JavaScript draws it from traces (dictionaries of lists). Names and labels are plain text, of
+    several lines if there are line breaks in them. The element has no id, but the name as its data-plot."""
     full = {
-        "title": {"text": title},
-        "xaxis": {"title": {"text": x}, **layout.pop("xaxis", {})},
-        "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})},
+        "title": {"text": _label(title)},
+        "xaxis": {"title": {"text": _label(x)}, **layout.pop("xaxis", {})},
+        "yaxis": {"title": {"text": _label(y)}, **layout.pop("yaxis", {})},
         "colorway": COLORS,
         "template": "none",
         "margin": {"t": 60, "r": 20},
         **layout,
     }
-    data = _json([dict(trace) for trace in traces])
+    drawn = [{key: _label(value) if key in TEXTS else value for key, value in trace.items()} for trace in traces]
+    arguments = ", ".join(map(to_json, (drawn, full, BUTTONS)))
     return (
-        f'<div id="{escape(identifier)}" class="plot"></div>\n<script>Plotly.newPlot({json.dumps(identifier)}, {data}, '
-        f"{_json(full)}, {_json(BUTTONS)});</script>"
+        f'<div class="plot" data-plot="{escape(name)}"></div>\n'
+        f"<script>Plotly.newPlot(document.currentScript.previousElementSibling, {arguments});</script>"
     )
+
+
+def _label(value: Any) -> Any:
+    """Text, or a list with text in it, as plotly takes it: it has a markup of its own, which looks like HTML."""
+    if isinstance(value, str):
+        return escape(value, quote=False).replace("\n", "<br>")
+    return [_label(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -85,15 +98,16 @@ def page(title: str, parts: Sequence[str], data: Any) -> str:
 <h1>{escape(title)}</h1>
 {body}
 <p class="small">mkernel {__version__}</p>
-<script type="application/json" id="data">{_json(data)}</script>
+<script type="application/json" id="data">{to_json(data)}</script>
 </body>
 </html>
 """
 
 
-def _json(value: Any) -> str:
-    """JSON that can stand inside a script: no NaN, and nothing that ends the script."""
-    return json.dumps(finite(value), allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
+def to_json(value: Any) -> str:
+    """JSON that can stand inside a script: no NaN, and none of the characters with which markup begins or ends."""
+    text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def finite(value: Any) -> Any:

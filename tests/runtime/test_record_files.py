@@ -4,10 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 import mkernel as mk
+from mkernel import cli
 from mkernel.runtime import record_files
 from mkernel.runtime.chains import NetworkFailure
+from mkernel.runtime.printable import printable
 
 RECORDS = [
     mk.WaitRecord(True, "all_gather_matmul", 0, "compute", 3, "arrived", 1, 5, 1, 2, 30.25),
@@ -100,3 +103,52 @@ def test_a_signal_of_another_version_can_be_shown():
 def test_what_can_not_be_read_is_named(path):
     with pytest.raises(mk.ArgumentError, match="can not be read"):
         record_files.read([path])
+
+
+# what a terminal would obey: escape sequences in 7 and in 8 bits, a title, backspaces, line breaks, marks of direction
+ORDERS = [
+    "\x1b[2J", "\x9b31m", "\x1b]0;title\x07", "a\b\b", "one\rtwo", "one\ntwo", "\x85", "\x7f",
+    "\u202e", "\u2066", "\u2028",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=ascii)
+def test_what_a_file_says_is_no_order_to_the_terminal(tmp_path, order):
+    """In every field that is text, in lines that are damaged, and in the names of files."""
+    words = f"before{order}after"
+    path = tmp_path / f"waits {order}.jsonl"
+    wait = dataclasses.asdict(RECORDS[0]) | {"op": words, "role": words, "signal": words}
+    back = dataclasses.asdict(RECORDS[0]) | {"rank": 1, "peer": 0, "op": words + "!"}  # waits for each other
+    lines = [
+        {"mkernel": "wait", **wait},
+        {"mkernel": "wait", **back},
+        {"mkernel": "network failure", "rank": 3, "message": words},
+        {"mkernel": "wait", **wait, "rank": words},
+        {"mkernel": words},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + words.replace("\n", "") + "\n")
+    result = CliRunner().invoke(cli.main, ["why", str(path)], color=True)
+    assert result.exit_code == 0, result.output
+    assert all(line.isprintable() for line in result.output.split("\n"))
+    for shown in (f"  {printable(words)}: rank 0, role {printable(words)}", f"signal '{printable(words)}'"):
+        assert shown in result.output
+    assert f"the network of rank 3 failed: {printable(words)}\n" in result.output
+    found = record_files.read([path])
+    assert len(found.damaged) >= 3
+    assert all(line.isprintable() for line in found.damaged)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=ascii)
+def test_a_file_that_can_not_be_read_is_named_without_orders(tmp_path, order):
+    result = CliRunner().invoke(cli.main, ["why", str(tmp_path / f"no{order}file")], color=True)
+    assert result.exit_code == 2
+    assert all(line.isprintable() for line in result.output.split("\n"))
+    with pytest.raises(mk.ArgumentError) as error:
+        record_files.read([tmp_path / f"no{order}file"])
+    assert str(error.value).isprintable()
+
+
+def test_ordinary_text_stays_as_it_is():
+    text = 'rank 1\'s GPU: größer, 深い, C:\\x1b, "quoted"'
+    assert printable(text) == text
+    assert printable("\x1b[0m\u202e\n\U000e0001") == "\\x1b[0m\\u202e\\n\\U000e0001"

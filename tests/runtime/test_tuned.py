@@ -1,5 +1,6 @@
 """Tuned configurations: the file, what leads to an entry, and calls that take it."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 
 import experts
 import helpers
+import others
 import pytest
 import torch
 from compiled import pretending
+from others import as_root
 
 import mkernel as mk
 from mkernel.runtime import cache, tuned
@@ -125,6 +128,179 @@ def test_a_lock_that_is_never_released_is_named(file, monkeypatch):
     ):
         tuned.write(file, {"b": ENTRY})
     assert tuned.read(file) == {"a": ENTRY}
+
+
+# -- files that others could change
+
+
+def others_file(file):
+    others.give_away(file)
+    return file
+
+
+def others_folder(file):
+    others.give_away(file.parent)
+    return file.parent
+
+
+def file_with_mode(mode):
+    def arrange(file):
+        file.chmod(mode)
+        return file
+
+    return arrange
+
+
+def folder_with_mode(mode):
+    def arrange(file):
+        file.parent.chmod(mode)
+        return file.parent
+
+    return arrange
+
+
+def others_link(file):
+    file.rename(file.with_name("elsewhere.json"))
+    file.symlink_to("elsewhere.json")
+    others.give_away(file)
+    return file
+
+
+def others_link_to_the_folder(file):
+    file.parent.rename(file.parent.with_name("elsewhere"))
+    file.parent.symlink_to("elsewhere")
+    others.give_away(file.parent)
+    return file.parent
+
+
+def own_link_to_anothers_file(file):
+    elsewhere = file.with_name("elsewhere.json")
+    file.rename(elsewhere)
+    file.symlink_to("elsewhere.json")
+    others.give_away(elsewhere)
+    return elsewhere
+
+
+UNSAFE = {
+    "file of another user": (others_file, "belongs to"),
+    "folder of another user": (others_folder, "belongs to"),
+    "file for the group": (file_with_mode(0o660), "mode 0660.*chmod go-w"),
+    "file for others": (file_with_mode(0o606), "mode 0606.*chmod go-w"),
+    "folder for the group": (folder_with_mode(0o770), "mode 0770.*chmod go-w"),
+    "folder for others": (folder_with_mode(0o777), "mode 0777.*chmod go-w"),
+    "another user's link": (others_link, "belongs to"),
+    "another user's link to the folder": (others_link_to_the_folder, "belongs to"),
+    "own link to another user's file": (own_link_to_anothers_file, "belongs to"),
+}
+
+
+@as_root
+@pytest.mark.parametrize("named", ["by the variable", "by default"])
+@pytest.mark.parametrize("arrangement", UNSAFE)
+def test_a_file_that_others_could_change_is_not_used(tmp_path, monkeypatch, named, arrangement):
+    monkeypatch.setattr(tuned, "_reported", set())
+    monkeypatch.delenv(tuned.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if named == "by the variable":
+        monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "mine" / "tuned.json"))
+    file = tuned.path()
+    tuned.write(file, {"a": ENTRY})
+    arrange, wrong = UNSAFE[arrangement]
+    bad = arrange(file)
+    before = {path.name: path.read_text() for path in file.parent.glob("*")}
+    with pytest.warns(UserWarning, match=rf"{file} is ignored.*{bad} .*{wrong}"):
+        assert tuned._what_is_known() == {}
+    with pytest.raises(mk.MKernelError, match=rf"can not be kept in {file}.*{bad} .*{wrong}.*{tuned.VARIABLE}"):
+        tuned.write(file, {"b": ENTRY})
+    assert {path.name: path.read_text() for path in file.parent.glob("*")} == before
+
+
+@as_root
+def test_nothing_is_written_where_others_could_change_it(tmp_path):
+    (tmp_path / "anybodys").mkdir()
+    (tmp_path / "anybodys").chmod(0o777)
+    file = tmp_path / "anybodys" / "mkernel" / "tuned.json"
+    with pytest.raises(mk.MKernelError, match=r"anybodys has mode 0777.*chmod go-w"):
+        tuned.write(file, {"a": ENTRY})
+    assert list((tmp_path / "anybodys").iterdir()) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.read(file) == {}  # no file, nothing to warn of
+
+
+@pytest.mark.parametrize("name", ["tuned.json", "tuned.json.lock", "tuned.json.damaged"])
+def test_no_file_is_overwritten_through_a_link(file, tmp_path, name):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    file.parent.mkdir(mode=0o700)
+    file.with_name(name).symlink_to(precious)
+    with contextlib.suppress(mk.MKernelError):
+        tuned.write(file, {"a": ENTRY})
+    if name == "tuned.json.lock":
+        with pytest.raises(mk.MKernelError, match=r"tuned.json.lock is a symbolic link. Remove it"):
+            tuned.write(file, {"a": ENTRY})
+    else:
+        assert tuned.read(file) == {"a": ENTRY}
+    assert precious.read_text() == "precious"
+
+
+def test_a_file_that_this_user_has_linked_is_read(file, tmp_path):
+    tuned.write(tmp_path / "shared" / "tuned.json", {"a": ENTRY})
+    file.parent.symlink_to("shared")
+    assert tuned.read(file) == {"a": ENTRY}
+    tuned.write(file, {"b": ENTRY})
+    assert tuned.read(tmp_path / "shared" / "tuned.json") == {"a": ENTRY, "b": ENTRY}
+
+
+def test_a_file_of_this_user_in_a_folder_for_all_users(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    file = tmp_path / "tmp" / "mine.json"
+    tuned.write(file, {"a": ENTRY})
+    assert tuned.read(file) == {"a": ENTRY}
+
+
+@as_root
+def test_a_file_of_root_that_can_only_be_read():
+    with others.open_folder() as shared:
+        file = shared / "tuned.json"
+        tuned.write(file, {"a": ENTRY})
+        file.chmod(0o644)
+
+        def use():
+            warnings.simplefilter("error")
+            return tuned.read(file)
+
+        assert others.run_as(others.VICTIM, use) == {"a": ENTRY}
+
+
+def test_folders_and_files_are_this_users_alone_whatever_the_umask(tmp_path):
+    file = tmp_path / "a" / "b" / "tuned.json"
+    before = os.umask(0)
+    try:
+        tuned.write(file, {"a": ENTRY})
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert folder.stat().st_mode & 0o7777 == 0o700
+    assert [path.stat().st_mode & 0o7777 for path in file.parent.iterdir()] == [0o600, 0o600]
+
+
+def test_a_pipe_is_not_waited_for(file):
+    file.parent.mkdir(mode=0o700)
+    os.mkfifo(file, 0o600)
+    with pytest.warns(UserWarning, match="is not a regular file. Remove it"):
+        assert tuned.read(file) == {}
+
+
+def test_names_in_a_file_are_shown_escaped(file, monkeypatch):
+    """Of fields that are none, and of anything else that a warning repeats."""
+    monkeypatch.setattr(tuned, "_reported", set())
+    with pytest.warns(UserWarning, match="an entry of") as warned:
+        assert tuned._config({"\x1b[31mfield\x9b\u202e": 1}) is None
+    (one,) = warned
+    assert str(one.message).isprintable()
+    assert r"\x1b[31mfield\x9b\u202e" in str(one.message)
 
 
 # -- keys

@@ -1,11 +1,14 @@
 """The page of a trace, in a real browser where there is one."""
 
+import copy
+import dataclasses
 import itertools
 import json
 import re
 import shutil
 import subprocess
 
+import browser as browsers
 import pytest
 import torch
 
@@ -103,3 +106,33 @@ def test_in_a_browser(trace, tmp_path):
     assert found["nearer"] == pytest.approx(whole / 2, rel=0.05)
     assert found["nearest"] < found["nearer"]
     assert found["hidden"] == "none"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsers.opened() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", browsers.HOSTILE)
+def test_hostile_names(trace, tmp_path, browser, name):
+    hostile = copy.copy(trace)
+    hostile.device = name
+    hostile.events = tuple(
+        dataclasses.replace(event, op=name, role=name, kind=name if event.kind == "tile" else event.kind)
+        if event.kind != "launch"
+        else dataclasses.replace(event, op=name)
+        for event in trace.events
+    )
+    hostile.html(tmp_path / "trace.html")
+    browser.get((tmp_path / "trace.html").as_uri())
+    browsers.check_nothing_ran(browser)
+    assert browsers.texts(browser, "h1") == [f"mKernel trace: {name}"]
+    assert any(name in text for text in browsers.texts(browser, "#about span"))
+    assert name in browsers.texts(browser, "#legend label")
+    assert browsers.texts(browser, "#summary td")[2] == name
+    tile = "spans.findIndex(span => data.kinds[span[4]].name === arguments[0])"
+    tip = browser.execute_script(f"tip.textContent = describe({tile}); return tip.textContent", name)
+    assert tip.startswith(name)
+    assert f"call 0 ({name})" in tip
+    browsers.check_nothing_ran(browser)

@@ -62,10 +62,10 @@ def page(figures: dict[str, Any]) -> str:
 
 
 def name_of(result: dict[str, Any]) -> str:
-    """A shape as it is written on an axis."""
+    """A shape as it is written on an axis, in two lines."""
     ranks = f"{result['nodes']}x{result['ranks'] // result['nodes']} ranks" if "ranks" in result else ""
     emulated = ", emulated" if result.get("emulated") else ""
-    return f"{'x'.join(map(str, result['shape']))}<br>{ranks}{emulated}{clocks.mark(result)}"
+    return f"{'x'.join(map(str, result['shape']))}\n{ranks}{emulated}{clocks.mark(result)}"
 
 
 def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
@@ -90,7 +90,7 @@ def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:
     columns = {key: name for key, name in COLUMNS.items() if any(result.get(key) is not None for result in measured)}
     rows = [
         [
-            name_of(result).replace("<br>", ", "),
+            name_of(result).replace("\n", ", "),
             *("-" if result.get(key) is None else f"{result[key]:.3f}" for key in columns),
         ]
         for result in measured

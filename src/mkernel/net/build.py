@@ -2,7 +2,8 @@
 
 A wheel has the library beside its sources (setup.py). In a source tree it is kept in the user's cache directory
 ($XDG_CACHE_HOME or ~/.cache, below mkernel/), under a name made from everything that goes into it: sources, compiler,
-flags. So it is built once per version, and several processes may ask for it at the same time.
+flags. So it is built once per version, and several processes may ask for it at the same time. A cache that another user
+could put a library into (see runtime/cache.py) is not used: each process then compiles one for itself, and warns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +32,7 @@ LIBRARY_FLAGS = (
 BUILD_SECONDS = 300
 PACKAGED = "net.so"  # beside the sources, in a package that was built
 PACKAGED_WITHOUT_RDMA = "net-without-rdma.so"  # the same, from where libibverbs' headers were not there
+REPAIR = "or set XDG_CACHE_HOME to a folder that only you can write to"
 RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # the build does without them
 
 
@@ -52,17 +55,24 @@ def compiler() -> list[str]:
 def cache_directory() -> Path:
     """Where what was built is kept."""
     try:
+        return _cache_directory()
+    except cache.UnsafePath as problem:
+        raise TransportError(f"the network layer is compiled into the user's cache. {problem}, {REPAIR}") from problem
+
+
+def _cache_directory() -> Path:
+    """The same; raises cache.UnsafePath where another user could put a library there."""
+    try:
         directory = cache.folder()
     except MKernelError as error:
         raise TransportError(f"the network layer is compiled into the user's cache, and {error}") from error
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return cache.usable_folder(directory)
     except OSError as error:
         raise TransportError(
             f"{directory} can not be made ({error}); the network layer is compiled into it. "
             f"Set XDG_CACHE_HOME to a directory that can be written"
         ) from error
-    return directory
 
 
 def library_file() -> Path:
@@ -108,12 +118,35 @@ def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequenc
         digest.update(part.encode() + b"\0")
     for path in sorted(used | set(sources)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    target = cache_directory() / f"{name}-{digest.hexdigest()[:24]}"
-    if not target.exists():
+    kept_as = f"{name}-{digest.hexdigest()[:24]}"
+    try:
+        return _built(_cache_directory() / kept_as, command, sources)
+    except cache.UnsafePath as problem:
+        private = cache.private_folder()
+        warnings.warn(
+            f"mkernel: the cache {cache.folder()} is not used for what was compiled, because other users could change "
+            f"it: {problem}, {REPAIR}. Until then each process compiles for itself, this one in {private}",
+            stacklevel=2,
+        )
+        return _built(private / kept_as, command, sources)
+
+
+def _built(target: Path, command: Sequence[str], sources: Sequence[Path]) -> Path:
+    """The file, in a folder that was checked; compiled if it is not there."""
+    if not _is_there(target):
         with _alone(target):
-            if not target.exists():  # another process may have been first
+            if not _is_there(target):  # another process may have been first
                 _compile(command, sources, target)
     return target
+
+
+def _is_there(target: Path) -> bool:
+    """Whether the file is there; raises cache.UnsafePath if another user could have written it."""
+    try:
+        os.close(cache.open_file(target))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _version(program: str) -> str:
@@ -132,7 +165,14 @@ def _rdma_headers(command: Sequence[str]) -> str:
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """One process at a time. The lock goes with the process, so none is left behind."""
-    with open(target.with_name(target.name + ".lock"), "w") as lock:
+    try:
+        lock = cache.open_file(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise TransportError(
+            f"{target.parent} can not be written ({error}); the network layer is compiled into it. "
+            f"Set XDG_CACHE_HOME to a directory that can be written"
+        ) from error
+    with os.fdopen(lock):
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -152,4 +192,5 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
                 f"the network layer can not be compiled: {shlex.join(full)}\n{done.stderr[-4000:]}\n"
                 f"It needs a compiler that knows C++17 and the headers of Linux; set CXX to use another one"
             )
+        output.chmod(output.stat().st_mode & ~0o022)  # whatever the umask
         output.replace(target)  # whole or not at all

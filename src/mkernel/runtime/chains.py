@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mkernel.runtime.errors import CommTimeout
+from mkernel.runtime.printable import printable
 from mkernel.runtime.records import WaitRecord
 
 FOR_THE_PROXY = ("ring space", "sent")  # signals that the rank's own proxy raises
@@ -45,8 +46,9 @@ class Chain:
 
     def __str__(self) -> str:
         lines = [self.short]
-        lines += [f"  {wait}" for wait in self.waits]
-        lines.append(f"  {self.reason}")
+        # records may come from a file, whose text must not control the terminal
+        lines += [f"  {printable(str(wait))}" for wait in self.waits]
+        lines.append(f"  {printable(self.reason)}")
         others = [rank for rank in self.waiters if rank not in {wait.rank for wait in self.waits}]
         if others:
             lines.append(f"  {_ranks(others)} waited for {name(self.culprit)} too, directly or through others")

@@ -14,6 +14,7 @@ from typing import Any
 
 from mkernel.runtime.chains import NetworkFailure
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.printable import printable
 from mkernel.runtime.records import WaitRecord
 
 TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (int,), "float": (int, float)}
@@ -43,14 +44,14 @@ def read(paths: Sequence[str | Path]) -> Contents:
         try:
             text = Path(path).read_bytes().decode("utf-8", errors="replace")
         except OSError as problem:
-            raise ArgumentError(f"{path} can not be read: {problem.strerror}") from problem
+            raise ArgumentError(printable(f"{path} can not be read: {problem.strerror}")) from problem
         for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             try:
                 found[_parse(line)] = None
             except ValueError as problem:
-                damaged.append(f"{path}:{number}: {problem}")
+                damaged.append(printable(f"{path}:{number}: {problem}"))
     return Contents(
         records=tuple(item for item in found if isinstance(item, WaitRecord)),
         failures=tuple(item for item in found if isinstance(item, NetworkFailure)),

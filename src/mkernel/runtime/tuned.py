@@ -12,7 +12,8 @@ sizes are the same on every rank, they lead to the whole configuration.
 
 Writers take a lock, read the file again, and put a new file in its place in one step: a reader sees the old file
 or the new one, and of two writers none loses what the other one wrote. A file that can not be
-understood is reported once, and ignored; the next writer puts it aside.
+understood is reported once, and ignored; the next writer puts it aside. A file that another user could change (see
+runtime/cache.py) is reported and ignored as well, and nothing is written to it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from mkernel.runtime import cache
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.planning import check_given, common_ctas
+from mkernel.runtime.printable import printable
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
@@ -64,9 +66,17 @@ def path() -> Path:
 
 def read(file: Path) -> Entries:
     """The entries of a file; none if there is no file, or none that can be understood."""
+    if not os.path.lexists(file):
+        return {}
     try:
-        return _parse(file.read_text())
+        return _parse(_text_of(file))
     except FileNotFoundError:
+        return {}
+    except cache.UnsafePath as problem:
+        _report(
+            f"mkernel: the file of tuned configurations {file} is ignored, because other users could change it: "
+            f"{problem}. Calls take the default configuration until then"
+        )
         return {}
     except (OSError, ValueError, RecursionError) as problem:
         _report(
@@ -74,6 +84,11 @@ def read(file: Path) -> Entries:
             f"`mkernel tune` writes a new one; calls take the default configuration until then"
         )
         return {}
+
+
+def _text_of(file: Path) -> str:
+    with open(cache.open_file(cache.resolve(file)), encoding="utf-8") as opened:
+        return opened.read()
 
 
 def _parse(text: str) -> Entries:
@@ -89,6 +104,7 @@ def _parse(text: str) -> Entries:
 
 
 def _report(problem: str) -> None:
+    problem = printable(problem)
     if problem not in _reported:
         _reported.add(problem)
         warnings.warn(problem, stacklevel=3)
@@ -96,12 +112,22 @@ def _report(problem: str) -> None:
 
 def write(file: Path, entries: Entries) -> None:
     """Add entries to a file, in place of those with the same keys."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(cache.resolve(file.parent, make=True, on_the_way=True) / file.name, entries)
+    except cache.UnsafePath as problem:
+        raise MKernelError(
+            f"tuned configurations can not be kept in {file}, because other users could change it: {problem}, or set "
+            f"{VARIABLE} to a file in a folder that only you can write to"
+        ) from problem
+
+
+def _write(file: Path, entries: Entries) -> None:
+    """The same, in a folder that was checked."""
     with _locked(file.with_name(file.name + ".lock")):
         kept: Entries = {}
         with contextlib.suppress(FileNotFoundError):
             try:
-                kept = _parse(file.read_text())
+                kept = _parse(_text_of(file))
             except (ValueError, RecursionError):
                 os.replace(file, file.with_name(file.name + ".damaged"))
         text = json.dumps({"format": FORMAT, "entries": {**kept, **entries}}, indent=1, sort_keys=True)
@@ -119,7 +145,7 @@ def write(file: Path, entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    with file.open("a") as lock:
+    with open(cache.open_file(file, os.O_RDWR | os.O_CREAT)) as lock:
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkernel import report
 from mkernel.tracing.events import Event
 from mkernel.tracing.links import arrivals
 
@@ -35,9 +35,8 @@ INDEX = {
 
 def write(trace: Trace, path: Path) -> None:
     """Write the file."""
-    text = json.dumps(data_of(trace), separators=(",", ":")).replace("</", "<\\/")
-    template = resources.files("mkernel.tracing").joinpath("timeline.html").read_text()
-    path.write_text(template.replace("__DATA__", text))
+    template = resources.files("mkernel.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
+    path.write_text(template.replace("__DATA__", report.to_json(data_of(trace))), encoding="utf-8")
 
 
 def data_of(trace: Trace) -> dict[str, Any]:
