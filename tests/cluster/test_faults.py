@@ -1,67 +1,159 @@
-"""Processes that die: the others hear of it in time, say who it was, and go on."""
+"""Processes that die, are interrupted, late or forked: the others hear of it in time, say who it was, and go on."""
 
 import signal
 
+import pytest
 from processes import run_ranks
 
-PROGRAM = """
+LONG = 600.0  # seconds that no test here waits for: what is noticed is noticed without the timeout
+
+LOST = """
     import os, signal, sys, time
     import torch
     import mkernel as mk
     from mkernel.runtime import processes
 
-    host = int(os.environ["RANK"]) // {gpus_per_node}  # as if the nodes were machines
-    processes.host_name = lambda: f"host {{host}}"
+    machine = int(os.environ["RANK"]) // {per_machine}  # as if there were so many ranks on a machine
+    processes.host_name = lambda: f"machine {{machine}}"
     group = mk.init(timeout={timeout}, gpus_per_node={gpus_per_node})
     a = torch.ones(16, 16)
     for _ in range(2):
         assert (mk.all_gather_matmul(a, a) == 16).all()
-    group.barrier()
+
+    def end():
+        if {how!r} == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif {how!r} == "a bug":
+            raise ValueError("a bug")
+        os._exit(3)
+
+    if group.rank == {victim} and {between_calls}:
+        end()
     if group.rank == {victim}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
+        group.launch = lambda launch: end()  # after the ranks have agreed on the call
     try:
-        for _ in range(3):
+        while True:
             mk.all_gather_matmul(a, a)
-        sys.exit("nobody noticed")
     except (mk.CommTimeout, mk.TransportError) as failure:
-        took = time.monotonic() - begun
-        assert took < {timeout} + 3, took
         print("noticed:", type(failure).__name__, failure, flush=True)
-    # some hear of it at once, some only when their own time is over: nobody shall wait for them in vain
-    time.sleep(max({timeout} + 1 - took, 0))
     left = group.subset([rank for rank in range(group.size) if rank != {victim}])
     assert (mk.all_gather_matmul(a, a, group=left) == 16).all()
     print("went on: rank", group.rank, flush=True)
-    left.barrier()
-    if group.rank == 0:
-        time.sleep(3.0)  # the store is in this process: the others may still be reading
-    os._exit(0)
+    if group.rank:
+        torch.distributed.distributed_c10d._get_default_store().add("done", 1)
+        os._exit(0)
+    store = torch.distributed.distributed_c10d._get_default_store()  # is in this process
+    while store.add("done", 0) < group.size - 2:
+        time.sleep(0.05)
 """
 
 
-def check(results, victim):
+def lost(ranks, victim, gpus_per_node, per_machine, how="killed", between_calls=True, timeout=LONG):
+    program = LOST.format(
+        victim=victim, gpus_per_node=gpus_per_node, per_machine=per_machine, how=how, between_calls=between_calls,
+        timeout=timeout,
+    )  # fmt: skip
+    results = run_ranks(program, ranks, seconds=200)
     for rank, (output, code) in enumerate(results):
         if rank == victim:
-            assert code == -signal.SIGKILL
+            assert code == {"killed": -signal.SIGKILL, "a bug": 1, "exits": 3}[how], output
         else:
             assert code == 0, output
             assert "noticed:" in output, output
             assert f"went on: rank {rank}" in output, output
+    return [output for output, _ in results]
 
 
-def test_killed_process_in_one_node():
-    results = run_ranks(PROGRAM.format(timeout=4.0, gpus_per_node=3, victim=1), 3)
-    check(results, victim=1)
-    assert all("rank 1" in output for rank, (output, _) in enumerate(results) if rank != 1)
+def test_killed_in_one_node():
+    outputs = lost(3, victim=1, gpus_per_node=3, per_machine=3)
+    assert all("RankLost rank 1" in output for rank, output in enumerate(outputs) if rank != 1), outputs
 
 
-def test_killed_process_in_another_node():
-    results = run_ranks(PROGRAM.format(timeout=10.0, gpus_per_node=2, victim=3), 4)
-    check(results, victim=3)
-    counterpart = results[1][0]
-    assert "TransportError" in counterpart, counterpart
-    assert "rank 3" in counterpart, counterpart
+@pytest.mark.parametrize("how", ["killed", "a bug", "exits"])
+def test_lost_in_the_middle_of_a_call(how):
+    outputs = lost(3, victim=2, gpus_per_node=3, per_machine=3, how=how, between_calls=False)
+    for output in outputs[:2]:
+        assert "RankLost rank 2" in output or (how == "a bug" and "rank 2 refused" in output), outputs
+
+
+@pytest.mark.parametrize("between_calls", [True, False])
+def test_killed_on_another_machine(between_calls):
+    """Its counterpart hears of it from the network, its neighbour from the system, the others from these two."""
+    outputs = lost(4, victim=3, gpus_per_node=2, per_machine=2, between_calls=between_calls)
+    assert "RankLost rank 3" in outputs[2], outputs
+    assert "TransportError" in outputs[1] or "RankLost rank 3" in outputs[1], outputs
+    assert all("rank 3" in output for output in outputs[:3]), outputs
+
+
+INTERRUPTED = """
+    import os, random, signal, sys, threading, time
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
+    a = torch.ones(16, 16)
+    mk.all_gather_matmul(a, a)
+    if group.rank == 1:
+        pause = random.Random({seed}).uniform(0.0, 0.5)  # so that it comes in the middle of anything
+        threading.Timer(pause, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            mk.all_gather_matmul(a, a)
+    except BaseException as failure:
+        print("ended:", type(failure).__name__, failure, flush=True)
+    try:
+        mk.all_gather_matmul(a, a)
+    except mk.MKernelError as failure:
+        print("stays broken:", failure, flush=True)
+    if group.rank == 0:
+        time.sleep(1.0)  # the store is in this process
+"""
+
+
+@pytest.mark.parametrize(("gpus_per_node", "seed"), [(2, 1), (2, 2), (2, 3), (1, 4)])
+def test_interrupted(gpus_per_node, seed):
+    (zero, code), (one, other) = run_ranks(INTERRUPTED.format(gpus_per_node=gpus_per_node, seed=seed), 2, seconds=200)
+    assert (code, other) == (0, 0), zero + one
+    assert "ended: KeyboardInterrupt" in one, one
+    assert "ended: RankLost rank 1 is lost" in zero or "ended: TransportError" in zero, zero
+    assert "KeyboardInterrupt" in zero or gpus_per_node == 1, zero
+    assert "rank 1" in zero, zero
+    assert zero.count("stays broken") == one.count("stays broken") == 1, zero + one
+
+
+LATE = """
+    import logging, os, time
+    from datetime import timedelta
+    import torch
+    import mkernel as mk
+    from mkernel.runtime import processes
+
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=240))
+    processes.WARN_SECONDS = 1.0
+    logging.basicConfig(format="logged: %(message)s")
+    group = mk.init()
+    assert group.timeout == 240, group.timeout
+    a = torch.ones(16, 16)
+    mk.all_gather_matmul(a, a)
+    if group.rank == 1:
+        time.sleep(4.0)  # a checkpoint
+    assert (mk.all_gather_matmul(a, a) == 16).all()
+    part = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=77))
+    assert mk.init(part).timeout == 77
+    assert mk.init(part, timeout=5.0).timeout == 5
+    print("right on rank", group.rank, flush=True)
+    torch.distributed.barrier()
+"""
+
+
+def test_a_late_rank_is_waited_for_and_named():
+    (zero, code), (one, other) = run_ranks(LATE, 2)
+    assert (code, other) == (0, 0), zero + one
+    assert "right on rank 0" in zero, zero
+    assert "right on rank 1" in one, one
+    assert zero.count("logged: ") == 1, zero
+    assert "logged: all_gather_matmul: rank 0 has waited 1 s for rank 1 to make the same call" in zero, zero
+    assert "logged:" not in one, one
 
 
 PATIENT = """
@@ -72,9 +164,8 @@ PATIENT = """
     group = mk.init(timeout=3.0)
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
-    time.sleep(4.0)  # of the host, which no wait of a kernel may be charged with
-    if group.rank == 1:
-        time.sleep(1.0)
+    group.launch, launch = (lambda launched: (time.sleep(4.0), launch(launched))), group.launch
+    # after the ranks have agreed: of the host's time no wait of a kernel may be charged
     assert (mk.all_gather_matmul(a, a) == 16).all()
     print("patient: rank", group.rank, flush=True)
     group.barrier()
@@ -87,3 +178,93 @@ def test_a_wait_is_as_long_as_it_lasts():
     for rank, (output, code) in enumerate(run_ranks(PATIENT, 2)):
         assert code == 0, output
         assert f"patient: rank {rank}" in output, output
+
+
+ONE_MORE_ROW = """
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
+    for op in (mk.all_gather_matmul, mk.matmul_reduce_scatter, mk.matmul_all_reduce):
+        good = torch.ones(16, 16)
+        known = torch.ones(32, 16)
+        before = op(good, good), op(known, good)
+        for bad in (torch.ones(17, 16), known, torch.ones(16, 16).bfloat16()):
+            try:
+                op(bad if group.rank == 1 else good, good.to(bad.dtype) if group.rank == 1 else good)
+                raise SystemExit(f"{{op.__name__}}: rank {{group.rank}} was given something")
+            except mk.ArgumentError as refusal:
+                assert "rank 1" in str(refusal) or group.rank == 1, refusal
+            assert torch.equal(op(good, good), before[0]), "the group can be used again"
+            assert torch.equal(op(known, good), before[1])
+    try:  # another operator, known to all
+        mk.matmul_all_reduce(good, good) if group.rank else mk.all_gather_matmul(good, good)
+        raise SystemExit("nobody noticed")
+    except mk.ArgumentError as refusal:
+        assert "matmul_all_reduce(" in str(refusal) and "all_gather_matmul(" in str(refusal), refusal
+    assert torch.equal(op(good, good), before[0])
+    group.close()
+    print("right on rank", group.rank, flush=True)
+    torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("gpus_per_node", [2, 1])
+def test_a_rank_that_calls_something_else(gpus_per_node):
+    for rank, (output, code) in enumerate(run_ranks(ONE_MORE_ROW.format(gpus_per_node=gpus_per_node), 2, seconds=200)):
+        assert code == 0, output
+        assert f"right on rank {rank}" in output, output
+
+
+FORKED = """
+    import multiprocessing, os, sys, warnings
+    import torch
+    import mkernel as mk
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+    group = mk.init(timeout=600.0, gpus_per_node=1)
+    a = torch.full((16, 16), float(group.rank))
+    x = mk.empty(4, 16, dtype=torch.float32)
+
+    def expected(words, act):
+        try:
+            act()
+        except mk.MKernelError as refusal:
+            assert words in str(refusal), refusal
+        else:
+            raise AssertionError("taken")
+
+    def child():
+        for act in (
+            lambda: mk.all_gather_matmul(a, a), lambda: mk.empty(3), group.barrier, group.synchronize, group.close,
+            lambda: group.split(0), lambda: group.subset([0, 1]), lambda: mk.explain("all_gather_matmul", a, a),
+        ):  # fmt: skip
+            expected("which forked this one", act)
+        expected("had called torch.distributed.init_process_group", mk.init)
+        connection = group.world.connection(group)
+        expected("belongs to process", lambda: connection.transport.attach(77, torch.zeros(8)))
+        expected("belongs to process", lambda: connection.proxy.stop(1.0))
+
+    before = mk.all_gather_matmul(a, torch.eye(16))
+    for leave in (sys.exit, os._exit):
+        process = os.fork()
+        if not process:
+            try:
+                child()
+            except BaseException as failure:
+                print("child:", type(failure).__name__, failure, flush=True)
+                os._exit(1)
+            leave(0)
+        assert os.waitpid(process, 0)[1] == 0
+        assert torch.equal(mk.all_gather_matmul(a, torch.eye(16)), before)
+    group.barrier()
+    group.close()
+    print("right on rank", group.rank, flush=True)
+    torch.distributed.barrier()
+"""
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on():
+    for rank, (output, code) in enumerate(run_ranks(FORKED, 2, seconds=200)):
+        assert code == 0, output
+        assert f"right on rank {rank}" in output, output

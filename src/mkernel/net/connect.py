@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TRIAL_SEGMENT = (1 << 23) - 1  # the heap counts from 0
 TRIAL_SECONDS = 10.0
+PEER_SECONDS = 30.0  # that a machine may be silent; a rank that is late, but alive, is not
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,8 @@ def drop(transport: Transport, segment: int) -> None:
 
 
 def _open_tcp(group: Group, wish: Tcp, here: str, secret: bytes) -> Transport:
-    transport = TcpTransport(
-        group.rank, group.size, secret, listen=here, streams=wish.streams, peer_timeout=group.timeout
-    )
+    patience = min(group.timeout, PEER_SECONDS)
+    transport = TcpTransport(group.rank, group.size, secret, listen=here, streams=wish.streams, peer_timeout=patience)
     doors = group.exchange("network", (here, transport.port))
     transport.connect({rank: doors[rank] for rank in counterparts(group)}, group.timeout)
     return transport
@@ -198,16 +198,21 @@ def _try_out(group: Group, transport: RdmaTransport) -> None:
 
 
 def _make_rdma(group: Group, wish: Verbs | Efa) -> RdmaTransport:
+    patience = min(group.timeout, PEER_SECONDS)
     efa = isinstance(wish, Efa)
     ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=wish.devices)
     if isinstance(wish, Efa):
-        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=group.timeout)
+        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=patience)
     rails = [
         (port.device, port.number, devices.choose_gid(port) if wish.gid_index is None else wish.gid_index)
         for port in ports
     ]
     return VerbsTransport(
-        group.rank, rails, queues=wish.queues, traffic_class=wish.traffic_class, peer_timeout=group.timeout
+        group.rank,
+        rails,
+        queues=wish.queues,
+        traffic_class=wish.traffic_class,
+        peer_timeout=patience,
     )
 
 

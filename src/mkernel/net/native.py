@@ -128,6 +128,12 @@ def milliseconds(seconds: float) -> int:
     return max(0, int(seconds * 1000))
 
 
+def _check_process(what: str, process: int) -> None:
+    """A forked child has the handles of its parent's native objects, but none of their threads."""
+    if os.getpid() != process:
+        raise TransportError(f"{what} belongs to process {process}, which forked this one ({os.getpid()})")
+
+
 def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any) -> weakref.finalize:
     """Destroy the handle when its owner goes, or at the end of the interpreter; `keep` stays until then.
     A forked child has the handle but none of its threads, so it leaves it alone."""
@@ -151,11 +157,13 @@ class Transport:
     def __init__(self, handle: Any, rank: int):
         self.rank = rank
         self._handle = handle
+        self._process = os.getpid()
         self._segments: dict[int, torch.Tensor] = {}
         self._end = _finalize(self, library().transport_destroy, handle, self._segments)
 
     @property
     def _open(self) -> Any:
+        _check_process(f"the transport of rank {self.rank}", self._process)
         if not self._end.alive:
             raise TransportError(f"the transport of rank {self.rank} was closed")
         return self._handle
@@ -179,6 +187,7 @@ class Transport:
     def close(self, timeout: float = 1.0) -> None:
         """Leave the job in order, after the proxy was stopped. Peers that send to this rank afterwards
         get an error. With timeout 0 the peers are not told, and take it for a loss."""
+        _check_process(f"the transport of rank {self.rank}", self._process)
         if self._end.alive:
             library().check(library().transport_stop(self._handle, milliseconds(timeout)))
             self._end()
@@ -286,6 +295,7 @@ class Proxy:
         pauses = int(idle_sleep * 1e6), int(spin * 1e6)
         handle = start(ring.data_ptr(), ring.numel(), transport._open, core, *pauses)
         self._handle = library().check(handle)
+        self._process = os.getpid()
         self._last_error: str | None = None
         self._last_statistics: Statistics | None = None
         self._served = False
@@ -324,6 +334,7 @@ class Proxy:
     def stop(self, timeout: float = 5.0) -> bool:
         """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread.
         True: everything was served. False: some was given up, or there was an error before."""
+        _check_process(f"the proxy of rank {self.transport.rank}", self._process)
         if self._end.alive:
             self._served = bool(library().proxy_stop(self._handle, milliseconds(timeout)))
             _ = self.error, self.statistics  # can still be asked for afterwards

@@ -34,7 +34,7 @@ import torch
 
 from mkernel.lang.device import write_time
 from mkernel.runtime import chains, records
-from mkernel.runtime.errors import ArgumentError, CommTimeout
+from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, exchange_addresses
@@ -255,6 +255,9 @@ class CudaWorld(CudaRanks):
 
     def leave(self, group: Group, why: str) -> None:
         self.abort(group)  # the others hear of it when this rank's thread has ended
+
+    def broke(self, group: Group, failure: MKernelError) -> None:
+        pass  # who waits for a rank that does not come hears of it by its timeout, or by its end
 
     def lost(self, group: Group) -> tuple[int, str] | None:
         return None

@@ -56,12 +56,14 @@ class CommTimeout(MKernelError, RuntimeError):
 class RankLost(CommTimeout):
     """A rank of the group has ended, or has left the group in the middle of a call; nobody waited for the timeout.
 
-    `rank` is its number in the group. As after any CommTimeout, the others can go on with `group.subset`.
+    `rank` is its number in the group, `why` what is known of its end. As after any CommTimeout, the others can go on
+    with `group.subset`.
     """
 
-    def __init__(self, message: str, records: Sequence[WaitRecord] = (), rank: int = -1):
+    def __init__(self, message: str, records: Sequence[WaitRecord] = (), rank: int = -1, why: str = ""):
         super().__init__(message, records)
         self.rank = rank
+        self.why = why
 
 
 class RoutingError(MKernelError, RuntimeError):

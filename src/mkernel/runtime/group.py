@@ -15,7 +15,7 @@ import torch
 from mkernel.lang import context as words
 from mkernel.lang import requests
 from mkernel.runtime import records, tuned
-from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost
+from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
@@ -214,7 +214,7 @@ class Group:
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
-                self._broken = self._cause(found)
+                self._breaks(self._cause(found))
             refusal = records.take_refusal(self._records)
             if self._broken is None and refusal is not None:
                 raise refusal
@@ -229,7 +229,7 @@ class Group:
         if lost is not None:
             rank, why = lost
             message = f"rank {rank} is lost: {why}. What was given up: {found[0]}{more}. {unusable}"
-            timeout: CommTimeout = RankLost(message, found, rank)
+            timeout: CommTimeout = RankLost(message, found, rank, why)
         else:
             timeout = CommTimeout(f"{found[0]}{more}. {unusable}", found)
         timeout.group = self.name
@@ -271,16 +271,22 @@ class Group:
         told = (call or what, value)
         try:
             given = self.world.exchange(self.world_rank, self.members, self.next_exchange(), what, told, self.timeout)
-        except CommTimeout as late:
+        except (CommTimeout, TransportError) as late:
             self.out_of_step(late)
             raise
         self.compare([called for called, _ in given])
         return [value for _, value in given]
 
-    def out_of_step(self, late: CommTimeout) -> None:
+    def out_of_step(self, late: CommTimeout | TransportError) -> None:
         """Ranks do not count alike any more: what one told late would be taken for something else."""
-        late.group = self.name
-        self._broken = self._broken or late
+        if isinstance(late, CommTimeout):
+            late.group = self.name
+        if self._broken is None:
+            self._breaks(late)
+
+    def _breaks(self, failure: MKernelError) -> None:
+        self._broken = failure
+        self.world.broke(self, failure)
 
     def compare(self, called: Sequence[Any]) -> None:
         """Raise, on all ranks, unless all of them called the same."""

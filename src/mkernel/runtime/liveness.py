@@ -6,8 +6,8 @@ has a page of shared memory on which it writes what the others must know, and wa
 their pages, and (by a pidfd) whether they still run. The network proxy notices ranks on other machines.
 
 What is on a page:
-- `ended`: the process has come to its end with nothing left undone. Its peers need nothing more of it. They may still
-  be computing with what it gave them, so they are not disturbed.
+- `ended`: the process has come to its end, with nothing undone in groups it has not left. Its peers need no more of it.
+  They may still be computing with what it gave them, so they are not disturbed.
 - `left`: group -> why this process left it in the middle of a call.
 A process that is gone and has not written `ended` was killed, or ended in the middle of something.
 """
@@ -71,7 +71,8 @@ class Presence:
         os.ftruncate(self.handle, PAGE_BYTES)
         self._page = Page(self.handle)
         self._left: dict[str, str] = {}
-        self.worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # that know whether this process left something undone
+        self.worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+        weakref.finalize(self, lambda: None)  # what finalizers end at the exit, they end after `_end`
         atexit.register(self._end)
 
     def leave(self, group: str, why: str) -> None:
@@ -81,7 +82,11 @@ class Presence:
             self._page.write({"left": self._left})
 
     def _end(self) -> None:
-        if os.getpid() == self.process and not any(world.undone() for world in self.worlds):
+        if os.getpid() == self.process and all(world.idle() for world in self.worlds):
+            for world in self.worlds:
+                for group in world.broken_groups():
+                    self.leave(group, "its process has ended, after the group had broken")
+                world.say_goodbye()
             self._page.write({"left": self._left, "ended": True})
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SPIN_SECONDS = {"cuda": 1e-3, "cpu": 20e-6}
 
 
+GOODBYE_SECONDS = 5.0
+
+
 class Connection:
     """A group's way to other nodes, on one rank."""
 
@@ -83,6 +86,15 @@ class Networked:
         failure = TransportError(f"{error}. What waited for it: {timeout}")
         failure.__cause__ = timeout
         return failure
+
+    def say_goodbye(self) -> None:
+        """This process ends, with groups that nobody has closed: what its kernels asked for is still served, and the
+        peers, which may be in their last call, do not take its end for a loss."""
+        for connection in self._connections.values():
+            connection.proxy.stop(GOODBYE_SECONDS)
+            with contextlib.suppress(TransportError):
+                connection.transport.close()
+        self._connections.clear()
 
     def closed(self, group: Group) -> None:
         connection = self._connections.pop((group.name, group.world_rank), None)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from mkernel.net import connect
 from mkernel.runtime import liveness, messages, records, secret
-from mkernel.runtime.errors import ArgumentError, MKernelError, RankLost
+from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import Networked
 from mkernel.runtime.spawn import simulator_is_there
@@ -176,10 +176,7 @@ class Processes(Networked):
             if not missing:
                 return
             timed_out = records.absent(what, place, missing, len(members), waited)
-            for i in missing:
-                why = self._why_gone(key, members, i)
-                if why is not None:
-                    raise RankLost(f"rank {i} is lost: {why}. {timed_out}", timed_out.records, i)
+            self._look_after(key, members, missing, timed_out)
             if waited >= timeout:
                 raise timed_out
             if waited >= WARN_SECONDS and not warned:
@@ -189,17 +186,22 @@ class Processes(Networked):
                     what, place, waited, _ranks(missing), timeout,
                 )  # fmt: skip
 
-    def _why_gone(self, key: Hashable, members: Sequence[int], place: int) -> str | None:
-        """Why that member will not come; None if nothing is known against it."""
-        gone = self._watch.gone.get(members[place]) if self._watch is not None else None
-        if gone is not None:
-            return gone
+    def _look_after(self, key: Hashable, members: Sequence[int], missing: Sequence[int], waits: CommTimeout) -> None:
+        """Raise if it is known that the missing will not come."""
+        for i in missing:
+            if self._watch is not None and members[i] in self._watch.gone:
+                why = self._watch.gone[members[i]]
+                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
         name = key[0] if isinstance(key, tuple) else None
-        farewell = f"left/{self._identity_of(name)}/{members[place]}"
-        if self._is_here(farewell):
-            return str(self._get([farewell])[0])
+        identity = self._identity_of(name)
+        if self._is_here(f"broken/{identity}"):
+            i, why = self._get([f"broken/{identity}"])[0]
+            if isinstance(i, int) and i >= 0:
+                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, str(why))
+            raise CommTimeout(f"another rank has given the group up: {why}. {waits}", waits.records)
         connection = self._connections.get((name, self.rank))
-        return connection.proxy.error if connection is not None else None
+        if connection is not None and connection.proxy.error is not None:
+            raise TransportError(f"{connection.proxy.error}. What waited for it: {waits}") from waits
 
     def _is_here(self, name: str) -> bool:
         try:
@@ -269,8 +271,20 @@ class Processes(Networked):
         if connection is not None:  # so the other nodes' proxies hear of it
             connection.proxy.stop(0)
             connection.transport.close(0)
+        self._tell_all(identity, group.rank, why)
+
+    def broke(self, group: Group, failure: MKernelError) -> None:
+        if isinstance(failure, RankLost):
+            lost, why = failure.rank, failure.why
+        else:
+            lost, why = -1, f"rank {group.rank}: {failure}"
+        self._tell_all(self._identity_of(group.name), lost, why)
+
+    def _tell_all(self, identity: str, lost: int, why: str) -> None:
+        """Write into the store, once, that a group is broken: for those who wait there and see nothing of it."""
         try:
-            self._put(f"left/{identity}/{self.rank}", why)
+            if not self._is_here(f"broken/{identity}"):
+                self._put(f"broken/{identity}", (lost, why))
         except (RuntimeError, dist.DistError):
             log.debug("the store is gone, too", exc_info=True)
 
@@ -293,10 +307,8 @@ class Processes(Networked):
         """Is everything done that this rank has launched?"""
         raise NotImplementedError
 
-    def undone(self) -> bool:
-        """Would the others miss something if this process ended now?"""
-        groups = list(self._open_groups.values())
-        return any(group.broken for group in groups) or not self.idle()
+    def broken_groups(self) -> list[str]:
+        return [identity for identity, group in self._open_groups.items() if group.broken]
 
     # -- the network
 

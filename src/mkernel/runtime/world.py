@@ -101,6 +101,9 @@ class World(Protocol):
     def leave(self, group: Group, why: str) -> None:
         """This rank leaves the group in the middle of a call: tell the others, and let its own kernels end."""
 
+    def broke(self, group: Group, failure: MKernelError) -> None:
+        """The group broke on this rank: tell those of the others that wait for it."""
+
     def lost(self, group: Group) -> tuple[int, str] | None:
         """The rank of the group that is known to be lost, and why; None if none is."""
 

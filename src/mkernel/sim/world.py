@@ -165,6 +165,9 @@ class SimWorld:
     def leave(self, group: Group, why: str) -> None:
         pass  # what a rank's code lets through ends all of the simulation
 
+    def broke(self, group: Group, failure: MKernelError) -> None:
+        pass  # who waits for a rank that does not come hears of it by its timeout, or by its end
+
     def lost(self, group: Group) -> tuple[int, str] | None:
         return None
 
