@@ -67,6 +67,13 @@ class RunningLaunch:
             self.world.scheduler.add(task)
             self.started += 1
 
+    def place_of(self, address: int) -> str:
+        """Whose heap an address is in, for people."""
+        for start, (end, owner) in self.world._owners.items():
+            if start <= address < end:
+                return f" (word {(address - start) // 8} of a segment in rank {owner}'s heap)"
+        return ""
+
     def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
         for owner, size in self.world.remote(self.rank, addresses, mask, values.itemsize):
             if size > 8:  # more than a signal
@@ -110,6 +117,7 @@ class SimWorld:
         self.scheduler = self.scheduler_type(seed, options, builder)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
+        self._calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
@@ -169,7 +177,8 @@ class SimWorld:
             except CommTimeout as timeout:
                 self._timeouts.append(timeout)
         if self._timeouts:
-            raise chains.join(min(self._timeouts, key=lambda timeout: not timeout.is_cause), self._timeouts)
+            cause = min(self._timeouts, key=lambda timeout: not timeout.is_cause)
+            raise chains.join(cause, self._timeouts, self._calls.get(cause.group))
         return [host.result for host in hosts]
 
     # -- memory
@@ -303,6 +312,7 @@ class SimWorld:
         return False
 
     def launch(self, rank: int, launch: Launch) -> None:
+        self._calls.setdefault(launch.group.name, {}).setdefault(launch.group.rank, []).append(launch.op)
         running = RunningLaunch(self, rank, launch)
         self._lend(running, launch.arguments)
         key = (rank, self.stream_key(rank))
