@@ -162,6 +162,33 @@ def test_demo_shows_results_bytes_and_overlap(tmp_path):
     assert [rank["shape"] for rank in one["ranks"]] == [[128, 32]] * 4
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "moe_ffn"])
+def test_demo_and_trace_mean_the_same_by_overlap(monkeypatch, op):
+    """What the demo shows of an operator is what a trace of the same calls says."""
+    monkeypatch.setattr(demo, "SCHEDULES", 2)
+    operator = operators.here()[op]
+
+    def on_rank(group):
+        with mkernel.trace() as traced:
+            operator.case(group, large=False, seed=0).call()
+        return traced
+
+    shown = demo._simulate(operator, 1, 2, 5, lambda: None)
+    expected = []
+    for seed in (5, 6):
+        traced = mkernel.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu", seed=seed)[0]
+        expected.append(sum(traced.overlap(rank, 0) for rank in range(2)) / 2)
+    assert shown.overlap == min(expected)
+
+
+@pytest.mark.usefixtures("small")
+def test_no_copies_have_no_overlap():
+    result = run("demo", "--device", "cpu", "--nodes", "1", "--gpus-per-node", "1")
+    assert result.exit_code == 0
+    assert re.search(r"all_gather_matmul 32x32 \d+% - - - ok", words(result))
+    assert "no copy was traced" in words(result)
+
+
 def data_of(path):
     """The JSON that a page has inside."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)

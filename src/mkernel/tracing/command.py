@@ -13,7 +13,7 @@ from rich.table import Table
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
-from mkernel.tracing.session import Trace, trace
+from mkernel.tracing.session import OVERLAP, Trace, trace
 from mkernel.workloads import Workload
 
 
@@ -101,6 +101,7 @@ def show(traced: Trace, json: Path, html: Path, console: Console, where: int | N
         )  # fmt: skip
     console.print(table)
     console.print("ms; tiles, copies and waits: the mean of the rank's CTAs")
+    console.print(f"copies behind tiles: the share of {OVERLAP}")
     if where is not None:
         show_account(traced, where, console)
     if traced.simulated:
