@@ -114,8 +114,8 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
             f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which decide the order of everything that may "
             "happen in any order; errors are the worst of all, as a share of what rounding allows, against PyTorch in "
             "float64. NVLink and network: bytes sent inside nodes and between them. Overlap, as in "
-            f"`mkernel trace`: the share of {OVERLAP}; the mean of the ranks, and the least of all seeds. Simulated times "
-            "have made-up rates: the share is no measure of speed."
+            f"`mkernel trace`: the share of {OVERLAP}; the mean of the ranks, and the least of all seeds. Simulated "
+            "times have made-up rates: the share is no measure of speed."
         )
     else:
         emulated = " Ranks share a GPU here: times are emulated." if size > torch.cuda.device_count() else ""
