@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -452,6 +454,27 @@ def test_doctor(monkeypatch, statuses, code, count):
     result = run("doctor", "--json")
     assert result.exit_code == code
     assert [finding["status"] for finding in json.loads(result.output)["findings"]] == statuses
+
+
+# -- readers that go away
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"], ["bench"], ["trace", "--help"]])
+def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
+    """As other Unix tools: by SIGPIPE, with nothing on stderr; also if all that it prints fits into a buffer."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mkernel.cli", *arguments]
+    with open(writer, "w") as gone:
+        result = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert result.stderr == ""
+    assert result.returncode == -signal.SIGPIPE
+
+
+def test_exit_codes_are_as_before_where_somebody_reads():
+    command = [sys.executable, "-m", "mkernel.cli"]
+    for arguments, code in ((["--version"], 0), (["frobnicate"], 2)):
+        assert subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=False).returncode == code
 
 
 # -- why

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
@@ -34,7 +36,26 @@ WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
 OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
 
-main = typer.Typer(
+
+class CommandLine(typer.Typer):
+    """Ends as other Unix tools do, without a word, when whoever reads its output has gone (`mkernel doctor | head`)."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            try:
+                return super().__call__(*arguments, **options)
+            finally:
+                sys.stdout.flush()  # what is still in the buffer
+        except BrokenPipeError:
+            pass
+        except SystemExit as end:  # typer and rich exit with 1 when a pipe is broken
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+
+
+main = CommandLine(
     help="Distributed GPU operators for PyTorch, each of them one persistent kernel per rank.",
     no_args_is_help=True,
     add_completion=False,
@@ -470,7 +491,7 @@ def _failures_in_words() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads any more: typer knows what to do
+        raise  # nobody reads any more: see CommandLine
     except (MKernelError, OSError) as problem:
         words = str(problem)
     except RuntimeError as problem:
