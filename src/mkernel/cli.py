@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,9 @@ from mkernel.version import __version__
 
 if TYPE_CHECKING:
     from mkernel.bench.shapes import Wanted
+    from mkernel.estimates import Simulation, Watch
+    from mkernel.runtime.group import Group
+    from mkernel.tracing import Trace
     from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
@@ -69,6 +73,9 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+Yes = Annotated[bool, typer.Option("--yes", help="Simulate without asking, however long it will take.")]
+
+
 class Dtype(str, Enum):
     bf16 = "bf16"
     fp16 = "fp16"
@@ -103,6 +110,7 @@ def demo(
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write a page with plots to this file.")
     ] = None,
+    yes: Yes = False,
 ) -> None:
     """Run every operator on a small cluster, check it, and show what moved where.
 
@@ -125,15 +133,17 @@ def demo(
     default_nodes, default_gpus = (1, 4) if chosen == "cuda" else (2, 2)
     from mkernel import demo as demonstration
 
+    nodes, gpus_per_node = nodes or default_nodes, gpus_per_node or default_gpus
+    page = str(html) if html is not None else None
+    console = Console(highlight=False)
     with _failures_in_words():
-        code = demonstration.run(
-            nodes or default_nodes,
-            gpus_per_node or default_gpus,
-            chosen,
-            seed,
-            Console(highlight=False),
-            html=str(html) if html is not None else None,
-        )
+        if chosen == "cuda":
+            code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page)
+        else:
+            simulation = demonstration.simulation(nodes * gpus_per_node)
+            few = "mkernel demo --device cpu --nodes 2 --gpus-per-node 2"
+            with _simulating(simulation, yes, "--gpus-per-node", few) as watch:
+                code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page, begin=watch.begin)
     raise typer.Exit(code)
 
 
@@ -360,6 +370,7 @@ def trace(
         typer.Option(min=0, metavar="RANK", help="Print where the time of this rank's CTAs went, in its last call."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
+    yes: Yes = False,
 ) -> None:
     """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
     import torch
@@ -378,13 +389,14 @@ def trace(
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
     if chosen == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
-    default = workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)
+    wanted = parsed or [workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)]
+    from mkernel.estimates import Simulation, shorter_call, smallest_call
     from mkernel.tracing import command
 
-    with _failures_in_words():
-        traced = command.run(
+    def record(begin: Callable[[Group], None] = lambda group: None) -> Trace:
+        return command.run(
             workload,
-            parsed or [default],
+            wanted,
             nodes=nodes,
             gpus_per_node=ranks,
             device=chosen,
@@ -393,7 +405,19 @@ def trace(
             calls=calls,
             room=events,
             seed=seed,
+            begin=begin,
         )
+
+    with _failures_in_words():
+        if chosen == "cuda":
+            traced = record()
+        else:
+            jobs = [(workload, shape, calls) for shape in wanted]
+            simulation = Simulation(jobs, ranks * nodes, DTYPES[dtype.value].itemsize, events)
+            propose = functools.partial(shorter_call, workload, wanted[0], nodes, ranks)
+            option = "SHAPE" if parsed else "--ranks"
+            with _simulating(simulation, yes, option, smallest_call(workload), propose) as watch:
+                traced = record(watch.begin)
         command.show(traced, out, out.with_suffix(".html"), Console(highlight=False), where)
 
 
@@ -483,6 +507,37 @@ def _links(ranks: int, nodes: int, link: float | None, network: float | None) ->
         network=network / sharing if network and between else None,
         network_latency=5e-6 if between else 0.0,
     )
+
+
+def _somebody_can_answer() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def _simulating(
+    simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
+) -> Iterator[Watch]:
+    """Show progress while a simulation runs inside. Before, refuse one that does not fit, and ask about a long one, or
+    refuse it where there is nobody to ask. `small`, `shorter`: commands that take seconds, the latter like this one."""
+    from mkernel import estimates
+
+    try:
+        simulation.check_fits()
+    except MKernelError as problem:
+        raise typer.BadParameter(f"{problem}. This fits: {small}", param_hint=option) from problem
+    seconds = None
+    if not simulation.is_surely_short():
+        seconds = simulation.seconds()
+        about = estimates.text_of(seconds)
+        if seconds > estimates.LONG and not yes:
+            long = f"the simulator would take about {about}. This takes seconds: {shorter() if shorter else small}"
+            if not _somebody_can_answer():
+                raise typer.BadParameter(f"{long}\n--yes runs it all the same", param_hint=option)
+            typer.echo(f"mkernel: {long}", err=True)
+            typer.confirm("Run it all the same?", abort=True, err=True)
+        typer.echo(f"mkernel: simulating, for about {about}", err=True)
+    with estimates.progress(simulation, seconds) as watch:
+        yield watch
 
 
 @contextlib.contextmanager

@@ -19,10 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mkernel import operators
+from mkernel.demo import cases
+from mkernel.estimates import Simulation
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.tracing.events import Share
 from mkernel.tracing.session import OVERLAP, trace
+from mkernel.workloads import workload_of
 
 SCHEDULES = 3  # seeds that the simulator runs each operator with
 CALLS = 10  # timed together on a GPU, back to back
@@ -88,9 +91,21 @@ class Shown:
         }
 
 
-def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None) -> int:
-    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. Returns the
-    exit code."""
+def simulation(ranks: int) -> Simulation:
+    """What the demo simulates on so many ranks."""
+    jobs = [
+        (workload_of(operator.name), cases.simulated_shape(operator.name, ranks), SCHEDULES)
+        for operator in operators.ALL
+    ]
+    return Simulation(jobs, ranks)
+
+
+def run(
+    nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None,
+    begin: Callable[[Group], None] = lambda group: None,
+) -> int:  # fmt: skip
+    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. `begin` is called by
+    every simulated rank before it does anything. Returns the exit code."""
     simulated = device == "cpu"
     size = nodes * gpus_per_node
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
@@ -101,7 +116,7 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
     with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
         for operator in chosen:
             if simulated:
-                shown.append(_simulate(operator, nodes, gpus_per_node, seed, advance))
+                shown.append(_simulate(operator, nodes, gpus_per_node, seed, advance, begin))
             else:
                 shown.append(_measure(operator, gpus_per_node, seed, advance))
     for one in shown:
@@ -141,15 +156,16 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
 
 
 def _simulate(
-    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, advance: Callable[[], None]
-) -> Shown:
+    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, advance: Callable[[], None],
+    begin: Callable[[Group], None] = lambda group: None,
+) -> Shown:  # fmt: skip
     """Run several schedules."""
     shown = Shown(operator.name, operator.summary, "", [])
     checks: list[list[Check]] = []
     first: list[torch.Tensor] = []
     for schedule in range(seed, seed + SCHEDULES):
         results = spawn(
-            _on_simulated_rank, operator, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu", seed=schedule
+            _on_simulated_rank, operator, begin, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu", seed=schedule
         )
         checks.append([check for check, *_ in results])
         shown.inputs, traffic, sends, traced = results[0][2:]
@@ -170,9 +186,10 @@ def _simulate(
     return shown
 
 
-def _on_simulated_rank(group: Group, operator: operators.Operator) -> tuple[Any, ...]:
+def _on_simulated_rank(group: Group, operator: operators.Operator, begin: Callable[[Group], None]) -> tuple[Any, ...]:
     from mkernel.sim.world import SimWorld
 
+    begin(group)
     assert isinstance(group.world, SimWorld)
     case = operator.case(group, large=False, seed=0)
     with trace(group) as traced:

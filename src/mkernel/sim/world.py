@@ -34,8 +34,13 @@ class Traffic:
         self.network = [[0] * size for _ in range(size)]  # bytes from rank to rank, between nodes
         self.to_switch = [0] * size  # bytes that a rank gives for multicast stores and sums
         self.from_switch = [0] * size  # and takes
+        self.on_progress: Callable[[], None] | None = None  # called now and then, while a launch goes on
         self.multiplications = [0] * size  # tile steps that a rank has computed
         self.before_last_arrival = [0] * size  # how many of them before its last byte came in
+
+    def progress(self) -> None:
+        if self.on_progress is not None:
+            self.on_progress()
 
     def arrived(self, rank: int) -> None:
         self.before_last_arrival[rank] = self.multiplications[rank]
@@ -75,6 +80,7 @@ class RunningLaunch:
         return ""
 
     def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
+        self.world.traffic.progress()
         for owner, size in self.world.remote(self.rank, addresses, mask, values.itemsize):
             if size > 8:  # more than a signal
                 self.world.traffic.nvlink[self.rank][owner] += size
@@ -101,6 +107,7 @@ class RunningLaunch:
 
     def on_dot(self) -> None:
         self.world.traffic.multiplications[self.rank] += 1
+        self.world.traffic.progress()
 
 
 class SimWorld:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,11 +29,14 @@ def run(
     calls: int,
     room: int,
     seed: int,
+    begin: Callable[[Group], None] = lambda group: None,
 ) -> Trace:
     """Trace `calls` calls of each shape, one after the other. On a GPU each shape is called twice before, once
-    as usual and once traced: loading a kernel shall not be in the trace."""
+    as usual and once traced: loading a kernel shall not be in the trace. `begin` is called by every rank before it does
+    anything."""
 
     def on_rank(group: Group) -> Trace:
+        begin(group)
         made = [workload.make(group, shape, dtype) for shape in shapes]
         if device == "cuda":
             with trace(group, events=1):
