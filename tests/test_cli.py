@@ -189,6 +189,23 @@ def test_many_ranks_are_refused_with_fewer(arguments, message):
     assert "--yes" in words(result)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--gpus-per-node", "100000"],
+        ["trace", "all_gather_matmul", "--ranks", "100000"],
+        ["tune", "all_gather_matmul", "--ranks", "100000"],
+        ["bench", "all_gather_matmul", "--ranks", "100000", "--shape", "100000x64x64"],
+    ],
+)
+def test_absurdly_many_ranks_on_gpus(monkeypatch, arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "100000 ranks can not run on 2 GPUs: each needs an SM for itself. There can be 256 at most" in words(result)
+
+
 @pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize(("answer", "runs"), [("y", True), ("n", False), ("", False)])
 def test_on_a_terminal_it_asks(monkeypatch, answer, runs):
@@ -307,7 +324,7 @@ def test_demo_and_trace_mean_the_same_by_overlap(monkeypatch, op):
             operator.case(group, large=False, seed=0).call()
         return traced
 
-    shown = demo._simulate(operator, 1, 2, 5, lambda: None)
+    shown = demo._simulate(operator, 1, 2, 5, lambda group: None)
     expected = []
     for seed in (5, 6):
         traced = mkernel.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu", seed=seed)[0]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
+MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
 WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
 OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
@@ -138,6 +139,7 @@ def demo(
     console = Console(highlight=False)
     with _failures_in_words():
         if chosen == "cuda":
+            _check_gpus(gpus_per_node, nodes, "--gpus-per-node")
             code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page)
         else:
             simulation = demonstration.simulation(nodes * gpus_per_node)
@@ -216,6 +218,7 @@ def bench(
             raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
         if nodes > 1 and not one.several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
+    _check_gpus(ranks, nodes, "--ranks")
     # the other ways go over the links that are there: what is compared with them should, too
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
@@ -410,6 +413,7 @@ def trace(
 
     with _failures_in_words():
         if chosen == "cuda":
+            _check_gpus(ranks, nodes, "--ranks")
             traced = record()
         else:
             jobs = [(workload, shape, calls) for shape in wanted]
@@ -464,6 +468,7 @@ def tune(
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)
+    _check_gpus(ranks, nodes, "--ranks")
     from mkernel.tuning import command
 
     # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
@@ -494,6 +499,19 @@ def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, 
         return workload, [workload.parse(text, ranks) for text in shapes or []]
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+
+
+def _check_gpus(ranks: int, nodes: int, option: str) -> None:
+    """Refuse more ranks than the GPUs that are here, if any, could run at the same time."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and ranks * nodes > gpus * MOST_SHARING:
+        raise typer.BadParameter(
+            f"{ranks * nodes} ranks can not run on {gpus} GPU{'s' if gpus > 1 else ''}: each needs an SM for itself. "
+            f"There can be {gpus * MOST_SHARING} at most",
+            param_hint=option,
+        )
 
 
 def _links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:

@@ -113,11 +113,11 @@ def run(
     console.print(f"[bold]mkernel[/bold] on {place}\n")
     chosen = operators.ALL
     shown = []
-    with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
-        for operator in chosen:
-            if simulated:
-                shown.append(_simulate(operator, nodes, gpus_per_node, seed, advance, begin))
-            else:
+    if simulated:  # `begin` is there to show progress
+        shown = [_simulate(operator, nodes, gpus_per_node, seed, begin) for operator in chosen]
+    else:
+        with _progress(console, len(chosen)) as advance:
+            for operator in chosen:
                 shown.append(_measure(operator, gpus_per_node, seed, advance))
     for one in shown:
         console.print(f"[bold]{one.name}[/bold]: {one.summary}.")
@@ -156,9 +156,8 @@ def run(
 
 
 def _simulate(
-    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, advance: Callable[[], None],
-    begin: Callable[[Group], None] = lambda group: None,
-) -> Shown:  # fmt: skip
+    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, begin: Callable[[Group], None]
+) -> Shown:
     """Run several schedules."""
     shown = Shown(operator.name, operator.summary, "", [])
     checks: list[list[Check]] = []
@@ -181,7 +180,6 @@ def _simulate(
         shown.products.append(traffic.multiplications)
         shown.before_last_arrival.append(traffic.before_last_arrival)
         shown.overlaps.append([traced.overlap(rank, 0) for rank in range(nodes * gpus_per_node)])
-        advance()
     shown.checks = [max((row[rank] for row in checks), key=_badness) for rank in range(nodes * gpus_per_node)]
     return shown
 
