@@ -7,12 +7,18 @@ memory inside a "node", and the network (TCP) between "nodes". On a real cluster
 out: ranks that are on one machine then form a node.
 """
 
+import os
+import sys
+
 import torch
 
 import mkernel as mk
 
 
 def main() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) % 2:  # torchrun sets it
+        print(f"this needs 2, 4, ... processes: torchrun --nproc-per-node 4 {sys.argv[0]}", file=sys.stderr)
+        sys.exit(2)
     group = mk.init(gpus_per_node=2)
     torch.manual_seed(group.rank)
     m, n, k = 96, 48, 64

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,12 @@ from typer.testing import CliRunner
 import mkernel
 import mkernel.bench
 import mkernel.doctor
-from mkernel import cli, demo, operators
+from mkernel import cli, demo, estimates, operators
 from mkernel.bench.shapes import Wanted
 from mkernel.demo import cases
 from mkernel.doctor import Diagnosis, Finding
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments):
@@ -117,6 +122,152 @@ def test_trace_of_a_read_only_file(tmp_path, monkeypatch):
     assert "can not be written" in words(result)
 
 
+# -- how long the simulator will take
+
+DAYS = ("trace", "all_gather_matmul", "16384x2048x8192", "--ranks", "4", "--device", "cpu")
+
+
+@pytest.fixture
+def never_traced(monkeypatch):
+    monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: pytest.fail("this takes days"))
+
+
+@pytest.fixture
+def known_speed(monkeypatch):
+    monkeypatch.setattr(estimates, "measure", lambda workload: estimates.Speed(0.01, 0.001))
+
+
+def test_a_shape_that_takes_days_is_refused_with_one_that_takes_seconds(tmp_path):
+    """The shape that is proposed is run, too."""
+    result = run(*DAYS)
+    assert result.exit_code == 2
+    text = words(result)
+    assert re.search(r"would take about [\d,]+ (hours|days|years)\. This takes seconds:", text)
+    assert "--yes runs it all the same" in text
+    (proposed,) = re.findall(r"mkernel (trace all_gather_matmul [\dx]+ --device cpu --ranks 4)", text)
+    assert run(*proposed.split(), "--out", str(tmp_path / "t.json")).exit_code == 0
+
+
+@pytest.mark.usefixtures("never_traced")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["trace", "all_gather_matmul", "--ranks", "100000"],
+            "65534 ranks at most, not 100000. This fits: mkernel trace",
+        ),
+        (["trace", "moe_ffn", "--ranks", "60000"], "the memory of all 60000 ranks"),
+        (["trace", "ring_attention", "--nodes", "50000", "--ranks", "5"], "not 250000"),
+        (["trace", "all_gather_matmul", "8x2147483647x2147483647", "--ranks", "2"], "are free here. This fits"),
+        (["trace", "all_gather_matmul", "--events", "1000000000"], "are free here. This fits"),
+        (["demo", "--nodes", "100000"], "not 200000. This fits: mkernel demo"),
+        (["demo", "--gpus-per-node", "30000"], "the memory of all 60000 ranks"),
+    ],
+)
+def test_absurd_sizes_are_refused_without_running_anything(monkeypatch, arguments, message):
+    monkeypatch.setattr(estimates, "spawn", lambda *_, **__: pytest.fail("nothing needs to be measured for this"))
+    result = run(*arguments, "--device", "cpu", "--yes")
+    assert result.exit_code == 2
+    assert message in words(result)
+
+
+@pytest.mark.usefixtures("known_speed")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["trace", "all_gather_matmul", "--ranks", "600"],
+            "This takes seconds: mkernel trace all_gather_matmul 256x128x",
+        ),
+        (["demo", "--nodes", "16", "--gpus-per-node", "8"], "This takes seconds: mkernel demo"),
+    ],
+)
+def test_many_ranks_are_refused_with_fewer(arguments, message):
+    result = run(*arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    assert message in words(result)
+    assert "--yes" in words(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--gpus-per-node", "100000"],
+        ["trace", "all_gather_matmul", "--ranks", "100000"],
+        ["tune", "all_gather_matmul", "--ranks", "100000"],
+        ["bench", "all_gather_matmul", "--ranks", "100000", "--shape", "100000x64x64"],
+    ],
+)
+def test_absurdly_many_ranks_on_gpus(monkeypatch, arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "100000 ranks can not run on 2 GPUs: each needs an SM for itself. There can be 256 at most" in words(result)
+
+
+@pytest.mark.usefixtures("known_speed")
+@pytest.mark.parametrize(("answer", "runs"), [("y", True), ("n", False), ("", False)])
+def test_on_a_terminal_it_asks(monkeypatch, answer, runs):
+    ran = []
+    monkeypatch.setattr(cli, "_somebody_can_answer", lambda: True)
+    monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr("mkernel.tracing.command.show", lambda *_: None)
+    result = CliRunner().invoke(cli.main, list(DAYS), input=f"{answer}\n")
+    assert "Run it all the same?" in result.output
+    assert bool(ran) == runs
+    assert (result.exit_code == 0) == runs
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_yes_runs_it(monkeypatch):
+    ran = []
+    monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr("mkernel.tracing.command.show", lambda *_: None)
+    result = run(*DAYS, "--yes")
+    assert (result.exit_code, ran) == (0, [1])
+    assert "simulating, for about" in result.output
+
+
+def test_a_trace_shows_how_far_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(estimates, "FIRST_LINE", 0.0)
+    result = run(
+        "trace", "all_gather_matmul", "64x32x32", "--ranks", "2", "--device", "cpu", "--out", str(tmp_path / "a")
+    )
+    assert result.exit_code == 0
+    assert "% done after" in result.stderr
+    assert "done after" not in result.stdout
+
+
+COMMAND_LINES = [
+    (page, line)
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for line in re.findall(
+        r"^ *(?:\$ )?(mkernel (?:trace|demo|bench|tune) .*|mkernel demo)$", page.read_text(), re.MULTILINE
+    )
+    if "`" not in line
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES, ids=lambda value: getattr(value, "name", value))
+def test_documented_lines_run_without_a_gpu_or_say_that_they_need_one(monkeypatch, tmp_path, page, line):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: None)
+    monkeypatch.setattr("mkernel.tracing.command.show", lambda *_: None)
+    monkeypatch.setattr(demo, "run", lambda *_, **__: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("all_gather_matmul 16384x2048x8192\n")
+    command, _, comment = line.partition("#")
+    result = run(*command.split()[1:])
+    if result.exit_code != 0:
+        text = page.read_text()
+        section = text[: text.index(line)].rpartition("\n## ")[2] + text[text.index(line) :].partition("\n## ")[0]
+        said = comment + section + text.partition("\n## ")[0]
+        assert re.search(r"needs?\s+a\s+GPU", said, re.IGNORECASE), result.output
+    else:
+        assert command.split()[1] in ("trace", "demo")
+
+
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
@@ -160,6 +311,33 @@ def test_demo_shows_results_bytes_and_overlap(tmp_path):
     assert one["nvlink_bytes"][0] == [0, 8192, 0, 0]
     assert one["network_bytes"][0] == [0, 0, 4096, 0]
     assert [rank["shape"] for rank in one["ranks"]] == [[128, 32]] * 4
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "moe_ffn"])
+def test_demo_and_trace_mean_the_same_by_overlap(monkeypatch, op):
+    """What the demo shows of an operator is what a trace of the same calls says."""
+    monkeypatch.setattr(demo, "SCHEDULES", 2)
+    operator = operators.here()[op]
+
+    def on_rank(group):
+        with mkernel.trace() as traced:
+            operator.case(group, large=False, seed=0).call()
+        return traced
+
+    shown = demo._simulate(operator, 1, 2, 5, lambda group: None)
+    expected = []
+    for seed in (5, 6):
+        traced = mkernel.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu", seed=seed)[0]
+        expected.append(sum(traced.overlap(rank, 0) for rank in range(2)) / 2)
+    assert shown.overlap == min(expected)
+
+
+@pytest.mark.usefixtures("small")
+def test_no_copies_have_no_overlap():
+    result = run("demo", "--device", "cpu", "--nodes", "1", "--gpus-per-node", "1")
+    assert result.exit_code == 0
+    assert re.search(r"all_gather_matmul 32x32 \d+% - - - ok", words(result))
+    assert "no copy was traced" in words(result)
 
 
 def data_of(path):
@@ -425,6 +603,27 @@ def test_doctor(monkeypatch, statuses, code, count):
     result = run("doctor", "--json")
     assert result.exit_code == code
     assert [finding["status"] for finding in json.loads(result.output)["findings"]] == statuses
+
+
+# -- readers that go away
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"], ["bench"], ["trace", "--help"]])
+def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
+    """As other Unix tools: by SIGPIPE, with nothing on stderr; also if all that it prints fits into a buffer."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mkernel.cli", *arguments]
+    with open(writer, "w") as gone:
+        result = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert result.stderr == ""
+    assert result.returncode == -signal.SIGPIPE
+
+
+def test_exit_codes_are_as_before_where_somebody_reads():
+    command = [sys.executable, "-m", "mkernel.cli"]
+    for arguments, code in ((["--version"], 0), (["frobnicate"], 2)):
+        assert subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=False).returncode == code
 
 
 # -- why

@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import mkernel as mk
 from mkernel import doctor
 from mkernel.doctor import Machine
+from mkernel.net import build
 
 
 class FakeDriver:
@@ -41,6 +44,7 @@ class FakeMachine(Machine):
         self.libraries = {}
         self.outputs = {}
         self.locked = -1
+        self.compiler_fails = ""
         self.gpus = []
         self.apart = set()
         self.cuda = "13.0"
@@ -72,6 +76,9 @@ class FakeMachine(Machine):
 
     def output(self, *command):
         return self.outputs.get(command[0], "g++ 12.2\n" if command[-1] == "--version" else None)
+
+    def try_compiler(self, command):
+        return self.compiler_fails
 
     def locked_bytes(self):
         return self.locked
@@ -227,6 +234,61 @@ def test_no_compiler(machine, monkeypatch):
     assert result["between nodes"].found.startswith("nothing")
 
 
+def test_a_compiler_that_does_not_work(machine):
+    machine.compiler_fails = "it fails with exit code 1"
+    result = found(machine)
+    assert result["C++ compiler"].status == "problem"
+    assert "it fails with exit code 1. Several nodes need a compiler" in result["C++ compiler"].advice
+    assert result["between nodes"].found.startswith("nothing")
+
+
+def compiler(tmp_path, lines):
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("exit 3", "it fails with exit code 3 and says nothing"),
+        ("echo 'probe.cc:2: error: no such thing' >&2; exit 1", "exit code 1: probe.cc:2: error: no such thing"),
+        ("exit 0", "what it makes can not be loaded"),  # and makes nothing
+        ('for last; do :; done; echo text > "$last"', "what it makes can not be loaded"),
+    ],
+)
+def test_a_compiler_is_tried(tmp_path, lines, expected):
+    assert expected in Machine().try_compiler([str(compiler(tmp_path, lines))])
+
+
+def test_a_compiler_that_can_not_be_started(tmp_path):
+    assert "can not be started" in Machine().try_compiler([str(tmp_path)])
+
+
+def test_a_compiler_that_does_not_end_is_ended_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SECONDS", 0.5)
+    path = compiler(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; sleep 600")
+    assert "still compiling" in Machine().try_compiler([str(path)])
+    assert Machine().output(str(path)) is None
+    child = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    while state.exists() and state.read_text().split()[2] not in "ZX":  # whoever adopts it may take a moment to reap it
+        time.sleep(0.01)
+
+
+def test_the_compiler_that_is_here_works():
+    assert Machine().try_compiler(build.compiler()) == ""
+
+
+def test_doctor_says_that_cxx_does_not_work(monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    by_name = {finding.name: finding for finding in doctor.diagnose().findings}
+    assert by_name["C++ compiler"].status == "problem"
+    assert "unset CXX" in by_name["C++ compiler"].advice
+    assert by_name["between nodes"].found.startswith("nothing")
+
+
 def test_a_cache_that_can_not_be_made(machine, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -349,7 +411,7 @@ def test_gpudirect(cluster):
 def test_no_probe_ends_the_examination(machine, monkeypatch, probe):
     """Whatever a probe stumbles over, the others are heard."""
 
-    def stumble(_):
+    def stumble(*_):
         raise RuntimeError("out of order")
 
     stumble.__name__ = probe[1].__name__

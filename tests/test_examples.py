@@ -43,6 +43,15 @@ def test_example(path):
         assert expected in output
 
 
+@pytest.mark.parametrize("name", list(ELSEWHERE))
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]])
+def test_what_needs_several_processes_says_how_to_start_them(name, launcher):
+    path = Path(__file__).parent.parent / f"examples/{name}.py"
+    output = processes.run([sys.executable, *launcher, str(path)], expected=1 if launcher else 2)
+    assert f"this needs 2, 4, ... processes: torchrun --nproc-per-node 4 {path}\n" in output
+    assert launcher or len(output.splitlines()) == 1
+
+
 def test_examples_are_numbered_and_all_are_tested():
     assert {path.stem for path in EXAMPLES} == set(SAYS) | set(ELSEWHERE)
     numbers = [

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
@@ -27,14 +30,37 @@ from mkernel.version import __version__
 
 if TYPE_CHECKING:
     from mkernel.bench.shapes import Wanted
+    from mkernel.estimates import Simulation, Watch
+    from mkernel.runtime.group import Group
+    from mkernel.tracing import Trace
     from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
+MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
 WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
 OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
 
-main = typer.Typer(
+
+class CommandLine(typer.Typer):
+    """Ends as other Unix tools do, without a word, when whoever reads its output has gone (`mkernel doctor | head`)."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            try:
+                return super().__call__(*arguments, **options)
+            finally:
+                sys.stdout.flush()  # what is still in the buffer
+        except BrokenPipeError:
+            pass
+        except SystemExit as end:  # typer and rich exit with 1 when a pipe is broken
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+
+
+main = CommandLine(
     help="Distributed GPU operators for PyTorch, each of them one persistent kernel per rank.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,6 +72,9 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+Yes = Annotated[bool, typer.Option("--yes", help="Simulate without asking, however long it will take.")]
 
 
 class Dtype(str, Enum):
@@ -82,6 +111,7 @@ def demo(
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write a page with plots to this file.")
     ] = None,
+    yes: Yes = False,
 ) -> None:
     """Run every operator on a small cluster, check it, and show what moved where.
 
@@ -104,15 +134,18 @@ def demo(
     default_nodes, default_gpus = (1, 4) if chosen == "cuda" else (2, 2)
     from mkernel import demo as demonstration
 
+    nodes, gpus_per_node = nodes or default_nodes, gpus_per_node or default_gpus
+    page = str(html) if html is not None else None
+    console = Console(highlight=False)
     with _failures_in_words():
-        code = demonstration.run(
-            nodes or default_nodes,
-            gpus_per_node or default_gpus,
-            chosen,
-            seed,
-            Console(highlight=False),
-            html=str(html) if html is not None else None,
-        )
+        if chosen == "cuda":
+            _check_gpus(gpus_per_node, nodes, "--gpus-per-node")
+            code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page)
+        else:
+            simulation = demonstration.simulation(nodes * gpus_per_node)
+            few = "mkernel demo --device cpu --nodes 2 --gpus-per-node 2"
+            with _simulating(simulation, yes, "--gpus-per-node", few) as watch:
+                code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page, begin=watch.begin)
     raise typer.Exit(code)
 
 
@@ -185,6 +218,7 @@ def bench(
             raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
         if nodes > 1 and not one.several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
+    _check_gpus(ranks, nodes, "--ranks")
     # the other ways go over the links that are there: what is compared with them should, too
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
@@ -339,6 +373,7 @@ def trace(
         typer.Option(min=0, metavar="RANK", help="Print where the time of this rank's CTAs went, in its last call."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
+    yes: Yes = False,
 ) -> None:
     """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
     import torch
@@ -357,13 +392,14 @@ def trace(
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
     if chosen == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
-    default = workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)
+    wanted = parsed or [workload.on_gpu if chosen == "cuda" else workload.smallest(ranks * nodes)]
+    from mkernel.estimates import Simulation, shorter_call, smallest_call
     from mkernel.tracing import command
 
-    with _failures_in_words():
-        traced = command.run(
+    def record(begin: Callable[[Group], None] = lambda group: None) -> Trace:
+        return command.run(
             workload,
-            parsed or [default],
+            wanted,
             nodes=nodes,
             gpus_per_node=ranks,
             device=chosen,
@@ -372,7 +408,20 @@ def trace(
             calls=calls,
             room=events,
             seed=seed,
+            begin=begin,
         )
+
+    with _failures_in_words():
+        if chosen == "cuda":
+            _check_gpus(ranks, nodes, "--ranks")
+            traced = record()
+        else:
+            jobs = [(workload, shape, calls) for shape in wanted]
+            simulation = Simulation(jobs, ranks * nodes, DTYPES[dtype.value].itemsize, events)
+            propose = functools.partial(shorter_call, workload, wanted[0], nodes, ranks)
+            option = "SHAPE" if parsed else "--ranks"
+            with _simulating(simulation, yes, option, smallest_call(workload), propose) as watch:
+                traced = record(watch.begin)
         command.show(traced, out, out.with_suffix(".html"), Console(highlight=False), where)
 
 
@@ -419,6 +468,7 @@ def tune(
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)
+    _check_gpus(ranks, nodes, "--ranks")
     from mkernel.tuning import command
 
     # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
@@ -451,6 +501,19 @@ def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, 
         raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
 
 
+def _check_gpus(ranks: int, nodes: int, option: str) -> None:
+    """Refuse more ranks than the GPUs that are here, if any, could run at the same time."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and ranks * nodes > gpus * MOST_SHARING:
+        raise typer.BadParameter(
+            f"{ranks * nodes} ranks can not run on {gpus} GPU{'s' if gpus > 1 else ''}: each needs an SM for itself. "
+            f"There can be {gpus * MOST_SHARING} at most",
+            param_hint=option,
+        )
+
+
 def _links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
     """The links of ranks that share the GPUs which are here."""
     import torch
@@ -464,13 +527,44 @@ def _links(ranks: int, nodes: int, link: float | None, network: float | None) ->
     )
 
 
+def _somebody_can_answer() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def _simulating(
+    simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
+) -> Iterator[Watch]:
+    """Show progress while a simulation runs inside. Before, refuse one that does not fit, and ask about a long one, or
+    refuse it where there is nobody to ask. `small`, `shorter`: commands that take seconds, the latter like this one."""
+    from mkernel import estimates
+
+    try:
+        simulation.check_fits()
+    except MKernelError as problem:
+        raise typer.BadParameter(f"{problem}. This fits: {small}", param_hint=option) from problem
+    seconds = None
+    if not simulation.is_surely_short():
+        seconds = simulation.seconds()
+        about = estimates.text_of(seconds)
+        if seconds > estimates.LONG and not yes:
+            long = f"the simulator would take about {about}. This takes seconds: {shorter() if shorter else small}"
+            if not _somebody_can_answer():
+                raise typer.BadParameter(f"{long}\n--yes runs it all the same", param_hint=option)
+            typer.echo(f"mkernel: {long}", err=True)
+            typer.confirm("Run it all the same?", abort=True, err=True)
+        typer.echo(f"mkernel: simulating, for about {about}", err=True)
+    with estimates.progress(simulation, seconds) as watch:
+        yield watch
+
+
 @contextlib.contextmanager
 def _failures_in_words() -> Iterator[None]:
     """What is no mistake in this package ends in a line, and exit code 1, instead of a traceback."""
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads any more: typer knows what to do
+        raise  # nobody reads any more: see CommandLine
     except (MKernelError, OSError) as problem:
         words = str(problem)
     except RuntimeError as problem:

@@ -16,9 +16,12 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,6 +44,13 @@ HOPPER = (9, 0)
 MULTICAST, DMA_BUF = 132, 124  # CUdevice_attribute
 LOCKED_BYTES = 64 << 30  # less than this may be too little to register heaps with a network card
 SECONDS = 20  # that another program may take
+PROBE = """
+#include <sys/socket.h>
+#include <atomic>
+#include <optional>
+#include <string>
+extern "C" int probe() { std::optional<std::string> word("probe"); std::atomic<int> count(word->size()); return count; }
+"""  # C++17 and the headers of Linux, as the native library needs them
 
 
 @dataclass(frozen=True)
@@ -110,10 +120,33 @@ class Machine:
         if found is None:
             return None
         try:
-            done = subprocess.run([found, *command[1:]], capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.SubprocessError):
+            code, output = _run([found, *command[1:]])
+        except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout if done.returncode == 0 else None
+        return output if code == 0 else None
+
+    def try_compiler(self, command: Sequence[str]) -> str:
+        """Compile a few lines with a C++ compiler's command, and load the result: what went wrong, or ""."""
+        from mkernel.net import build
+
+        with tempfile.TemporaryDirectory(prefix="mkernel-doctor-") as folder:
+            source, library = Path(folder) / "probe.cc", Path(folder) / "probe.so"
+            source.write_text(PROBE)
+            full = [*command, *build.FLAGS, "-fPIC", "-shared", str(source), "-ldl", "-o", str(library)]
+            try:
+                code, output = _run(full, errors=True)
+            except OSError as problem:
+                return f"it can not be started: {problem}"
+            except subprocess.TimeoutExpired:
+                return f"it was still compiling ten lines after {SECONDS} s"
+            if code != 0:
+                said = next((line.strip() for line in output.splitlines() if "error" in line), output.strip()[:200])
+                return f"it fails with exit code {code}{f': {said}' if said else ' and says nothing'}"
+            try:
+                answer = ctypes.CDLL(str(library)).probe()
+            except (OSError, AttributeError) as problem:
+                return f"what it makes can not be loaded: {problem}"
+            return "" if answer == 5 else f"what it makes is wrong: a function returned {answer} instead of 5"
 
     def locked_bytes(self) -> int:
         """How much memory a process may lock; -1 is any amount."""
@@ -128,17 +161,42 @@ class Machine:
             return ""
 
 
+def _run(command: Sequence[str], errors: bool = False) -> tuple[int, str]:
+    """Exit code and output of a program, or what it printed as errors. After SECONDS it is ended, with all that it
+    started, and TimeoutExpired raised."""
+    with tempfile.TemporaryFile() as file:  # a pipe would be waited for as long as any grandchild has it
+        printed = subprocess.DEVNULL if errors else file
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=file if errors else subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        file.seek(0)
+        return code, file.read().decode(errors="replace")
+
+
 def diagnose(machine: Machine | None = None) -> Diagnosis:
     """Look at this machine: GPUs and the links between them, the network, programs and versions. Collective
     calls are not made, and nothing is changed."""
     machine = machine or Machine()
     findings: list[Finding] = []
-    for section, probe in (*PROBES, ("What will be used", lambda _: _conclusions(findings)), *CONCLUSIONS):
+
+    def examine(section: str, probe: Callable[..., list[Found]], *given: Any) -> None:
         try:
-            findings += [Finding(section, *found) for found in probe(machine)]
+            findings.extend(Finding(section, *found) for found in probe(*given))
         except Exception as problem:
             what = f"could not be examined ({type(problem).__name__}: {problem})"
             findings.append(Finding(section, probe.__name__.strip("_").replace("_", " "), what, "note"))
+
+    for section, probe in PROBES:
+        examine(section, probe, machine)
+    for section, conclude in CONCLUSIONS:
+        examine(section, conclude, machine, tuple(findings))
     return Diagnosis(tuple(findings))
 
 
@@ -192,7 +250,14 @@ def _compiler(machine: Machine) -> list[Found]:
     except TransportError as problem:
         return [("C++ compiler", "none", "problem", f"several nodes need one: {problem}")]
     version = (machine.output(command[0], "--version") or "").partition("\n")[0]
-    found: list[Found] = [("C++ compiler", f"{' '.join(command)} ({version or 'version unknown'})")]
+    name = f"{shlex.join(command)} ({version or 'version unknown'})"
+    found: list[Found] = [("C++ compiler", name)]
+    if wrong := machine.try_compiler(command):
+        advice = (
+            f"{wrong}. Several nodes need a compiler that knows C++17: install g++ or clang++, and "
+            f"{'unset CXX, or set it to its path' if machine.environment.get('CXX') else 'set CXX to its path'}"
+        )
+        found = [("C++ compiler", f"{name} does not work", "problem", advice)]
     try:
         directory = build.cache_directory()
         if not os.access(directory, os.W_OK):
@@ -411,7 +476,7 @@ PROBES: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (
 )
 
 
-def _conclusions(findings: Sequence[Finding]) -> list[Found]:
+def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
     """What a program that says nothing about it will get."""
     by_name = {finding.name: finding for finding in findings}
     gpus = [name for name in by_name if re.fullmatch(r"GPU \d+", name)]
@@ -434,16 +499,11 @@ def _conclusions(findings: Sequence[Finding]) -> list[Found]:
     return result
 
 
-def _between_nodes(machine: Machine) -> list[Found]:
+def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
     """Which devices each rank would take, by the place of its GPU; see mkernel.net.connect."""
-    from mkernel.net import build
-
     torch = machine.module("torch")
     ports = devices.find_ports(machine.sysfs)
-    try:
-        if build.packaged() is None:
-            build.compiler()
-    except MKernelError:
+    if any(finding.name in ("C++ compiler", "cache") and finding.status == "problem" for finding in findings):
         return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
     ranks: list[tuple[str, devices.Place | None]] = [("between nodes", None)]
     if torch.cuda.is_available() and ports:
@@ -472,4 +532,7 @@ def _place_of(machine: Machine, torch: Any, index: int) -> devices.Place | None:
     return devices.gpu_place(address, machine.sysfs)
 
 
-CONCLUSIONS: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (("What will be used", _between_nodes),)
+CONCLUSIONS: Sequence[tuple[str, Callable[[Machine, Sequence[Finding]], list[Found]]]] = (
+    ("What will be used", _conclusions),
+    ("What will be used", _between_nodes),
+)

@@ -53,11 +53,26 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a call costs the simulator, all ranks together: what `mkernel.estimates` estimates times from.
+
+    tiles: of results, and what costs about as much, such as chunks of tokens that are routed. dots: tile steps.
+    copies: copies of a few KiB between ranks. elements: numbers that the ranks hold in tensors and workspaces.
+    """
+
+    tiles: int
+    dots: int
+    copies: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """How an operator is called for a shape.
 
     simulated: a shape for the simulator, of two ranks.
     make: (group, shape, dtype, **options) -> the call of this rank. Collective.
+    cost: (shape, ranks) -> what a call costs the simulator.
     tunable: how its configurations are kept.
     options: what else may be said of a call.
     """
@@ -65,6 +80,7 @@ class Workload:
     op: str
     simulated: Shape
     make: Callable[..., Call]
+    cost: Callable[[Shape, int], Cost]
     tunable: Tunable
     options: tuple[str, ...] = ()
 
@@ -167,9 +183,9 @@ class _Tokens:
         group: Group, tokens: int, hidden: int, dtype: torch.dtype, experts: int | None, topk: int | None
     ) -> _Tokens:
         on_gpu = group.device.type == "cuda"
-        experts = experts or (moe.EXPERTS if on_gpu else 2)
+        experts = experts or (moe.EXPERTS if on_gpu else EXPERTS)
         everyone = experts * group.size
-        topk = topk or min(moe.SLOTS if on_gpu else 2, everyone)
+        topk = topk or min(moe.SLOTS if on_gpu else SLOTS, everyone)
         if topk > everyone:
             raise ArgumentError(f"a token can not have {topk} experts: there are {everyone}, {experts} on each rank")
         generator = torch.Generator(group.device).manual_seed(77 + group.rank)
@@ -253,26 +269,121 @@ def _ffn(
     return Call(lambda config: operator.moe_ffn(*given, **mine.bounds, group=group, out=out, config=config), tried)
 
 
+# -- what the simulator has to do; tiles are those of planning.default_tiles for the CPU
+
+TILE = 32
+COPY = 2048  # numbers that a CTA copies at a time
+TOKENS = 8  # of a chunk
+EXPERTS, SLOTS = 2, 2  # see _Tokens
+
+
+def _blocks(*sizes: int) -> int:
+    return math.prod(math.ceil(size / TILE) for size in sizes)
+
+
+def _pieces(rows: int, columns: int) -> int:
+    """Pieces in which a CTA copies rows to another rank."""
+    return math.ceil(rows / 4) * math.ceil(columns / (COPY // 4))
+
+
+def _cost_of_gather(shape: Shape, ranks: int) -> Cost:
+    m_total, n, k = shape
+    m = m_total // ranks
+    tiles = ranks * ranks * _blocks(m, n)
+    return Cost(
+        tiles, tiles * _blocks(k), ranks * (ranks - 1) * _pieces(m, k), ranks * (m * k + n * k + m_total * (n + 2 * k))
+    )
+
+
+def _cost_of_scatter(shape: Shape, ranks: int) -> Cost:
+    m_total, n, k = shape
+    tiles = ranks * ranks * _blocks(m_total // ranks, n)
+    held = (m_total + n) * k // ranks + 3 * m_total * n
+    return Cost(tiles, tiles * _blocks(k // ranks), ranks * m_total * n // COPY, ranks * held)
+
+
+def _cost_of_all_reduce(shape: Shape, ranks: int) -> Cost:
+    m, n, k = shape
+    tiles = ranks * _blocks(m, n)
+    # small sums are made by every rank for itself, of everybody's parts
+    return Cost(
+        tiles, tiles * _blocks(k // ranks), ranks * ranks * m * n // COPY,
+        ranks * ((m + n) * k // ranks + (1 + 2 * min(ranks, 4)) * m * n),
+    )  # fmt: skip
+
+
+def _cost_of_attention(shape: Shape, ranks: int) -> Cost:
+    batch, heads, positions, dim = shape
+    length = positions // ranks
+    tiles = ranks * batch * heads * _blocks(length)
+    seen = (ranks * _blocks(length) + 1) / 2  # blocks of keys that a tile attends to, of all of them the causal half
+    held = batch * heads * length * dim
+    return Cost(
+        tiles,
+        round(2 * tiles * seen),
+        ranks * (ranks - 1) * 2 * batch * heads * _pieces(length, dim),
+        ranks * (4 + 2 * ranks) * held,
+    )
+
+
+def _blocks_of_rows(tokens: int, ranks: int) -> int:
+    """Blocks of rows that the experts of all ranks have."""
+    experts = EXPERTS * ranks
+    return experts * math.ceil(tokens * min(SLOTS, experts) / experts / TILE)
+
+
+def _cost_of_dispatch(shape: Shape, ranks: int) -> Cost:
+    tokens, out, hidden = shape
+    tiles = _blocks_of_rows(tokens, ranks) * _blocks(out)
+    held = EXPERTS * hidden * out * ranks + SLOTS * tokens * (out + hidden) * 2 + ranks * tokens * hidden
+    return Cost(
+        tiles + ranks * math.ceil(tokens / TOKENS), tiles * _blocks(hidden), SLOTS * tokens * hidden // COPY, held
+    )
+
+
+def _cost_of_combine(shape: Shape, ranks: int) -> Cost:
+    tokens, columns = shape
+    routed = _cost_of_dispatch((tokens, columns, 64), ranks)  # its input is made by a dispatch
+    chunks = ranks * math.ceil(tokens / TOKENS)
+    return Cost(
+        routed.tiles + chunks, routed.dots, routed.copies + SLOTS * tokens * columns // COPY, 2 * routed.elements
+    )
+
+
+def _cost_of_ffn(shape: Shape, ranks: int) -> Cost:
+    tokens, inter, hidden = shape
+    blocks = _blocks_of_rows(tokens, ranks)
+    tiles = blocks * (_blocks(inter) + _blocks(hidden))
+    held = 3 * EXPERTS * hidden * inter * ranks + SLOTS * tokens * (inter + hidden) * 2 + ranks * tokens * hidden
+    return Cost(
+        tiles + 2 * ranks * math.ceil(tokens / TOKENS), 3 * blocks * _blocks(inter, hidden),
+        2 * SLOTS * tokens * hidden // COPY, held,
+    )  # fmt: skip
+
+
 WORKLOADS = {
     workload.op: workload
     for workload in (
-        Workload("all_gather_matmul", (256, 128, 128), _all_gather, _all_gather_matmul.TUNABLE),
+        Workload("all_gather_matmul", (256, 128, 128), _all_gather, _cost_of_gather, _all_gather_matmul.TUNABLE),
         Workload(
             "matmul_reduce_scatter", (256, 128, 128),
-            _summing(_matmul_reduce_scatter, "matmul_reduce_scatter", True), _matmul_reduce_scatter.TUNABLE,
+            _summing(_matmul_reduce_scatter, "matmul_reduce_scatter", True), _cost_of_scatter,
+            _matmul_reduce_scatter.TUNABLE,
         ),
         Workload(
             "matmul_all_reduce", (128, 128, 128),
-            _summing(_matmul_all_reduce, "matmul_all_reduce", False), _matmul_all_reduce.TUNABLE,
+            _summing(_matmul_all_reduce, "matmul_all_reduce", False), _cost_of_all_reduce, _matmul_all_reduce.TUNABLE,
         ),
         Workload(
-            "ring_attention", (1, 2, 128, 64), _attention, _ring_attention.TUNABLE, ("causal", "zigzag", "kv_heads")
+            "ring_attention", (1, 2, 128, 64), _attention, _cost_of_attention, _ring_attention.TUNABLE,
+            ("causal", "zigzag", "kv_heads"),
         ),
         Workload(
-            "moe_dispatch_matmul", (64, 64, 32), _dispatch, _moe_dispatch_matmul.TUNABLE, ("experts", "topk")
+            "moe_dispatch_matmul", (64, 64, 32), _dispatch, _cost_of_dispatch, _moe_dispatch_matmul.TUNABLE,
+            ("experts", "topk"),
         ),
-        Workload("moe_combine", (64, 32), _combine, _moe_combine.TUNABLE, ("experts", "topk")),
-        Workload("moe_ffn", (32, 32, 32), _ffn, _moe_ffn.TUNABLE, ("experts", "topk")),
+        Workload("moe_combine", (64, 32), _combine, _cost_of_combine, _moe_combine.TUNABLE, ("experts", "topk")),
+        Workload("moe_ffn", (32, 32, 32), _ffn, _cost_of_ffn, _moe_ffn.TUNABLE, ("experts", "topk")),
     )
 }  # fmt: skip
 

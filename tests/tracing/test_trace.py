@@ -4,7 +4,10 @@ import importlib
 import io
 import itertools
 import json
+import math
+import re
 from collections import Counter
+from pathlib import Path
 
 import helpers
 import pytest
@@ -15,10 +18,11 @@ from rich.console import Console
 import mkernel as mk
 from mkernel.runtime import clocks
 from mkernel.tracing import chrome
-from mkernel.tracing.command import WIDE, bars, show_account
+from mkernel.tracing.command import WIDE, bars, show, show_account
 from mkernel.tracing.links import arrivals
 from mkernel.workloads import workload_of
 
+ROOT = Path(__file__).parent.parent.parent
 CASE = helpers.Case(25, 24, 24, torch.bfloat16)
 CONFIG = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=8)
 ROW_BLOCKS, COLUMN_BLOCKS, CHUNKS = 2, 2, 4
@@ -91,7 +95,7 @@ def test_every_tile_and_every_chunk_is_there_once(trace):
     for rank in range(4):
         for call in range(2):
             tiles = Counter((event.peer, event.role) for event in trace.of(rank, "tile", call=call))
-            assert tiles == {(source, "tiles"): ROW_BLOCKS * COLUMN_BLOCKS for source in range(4)}
+            assert tiles == {(source, "compute"): ROW_BLOCKS * COLUMN_BLOCKS for source in range(4)}
             own, counterpart = rank, (rank + 2) % 4
             pushes = Counter((event.peer, event.index) for event in trace.of(rank, "push", call=call))
             assert pushes == {(source, chunk): 1 for source in (own, counterpart) for chunk in range(CHUNKS)}
@@ -161,11 +165,11 @@ def test_events_without_room_are_counted():
 
 
 def lanes(trace):
-    return Counter((event.rank, event.cta, event.role) for event in trace.events if event.kind != "launch")
+    return Counter((event.rank, event.cta, event.lane) for event in trace.events if event.kind != "launch")
 
 
 def name(event):
-    return (event.rank, event.cta, event.role, event.kind, event.peer, event.index)
+    return (event.rank, event.cta, event.lane, event.kind, event.peer, event.index)
 
 
 def test_without_the_bound_events_are_written_elsewhere(tmp_path):
@@ -179,7 +183,7 @@ def test_without_the_bound_events_are_written_elsewhere(tmp_path):
 def test_a_rank_alone():
     trace = helpers.run(traced, cluster=(1, 1))[0]
     assert {event.kind for event in trace.events} == {"launch", "tile"}
-    assert trace.overlap(0, 0) == 1.0
+    assert math.isnan(trace.overlap(0, 0)), "there was nothing to overlap"
 
 
 def test_ranks_that_fail_keep_their_own_events():
@@ -241,7 +245,7 @@ def test_operators_that_sum_over_ranks(op, cluster):
             assert trace.of(rank, "reduce", call=call)
             start, end = trace.span(rank, call)
             assert all(start <= event.start <= event.end <= end for event in tiles)
-            by_cta = [[event for event in trace.of(rank, call=call) if event.cta == cta and event.role == "tiles"]
+            by_cta = [[event for event in trace.of(rank, call=call) if event.cta == cta and event.lane == "tiles"]
                       for cta in trace.busy(rank, call)]  # fmt: skip
             for events in by_cta:
                 assert all(one.end <= other.start for one, other in itertools.pairwise(events))
@@ -270,7 +274,7 @@ def test_a_sum_in_slices(monkeypatch):
 
     trace = helpers.run(on_rank, cluster=(1, 2))[0]
     for cta in range(4):
-        kinds = [event.kind for event in trace.of(0) if event.cta == cta and event.role == "tiles"]
+        kinds = [event.kind for event in trace.of(0) if event.cta == cta and event.lane == "tiles"]
         assert kinds == ["tile", "push", "reduce", "gather"]
 
 
@@ -289,7 +293,7 @@ def test_a_sum_with_multicast(monkeypatch, fixed_order):
         return trace
 
     trace = helpers.run(on_rank, cluster=(1, 4), multicast=True)[0]
-    kinds = [event.kind for event in trace.of(0) if event.role == "tiles"]
+    kinds = [event.kind for event in trace.of(0) if event.lane == "tiles"]
     # three tiles of a block are for others, the last is the own one; those of the block before are copied then
     first, later = ["tile", "push"] * 3 + ["tile", "reduce"], ["tile", "push"] * 3 + ["tile", "reduce", "gather"]
     assert kinds == first + later * 3 + ["gather"]
@@ -321,6 +325,43 @@ def test_other_operators(op, kinds):
         assert all(inside(event, launches[event.cta]) for event in trace.of(rank))
     for event in chrome.events_of(trace):
         assert event["ph"] != "X" or event["dur"] >= 0
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce", "ring_attention", "moe_ffn"])
+def test_roles_have_the_names_of_the_documentation(op):
+    """Those of docs/concepts.md, in events, in the account, and in the names of Perfetto's threads."""
+
+    def on_rank(group):
+        call = workload_of(op).make(group, workload_of(op).smallest(group.size), torch.bfloat16)
+        with mk.trace() as trace:
+            call.run(None)
+        return trace
+
+    documented = re.findall(
+        r"^\| `(\w+)` \| ", (ROOT / "docs/concepts.md").read_text().split("## Roles")[1][:900], re.M
+    )
+    assert documented == ["send", "intra", "compute"]
+    trace = helpers.run(on_rank, cluster=(2, 1))[0]
+    assert {event.role for event in trace.events if event.kind != "launch"} <= set(documented)
+    assert {event.role for event in trace.events if event.kind == "tile"} == {"compute"}
+    assert {line["role"] for line in trace.account(0, 0)} <= set(documented)
+    threads = [event["args"]["name"] for event in chrome.events_of(trace) if event["name"] == "thread_name"]
+    named = [re.fullmatch(r"CTA \d+(?: (\w+)(?:, tiles)?)?|network to rank \d+", name) for name in threads]
+    assert all(named), threads
+    assert {match.group(1) for match in named} - {None} <= set(documented)
+
+
+def test_no_copies_have_no_share(tmp_path):
+    trace = helpers.run(traced, cluster=(1, 1))[0]
+    assert f"{trace.overlap(0, 0):.0%}" == "-"
+    console = Console(width=200, file=io.StringIO())
+    show(trace, tmp_path / "a.json", tmp_path / "a.html", console)
+    (line,) = [line for line in console.file.getvalue().splitlines() if re.match(r" +0 +0 ", line)]
+    assert line.split()[-1] == "-"
+    assert "copies behind tiles: the share of the time in which CTAs of a rank copy" in console.file.getvalue()
+    written = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert written["otherData"]["summary"][0]["copies_hidden"] is None
+    assert "nan" not in (tmp_path / "a.html").read_text().split('id="data"')[-1].split("</script>")[0].lower()
 
 
 # -- for Perfetto
@@ -359,7 +400,7 @@ def assert_nested(slices):
 
 
 def test_threads_have_their_own_numbers():
-    numbers = [chrome.thread(cta, role) for cta in range(200) for role in (*chrome.ROLES, "another")]
+    numbers = [chrome.thread(cta, role) for cta in range(200) for role in (*chrome.LANES, "another")]
     assert len(set(numbers)) == len(numbers)
     assert min(numbers) > 0
     assert max(numbers) < chrome.NETWORK

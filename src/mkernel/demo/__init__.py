@@ -1,11 +1,12 @@
 """`mkernel demo`: every operator on a small cluster, checked, with what moved where and where time went.
 
-In the simulator an operator runs under several seeded schedules; bytes and tile products are counted. On
-GPUs it runs once for the check and then a few times for the clock.
+In the simulator an operator runs under several seeded schedules; bytes and tile products are counted, and the calls
+are traced. On GPUs it runs once for the check and then a few times for the clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mkernel import operators
+from mkernel.demo import cases
+from mkernel.estimates import Simulation
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
+from mkernel.tracing.events import Share
+from mkernel.tracing.session import OVERLAP, trace
+from mkernel.workloads import workload_of
 
 SCHEDULES = 3  # seeds that the simulator runs each operator with
 CALLS = 10  # timed together on a GPU, back to back
@@ -55,13 +61,15 @@ class Shown:
     network: list[list[int]] = field(default_factory=list)
     products: list[list[int]] = field(default_factory=list)
     before_last_arrival: list[list[int]] = field(default_factory=list)
+    overlaps: list[list[Share]] = field(default_factory=list)  # by schedule and rank: `Trace.overlap`
     # on GPUs, in ms
     times: dict[str, float] = field(default_factory=dict)
 
     @property
-    def overlap(self) -> list[float]:
-        """The share of products that were overlapped with transfers, of each schedule."""
-        return [sum(before) / max(sum(all), 1) for before, all in zip(self.before_last_arrival, self.products)]
+    def overlap(self) -> Share:
+        """The overlap as `mkernel trace` shows it: the mean of the ranks that copied, the least of all schedules."""
+        copied = [[share for share in ranks if not math.isnan(share)] for ranks in self.overlaps]
+        return Share(min((sum(ranks) / len(ranks) for ranks in copied if ranks), default=math.nan))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -78,13 +86,26 @@ class Shown:
             "network_bytes": self.network,
             "products": self.products,
             "products_before_last_arrival": self.before_last_arrival,
+            "copies_behind_tiles": self.overlaps,
             "milliseconds": self.times,
         }
 
 
-def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None) -> int:
-    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. Returns the
-    exit code."""
+def simulation(ranks: int) -> Simulation:
+    """What the demo simulates on so many ranks."""
+    jobs = [
+        (workload_of(operator.name), cases.simulated_shape(operator.name, ranks), SCHEDULES)
+        for operator in operators.ALL
+    ]
+    return Simulation(jobs, ranks)
+
+
+def run(
+    nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None,
+    begin: Callable[[Group], None] = lambda group: None,
+) -> int:  # fmt: skip
+    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. `begin` is called by
+    every simulated rank before it does anything. Returns the exit code."""
     simulated = device == "cpu"
     size = nodes * gpus_per_node
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
@@ -92,11 +113,11 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
     console.print(f"[bold]mkernel[/bold] on {place}\n")
     chosen = operators.ALL
     shown = []
-    with _progress(console, len(chosen) * (SCHEDULES if simulated else 1)) as advance:
-        for operator in chosen:
-            if simulated:
-                shown.append(_simulate(operator, nodes, gpus_per_node, seed, advance))
-            else:
+    if simulated:  # `begin` is there to show progress
+        shown = [_simulate(operator, nodes, gpus_per_node, seed, begin) for operator in chosen]
+    else:
+        with _progress(console, len(chosen)) as advance:
+            for operator in chosen:
                 shown.append(_measure(operator, gpus_per_node, seed, advance))
     for one in shown:
         console.print(f"[bold]{one.name}[/bold]: {one.summary}.")
@@ -107,9 +128,9 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
         console.print(
             f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which decide the order of everything that may "
             "happen in any order; errors are the worst of all, as a share of what rounding allows, against PyTorch in "
-            "float64. NVLink and network: bytes sent inside nodes and between them. Overlap: the least share of tile "
-            "products that were computed before the rank's last byte had arrived. The simulator counts steps, not "
-            "seconds: the share is no measure of speed."
+            "float64. NVLink and network: bytes sent inside nodes and between them. Overlap, as in "
+            f"`mkernel trace`: the share of {OVERLAP}; the mean of the ranks, and the least of all seeds. Simulated "
+            "times have made-up rates: the share is no measure of speed."
         )
     else:
         emulated = " Ranks share a GPU here: times are emulated." if size > torch.cuda.device_count() else ""
@@ -135,7 +156,7 @@ def run(nodes: int, gpus_per_node: int, device: str, seed: int, console: Console
 
 
 def _simulate(
-    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, advance: Callable[[], None]
+    operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, begin: Callable[[Group], None]
 ) -> Shown:
     """Run several schedules."""
     shown = Shown(operator.name, operator.summary, "", [])
@@ -143,33 +164,36 @@ def _simulate(
     first: list[torch.Tensor] = []
     for schedule in range(seed, seed + SCHEDULES):
         results = spawn(
-            _on_simulated_rank, operator, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu", seed=schedule
+            _on_simulated_rank, operator, begin, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu", seed=schedule
         )
-        checks.append([check for check, _, _, _, _ in results])
-        shown.inputs, traffic, sends = results[0][2:]
-        for rank, (check, y, _, _, _) in enumerate(results):
+        checks.append([check for check, *_ in results])
+        shown.inputs, traffic, sends, traced = results[0][2:]
+        for rank, (check, y, *_) in enumerate(results):
             if not check.ok:
                 shown.wrong.append(f"rank {rank}: error {check.error:.3g} is over the bound with seed {schedule}")
             elif first and not torch.equal(y, first[rank]):
                 shown.wrong.append(f"rank {rank}: seed {schedule} gave other bits than seed {seed}")
-        first = first or [y for _, y, _, _, _ in results]
+        first = first or [y for _, y, *_ in results]
         if sends is not None:
             shown.wrong += _unexpected(traffic, sends, nodes, gpus_per_node, schedule)
         shown.nvlink, shown.network = traffic.nvlink, traffic.network
         shown.products.append(traffic.multiplications)
         shown.before_last_arrival.append(traffic.before_last_arrival)
-        advance()
+        shown.overlaps.append([traced.overlap(rank, 0) for rank in range(nodes * gpus_per_node)])
     shown.checks = [max((row[rank] for row in checks), key=_badness) for rank in range(nodes * gpus_per_node)]
     return shown
 
 
-def _on_simulated_rank(group: Group, operator: operators.Operator) -> tuple[Any, ...]:
+def _on_simulated_rank(group: Group, operator: operators.Operator, begin: Callable[[Group], None]) -> tuple[Any, ...]:
     from mkernel.sim.world import SimWorld
 
+    begin(group)
     assert isinstance(group.world, SimWorld)
     case = operator.case(group, large=False, seed=0)
-    y = case.result(case.call())
-    return _check(y, *case.exact()), y, case.inputs, group.world.traffic, case.sends
+    with trace(group) as traced:
+        given = case.call()
+    y = case.result(given)
+    return _check(y, *case.exact()), y, case.inputs, group.world.traffic, case.sends, traced
 
 
 def _unexpected(traffic: Any, sends: tuple[int, int], nodes: int, gpus_per_node: int, schedule: int) -> list[str]:
@@ -265,7 +289,7 @@ def _table(shown: Sequence[Shown], simulated: bool) -> Table:
     for one in shown:
         worst = max(one.checks, key=_badness)
         if simulated:
-            figures = [_bytes(sum(map(sum, one.nvlink))), _bytes(sum(map(sum, one.network))), f"{min(one.overlap):.0%}"]
+            figures = [_bytes(sum(map(sum, one.nvlink))), _bytes(sum(map(sum, one.network))), f"{one.overlap:.0%}"]
         else:
             fused, library = one.times["fused"], one.times["library"]
             figures = [f"{fused:.3f} ms", f"{library:.3f} ms", f"{library / fused:.2f}"]

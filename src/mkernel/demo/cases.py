@@ -40,6 +40,18 @@ class Case:
     sends: tuple[int, int] | None = None
 
 
+def simulated_shape(op: str, ranks: int) -> tuple[int, ...]:
+    """The shape, as `mkernel trace` takes it, of an operator's case in the simulator."""
+    return {
+        "all_gather_matmul": (64 * ranks, 64, 128),
+        "matmul_reduce_scatter": (32 * ranks, 64, 32 * ranks),
+        "matmul_all_reduce": (96, 64, 32 * ranks),
+        "ring_attention": (1, 2, 32 * ranks, 64),
+        "moe_dispatch_matmul": (48 * ranks, 32, 32),
+        "moe_ffn": (16 * ranks, 32, 32),
+    }[op]
+
+
 def _random(group: Group, seed: int, *shape: int, what: int = 0) -> torch.Tensor:
     generator = torch.Generator(group.device).manual_seed(1000 * seed + 10 * group.rank + what)
     return torch.randn(*shape, generator=generator, device=group.device, dtype=DTYPE)

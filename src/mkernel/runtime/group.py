@@ -402,7 +402,7 @@ class Group:
         table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
         table[words.POSTING.value] = self._posting.data_ptr() if self._posting is not None else 0
         table[words.SEGMENT.value] = segment.number
-        table[words.OP.value] = records.OPS.index(op)
+        table[words.OP.value] = records.number_of(op)
         table[words.MULTICAST.value] = segment.multicast
         table[words.ABORTED.value] = self._control.addresses[self.rank]
         table += segment.addresses + self._control.addresses

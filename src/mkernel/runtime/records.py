@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,11 @@ MAX_CTAS = 512  # of a launch: more than any GPU has SMs
 COUNT = 2 * MAX_CTAS  # records that a group has room for; every call looks at all of them
 WORDS = context.RECORD_WORDS.value
 
-OPS = (
+OPS = [
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
     "moe_dispatch_matmul", "moe_combine", "moe_ffn",
-)  # fmt: skip
+]  # by number; `number_of` adds operators from outside the package  # fmt: skip
+_lock = threading.Lock()  # ranks may be threads
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
     signals.ENTERED.value: "entered",
@@ -39,6 +41,16 @@ SIGNALS = {
     combining.RETURNED.value: "returned",
     combining.BACK.value: "back",
 }
+
+
+def number_of(op: str) -> int:
+    """The number by which the kernels of this process name an operator in their records. A new name gets the next
+    number: operators need not be listed here."""
+    with _lock:
+        if op not in OPS:
+            OPS.append(op)
+        return OPS.index(op)
+
 
 REFUSALS = (routing.NO_ROOM.value, routing.NO_SUCH_EXPERT.value)  # reasons that are no waits
 
@@ -79,7 +91,10 @@ class WaitRecord:
             "numbered": "the numbers of the tokens that go to other nodes",
             "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
-        }.get(self.signal, f"rank {self.peer}")  # a file may be of another version
+        }.get(
+            self.signal,  # of an operator of the user's own, or of another version
+            f"rank {self.peer} (index {self.index})" if self.peer >= 0 else f"another CTA (index {self.index})",
+        )
         how = "timed out" if self.timed_out else "gave up with the group"
         if self.signal == "nothing":
             return f"{self.op}: rank {self.rank} ended its launch after the group had given up: its result may be wrong"
@@ -115,9 +130,9 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
                 timed_out=reason == signals.TIMED_OUT.value,
                 op=OPS[op],
                 rank=rank,
-                role=ROLES[role],
+                role=ROLES.get(role, f"role {role}"),
                 cta=cta,
-                signal=SIGNALS[kind],
+                signal=SIGNALS.get(kind, f"signal {kind}"),  # operators may have their own
                 peer=peer,
                 index=index,
                 seen=seen,

@@ -163,7 +163,9 @@ class CtaTask(Task):
         self.greenlet.switch()
 
     def where(self) -> str:
-        polls = ", ".join(f"[{a:#x}] = {v}" for a, v in self.polled.items() if isinstance(a, int))
+        polls = ", ".join(
+            f"[{a:#x}] = {v}{self.launch.place_of(a)}" for a, v in self.polled.items() if isinstance(a, int)
+        )
         return f"{self.name} polls {polls}" if polls else self.name
 
     # what the interpreter calls
@@ -391,7 +393,10 @@ class Scheduler:
         if self.memory.progress != self._progress_at_tick:
             self._tick, self._ticks = FIRST_TICK, 0
         if self._ticks > PATIENCE:
-            raise Deadlock("no task can run: " + "; ".join(task.where() for task in self.tasks))
+            raise Deadlock(
+                "no task can run, and none that waits looks at the clock, so no timeout ends it (use `wait` of "
+                "lang/signals.py). Each task: " + "; ".join(task.where() for task in self.tasks)
+            )
         self.clock += self._tick
         self._tick = min(2 * self._tick, LONGEST_TICK)
         self._ticks += 1

@@ -35,8 +35,13 @@ class Traffic:
         self.network = [[0] * size for _ in range(size)]  # bytes from rank to rank, between nodes
         self.to_switch = [0] * size  # bytes that a rank gives for multicast stores and sums
         self.from_switch = [0] * size  # and takes
+        self.on_progress: Callable[[], None] | None = None  # called now and then, while a launch goes on
         self.multiplications = [0] * size  # tile steps that a rank has computed
         self.before_last_arrival = [0] * size  # how many of them before its last byte came in
+
+    def progress(self) -> None:
+        if self.on_progress is not None:
+            self.on_progress()
 
     def arrived(self, rank: int) -> None:
         self.before_last_arrival[rank] = self.multiplications[rank]
@@ -68,7 +73,15 @@ class RunningLaunch:
             self.world.scheduler.add(task)
             self.started += 1
 
+    def place_of(self, address: int) -> str:
+        """Whose heap an address is in, for people."""
+        for start, (end, owner) in self.world._owners.items():
+            if start <= address < end:
+                return f" (word {(address - start) // 8} of a segment in rank {owner}'s heap)"
+        return ""
+
     def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
+        self.world.traffic.progress()
         for owner, size in self.world.remote(self.rank, addresses, mask, values.itemsize):
             if size > 8:  # more than a signal
                 self.world.traffic.nvlink[self.rank][owner] += size
@@ -95,6 +108,7 @@ class RunningLaunch:
 
     def on_dot(self) -> None:
         self.world.traffic.multiplications[self.rank] += 1
+        self.world.traffic.progress()
 
 
 class SimWorld:
@@ -112,6 +126,7 @@ class SimWorld:
         self.scheduler = self.scheduler_type(seed, options, builder)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
+        self._calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
@@ -188,7 +203,8 @@ class SimWorld:
             except CommTimeout as timeout:
                 self._timeouts.append(timeout)
         if self._timeouts:
-            raise chains.join(min(self._timeouts, key=lambda timeout: not timeout.is_cause), self._timeouts)
+            cause = min(self._timeouts, key=lambda timeout: not timeout.is_cause)
+            raise chains.join(cause, self._timeouts, self._calls.get(cause.group))
         return [host.result for host in hosts]
 
     # -- memory
@@ -322,6 +338,7 @@ class SimWorld:
         return False
 
     def launch(self, rank: int, launch: Launch) -> None:
+        self._calls.setdefault(launch.group.name, {}).setdefault(launch.group.rank, []).append(launch.op)
         running = RunningLaunch(self, rank, launch)
         self._lend(running, launch.arguments)
         key = (rank, self.stream_key(rank))

@@ -1,4 +1,4 @@
-"""A trace in the format of Chrome and Perfetto: a rank is a process, a role of a CTA is a thread."""
+"""A trace in the format of Chrome and Perfetto: a rank is a process, a lane of a CTA (see `Event`) is a thread."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkernel.report import finite
+from mkernel.tracing.events import TILES, Event
 from mkernel.tracing.links import arrivals
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
     from mkernel.tracing.session import Trace
 
-ROLES = ("cta", "send", "intra", "compute", "tiles")  # the order of a CTA's threads
+LANES = ("cta", "send", "intra", "compute", TILES)  # the order of a CTA's threads
 NETWORK = 1_000_000  # threads from here are the network's, one for each peer
 
 
-def thread(cta: int, role: str) -> int:
-    """The number of the thread that stands for a role of a CTA; 0 is avoided, viewers treat it differently."""
-    place = ROLES.index(role) if role in ROLES else len(ROLES)
-    return cta * (len(ROLES) + 1) + place + 1
+def thread(cta: int, lane: str) -> int:
+    """The number of the thread that stands for a lane of a CTA; 0 is avoided, viewers treat it differently."""
+    place = LANES.index(lane) if lane in LANES else len(LANES)
+    return cta * (len(LANES) + 1) + place + 1
+
+
+def _title(event: Event) -> str:
+    """The name of an event's thread: CTA and role. Warps that multiply run beside those that wait for them, and slices
+    of one thread may not overlap, so the role compute has two threads."""
+    about = {"cta": "", TILES: " compute, tiles"}.get(event.lane, f" {event.lane}")
+    return f"CTA {event.cta}{about}"
 
 
 def events_of(trace: Trace) -> list[dict[str, Any]]:
@@ -27,8 +36,8 @@ def events_of(trace: Trace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     threads: dict[tuple[int, int], str] = {}
     for event in trace.events:
-        number = thread(event.cta, event.role)
-        threads[event.rank, number] = f"CTA {event.cta} {event.role}" if event.role != "cta" else f"CTA {event.cta}"
+        number = thread(event.cta, event.lane)
+        threads[event.rank, number] = _title(event)
         found.append(
             {
                 "ph": "X", "name": event.op if event.kind == "launch" else event.kind, "cat": event.role,
@@ -49,11 +58,11 @@ def events_of(trace: Trace) -> list[dict[str, Any]]:
         found.append({"ph": "e", "ts": transfer.end / 1e3, **common})
     for number, (sent, seen) in enumerate(arrivals(trace)):
         common = {"cat": "arrival", "name": "arrival", "id": number}
-        found.append({"ph": "s", "ts": sent.end / 1e3, "pid": sent.rank, "tid": thread(sent.cta, sent.role), **common})
+        found.append({"ph": "s", "ts": sent.end / 1e3, "pid": sent.rank, "tid": thread(sent.cta, sent.lane), **common})
         found.append(
             {
                 "ph": "f", "bp": "e", "ts": seen.end / 1e3,
-                "pid": seen.rank, "tid": thread(seen.cta, seen.role), **common,
+                "pid": seen.rank, "tid": thread(seen.cta, seen.lane), **common,
             }
         )  # fmt: skip
     names = []
@@ -83,4 +92,5 @@ def write(trace: Trace, path: Path) -> None:
         "summary": trace.summary(),
     }
     with path.open("w") as file:
-        json.dump({"displayTimeUnit": "ns", "otherData": told, "traceEvents": events_of(trace)}, file)
+        written = {"displayTimeUnit": "ns", "otherData": finite(told), "traceEvents": events_of(trace)}
+        json.dump(written, file, allow_nan=False)

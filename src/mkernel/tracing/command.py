@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from rich.table import Table
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
-from mkernel.tracing.session import Trace, trace
+from mkernel.tracing.session import OVERLAP, Trace, trace
 from mkernel.workloads import Workload
 
 
@@ -29,11 +29,14 @@ def run(
     calls: int,
     room: int,
     seed: int,
+    begin: Callable[[Group], None] = lambda group: None,
 ) -> Trace:
     """Trace `calls` calls of each shape, one after the other. On a GPU each shape is called twice before, once
-    as usual and once traced: loading a kernel shall not be in the trace."""
+    as usual and once traced: loading a kernel shall not be in the trace. `begin` is called by every rank before it does
+    anything."""
 
     def on_rank(group: Group) -> Trace:
+        begin(group)
         made = [workload.make(group, shape, dtype) for shape in shapes]
         if device == "cuda":
             with trace(group, events=1):
@@ -101,6 +104,7 @@ def show(traced: Trace, json: Path, html: Path, console: Console, where: int | N
         )  # fmt: skip
     console.print(table)
     console.print("ms; tiles, copies and waits: the mean of the rank's CTAs")
+    console.print(f"copies behind tiles: the share of {OVERLAP}")
     if where is not None:
         show_account(traced, where, console)
     if traced.simulated:

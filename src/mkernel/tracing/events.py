@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ KINDS = {
     words.GATHER.value: "gather",
 }
 LAUNCH = "launch"
+TILES = "tiles"
 WAIT = "wait for "
 NOBODY = 0xFFFF
 
@@ -29,14 +31,15 @@ class Event:
     kind: "tile" (computed one), "push" (wrote a chunk to its node), "send" (staged a chunk for the network),
     "post" (one request to it), "reduce" (added up what arrived), "gather" (read what another rank has finished),
     "wait for ..." a signal, and "launch", which is all of it.
-    role: what the CTA, or these warps of it, did meanwhile: a role, or "tiles" for those that multiply.
+    lane: where it was written down: "send", "intra" or "compute" by who has that role, "tiles" by the warps that
+    multiply, which have the role compute and may run beside those that wait for them; "cta" for launches.
     peer: the rank whose data it is about; -1 for none. index: the tile, the chunk, the ticket, the epoch.
     call: the number of the operator call on its rank, from 0.
     """
 
     rank: int
     cta: int
-    role: str
+    lane: str
     kind: str
     peer: int
     index: int
@@ -44,6 +47,12 @@ class Event:
     end: int
     call: int
     op: str
+
+    @property
+    def role(self) -> str:
+        """The role that the CTA, or these warps of it, had meanwhile: "send", "intra" or "compute"; "cta" for a launch,
+        in which it may have had several."""
+        return "compute" if self.lane == TILES else self.lane
 
     @property
     def duration(self) -> int:
@@ -54,10 +63,10 @@ class Event:
         return self.kind.startswith(WAIT)
 
 
-def role_of(lane: int) -> str:
+def lane_name(lane: int) -> str:
     """The name of a lane."""
     if lane == words.TILES.value:
-        return "tiles"
+        return TILES
     if lane == words.LAUNCHES.value:
         return "cta"
     return records.ROLES.get(lane, f"role {lane}")
@@ -83,7 +92,7 @@ def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, in
     for lane in lanes:
         if lane.lane == words.LAUNCHES.value:
             continue
-        role = role_of(lane.lane)
+        name = lane_name(lane.lane)
         of_cta = spans.get(lane.cta, [])
         place = last = 0
         for start, end, what, index in lane.events.tolist():
@@ -96,7 +105,7 @@ def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, in
             peer = what >> 16 & 0xFFFF
             found.append(
                 Event(
-                    rank, lane.cta, role, kind_of(what & 0xFFFF), -1 if peer == NOBODY else peer, index,
+                    rank, lane.cta, name, kind_of(what & 0xFFFF), -1 if peer == NOBODY else peer, index,
                     start - ahead, end - ahead, call, launches[call][0],
                 )
             )  # fmt: skip
@@ -115,6 +124,13 @@ def _launches(lane: Lane, launches: Sequence[tuple[str, int]]) -> list[tuple[int
             found.append((calls[len(found)], begun[0], end, begun[1]))
             begun = None
     return found
+
+
+class Share(float):
+    """A share, from 0.0 to 1.0. NaN, which prints as "-", where there is nothing to have a share of."""
+
+    def __format__(self, how: str) -> str:
+        return "-" if math.isnan(self) else super().__format__(how)
 
 
 def covered(events: Iterable[Event]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,13 @@ from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.tracer import EVENTS, Lane, Tracer
 from mkernel.runtime.world import Transfer
-from mkernel.tracing.events import Event, covered, events_of, shared
+from mkernel.tracing.events import Event, Share, covered, events_of, shared
 
 COPIES = ("push", "send", "gather")
+OVERLAP = (
+    "the time in which CTAs of a rank copy (push, send, gather) during which the rank also computes tiles; "
+    '"-" where no copy was traced'
+)  # what `Trace.overlap` is the share of, for people
 
 
 class Trace:
@@ -136,15 +141,20 @@ class Trace:
             found[event.cta] = found.get(event.cta, 0) + event.duration
         return found
 
-    def overlap(self, rank: int, call: int) -> float:
-        """The share of the time of a rank's copies during which it computed tiles as well; 1.0 is all of it."""
+    def overlap(self, rank: int, call: int) -> Share:
+        """The share of the time of a rank's copies during which it computed tiles as well; 1.0 is all of it.
+
+        Copies are the events "push", "send" and "gather" of the rank: bytes that its CTAs move between ranks, or to
+        where the network reads them. What the network and its proxy do is not among them. Times at which several CTAs
+        copy count once. NaN, printed as "-", if no copy was traced.
+        """
         copies = covered(self.of(rank, *COPIES, call=call))
         total = sum(end - start for start, end in copies)
-        return shared(copies, covered(self.of(rank, "tile", call=call))) / total if total else 1.0
+        return Share(shared(copies, covered(self.of(rank, "tile", call=call))) / total if total else math.nan)
 
     def summary(self) -> list[dict[str, Any]]:
         """One line for each rank and call: milliseconds of the call, what its CTAs spent on what, and how much
-        of the copying was hidden behind tiles."""
+        of the copying was hidden behind tiles (`overlap`)."""
         lines = []
         for rank in range(self.size):
             for call, op in enumerate(self.calls(rank)):
