@@ -91,7 +91,7 @@ INTERRUPTED = """
     import mkernel as mk
 
     group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
-    a = torch.ones(16, 16)
+    a = torch.ones(16, 16, device=group.device)
     mk.all_gather_matmul(a, a)
     if group.rank == 1:
         pause = random.Random({seed}).uniform(0.0, 0.5)  # so that it comes in the middle of anything
@@ -186,10 +186,10 @@ ONE_MORE_ROW = """
 
     group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
     for op in (mk.all_gather_matmul, mk.matmul_reduce_scatter, mk.matmul_all_reduce):
-        good = torch.ones(16, 16)
-        known = torch.ones(32, 16)
+        good = torch.ones(16, 16, device=group.device)
+        known = torch.ones(32, 16, device=group.device)
         before = op(good, good), op(known, good)
-        for bad in (torch.ones(17, 16), known, torch.ones(16, 16).bfloat16()):
+        for bad in (torch.ones(17, 16, device=group.device), known, good.bfloat16()):
             try:
                 op(bad if group.rank == 1 else good, good.to(bad.dtype) if group.rank == 1 else good)
                 raise SystemExit(f"{{op.__name__}}: rank {{group.rank}} was given something")

@@ -18,10 +18,11 @@ WORKS = """
         '''The rows of these ranks of the job, and of no others, in their order.'''
         assert (group.size, group.rank) == (len(ranks), ranks.index(rank)), group
         for turn in range(2):
-            a = torch.full((3, 16), float(100 * turn + rank + 1))
-            y = mk.all_gather_matmul(a, torch.eye(16), group=group)
+            a = torch.full((3, 16), float(100 * turn + rank + 1), device=group.device)
+            y = mk.all_gather_matmul(a, torch.eye(16, device=group.device), group=group)
+            group.synchronize()
             expected = torch.tensor([100.0 * turn + member + 1 for member in ranks]).repeat_interleave(3)
-            assert torch.equal(y[:, 5], expected), (ranks, y[:, 5], expected)
+            assert torch.equal(y[:, 5].cpu(), expected), (ranks, y[:, 5], expected)
 
     def made_of(process_group):
         return mk.init(process_group, timeout=60.0)
@@ -113,7 +114,7 @@ IN_A_ROW = """
         counts.append(open_files_and_threads())
     assert counts[3] == counts[-1], counts
     group = made_of(None)
-    a, b = torch.ones(2, 16), torch.ones(16, 2)
+    a, b = torch.ones(2, 16, device=group.device), torch.ones(16, 2, device=group.device)
     for _ in range({calls}):
         assert (mk.all_gather_matmul(a, b, group=group) == 16).all()
     group.close()

@@ -649,6 +649,7 @@ def all_gather_matmul(
     if a.numel():
         group.launch(prepare(group, a, b, out, gathered, config))
     else:
+        group.confirm()
         out.zero_()
     return (out, gathered) if gathered is not None else out
 

@@ -862,6 +862,8 @@ def matmul_all_reduce(
     )  # fmt: skip
     if call.out.numel():
         group.launch(prepare(group, call))
+    else:
+        group.confirm()
     return call.out
 
 

@@ -505,6 +505,8 @@ def matmul_reduce_scatter(
     group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.travels, tile_m=tile_m, tile_n=tile_n)
     if call.out.numel():
         group.launch(prepare(group, call))
+    else:
+        group.confirm()
     return call.out
 
 

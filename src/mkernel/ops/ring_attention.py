@@ -1005,6 +1005,8 @@ def ring_attention(
     lse = group.world.empty(group.world_rank, query.shape[:3], torch.float32) if return_lse else None
     if query.numel():
         group.launch(prepare(group, query, key, value, out, lse, bool(is_causal), scale, layout, documents, config))
+    else:
+        group.confirm()
     return (out, lse) if lse is not None else out
 
 

@@ -259,7 +259,7 @@ class CudaWorld(CudaRanks):
     def broke(self, group: Group, failure: MKernelError) -> None:
         pass  # who waits for a rank that does not come hears of it by its timeout, or by its end
 
-    def lost(self, group: Group) -> tuple[int, str] | None:
+    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
         return None
 
     def interrupt(self) -> None:

@@ -126,8 +126,7 @@ class CudaProcessWorld(Processes, CudaRanks):
     def launch(self, rank: int, launch: Launch) -> None:
         stream = torch.cuda.current_stream(self.device(rank))
         self.load(rank, launch, stream)
-        if launch.group.fresh:
-            launch.group.barrier()
+        launch.group.confirm()
         self.start(rank, launch, stream)
         self.first_call_is_done(rank, launch.group)
 

@@ -90,6 +90,7 @@ class Group:
         self._process = os.getpid()
         self._exchanges = 0
         self._call: Hashable = None  # what the ranks agreed on for the next launch
+        self._confirmed = False  # all ranks are about to launch it
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
         self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
@@ -225,11 +226,12 @@ class Group:
         """Why waits were given up."""
         more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
         unusable = "The group can not be used any more."
-        lost = self.world.lost(self)
-        if lost is not None:
-            rank, why = lost
+        rank, why = self.world.lost(self, any(record.timed_out for record in found)) or (-1, "")
+        if rank >= 0:
             message = f"rank {rank} is lost: {why}. What was given up: {found[0]}{more}. {unusable}"
             timeout: CommTimeout = RankLost(message, found, rank, why)
+        elif why:
+            timeout = CommTimeout(f"{why}. What was given up then: {found[0]}{more}. {unusable}", found)
         else:
             timeout = CommTimeout(f"{found[0]}{more}. {unusable}", found)
         timeout.group = self.name
@@ -320,23 +322,33 @@ class Group:
         """A call failed on this rank: tell the others, unless they fail too, so that none waits for it in vain."""
         if self._closed or self.broken or os.getpid() != self._process:
             return
-        if not isinstance(failure, Exception):  # KeyboardInterrupt and the like come in the middle of anything
-            why = f"it left {what} on {type(failure).__name__}"
-            self._broken = MKernelError(f"this rank left {what} on {type(failure).__name__}: the group is broken")
-            self.world.leave(self, why)
+        known = isinstance(failure, MKernelError)
+        # KeyboardInterrupt and the like come in the middle of anything
+        if not isinstance(failure, Exception) or (self._confirmed and not known):
+            why = f"{what} on {type(failure).__name__}" + (f" ({failure})" if str(failure) else "")
+            self._broken = MKernelError(f"this rank left {why}. The group can not be used any more.")
+            self.world.leave(self, f"it left {why}")
         elif not getattr(failure, "on_every_rank", False):
-            reason = str(failure) if isinstance(failure, MKernelError) else f"{type(failure).__name__}: {failure}"
+            reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
             refusal = ((REFUSED, what, reason if reason.endswith(".") else f"{reason}."), None)
             self.world.publish(self.world_rank, self.members, self.next_exchange(), refusal)
+        self._call, self._confirmed = None, False
 
     def agree(self, what: str, **values: Hashable) -> None:
-        """Raise, on all ranks, unless all of them give the same values. A world that gathers the launches of all ranks
-        compares what is known already there."""
+        """Raise, on all ranks, unless all of them give the same values. Ranks talk only about what is new to them; what
+        they know already is compared when it is launched (`confirm`)."""
         key = (what, tuple(values.items()))
-        if key in self._agreed and self.world.gathers_launches:
+        if key in self._agreed:
             self._call = key
         else:
             self.tell(what, None, **values)
+
+    def confirm(self) -> None:
+        """Raise, on all ranks, unless all of them are ready for the call that they agreed on: then nothing is launched.
+        The last thing that a rank does before its launch; a call that has nothing to launch does it, too."""
+        call: Any = self._call
+        self.exchange(call[0], None, call=call)
+        self._confirmed = True
 
     def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
         """What each rank told. Raise unless all of them give the same other values, as `agree` does."""
@@ -413,10 +425,13 @@ class Group:
         """Queue a kernel, unless an earlier one on this group gave up."""
         if launch.grid > records.MAX_CTAS:
             raise ArgumentError(f"{launch.op}: there can be {records.MAX_CTAS} CTAs at most, not {launch.grid}")
-        launch.call, self._call = self._call or (launch.op, ()), None
+        self._call = self._call or (launch.op, ())
+        launch.call = self._call
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
+        self._confirmed = False
         self.world.launch(self.world_rank, launch)
+        self._call, self._confirmed = None, False
 
     def _check_process(self) -> None:
         """A forked child has a copy of the group, but neither its threads nor a connection of its own."""

@@ -78,7 +78,7 @@ class Presence:
     def leave(self, group: str, why: str) -> None:
         """Tell the peers that this process has left a group in the middle of a call."""
         if len(self._left) < 8:  # the page is small, and the first ones tell the story
-            self._left[group] = why[:LONGEST_REASON]
+            self._left.setdefault(group, why[:LONGEST_REASON])
             self._page.write({"left": self._left})
 
     def _end(self) -> None:

@@ -39,6 +39,7 @@ log = logging.getLogger("mkernel")
 LONGEST_VALUE = 4 * 2**20
 LOOK_SECONDS = 0.5  # that a rank waits for others in the store before it looks whether they are still there
 LONGEST_PAUSE = 0.02  # seconds between two questions whether the others are there
+TELL_SECONDS = 1.0  # for another rank to tell why it has given up
 WARN_SECONDS = 30.0  # that a rank waits before it says whom it waits for
 
 
@@ -198,7 +199,7 @@ class Processes(Networked):
             i, why = self._get([f"broken/{identity}"])[0]
             if isinstance(i, int) and i >= 0:
                 raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, str(why))
-            raise CommTimeout(f"another rank has given the group up: {why}. {waits}", waits.records)
+            raise CommTimeout(f"{why}. {waits}", waits.records)
         connection = self._connections.get((name, self.rank))
         if connection is not None and connection.proxy.error is not None:
             raise TransportError(f"{connection.proxy.error}. What waited for it: {waits}") from waits
@@ -277,7 +278,7 @@ class Processes(Networked):
         if isinstance(failure, RankLost):
             lost, why = failure.rank, failure.why
         else:
-            lost, why = -1, f"rank {group.rank}: {failure}"
+            lost, why = -1, f"rank {group.rank} has given up: {failure}"
         self._tell_all(self._identity_of(group.name), lost, why)
 
     def _tell_all(self, identity: str, lost: int, why: str) -> None:
@@ -288,8 +289,16 @@ class Processes(Networked):
         except (RuntimeError, dist.DistError):
             log.debug("the store is gone, too", exc_info=True)
 
-    def lost(self, group: Group) -> tuple[int, str] | None:
-        return self._lost.get(self._identity_of(group.name))
+    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
+        identity = self._identity_of(group.name)
+        known = self._lost.get(identity)
+        if known is not None or timed_out:
+            return known
+        # another rank has given up before, and knows why: it tells when it finds out
+        deadline = time.monotonic() + TELL_SECONDS
+        while not self._is_here(f"broken/{identity}") and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE)
+        return self._get([f"broken/{identity}"])[0] if self._is_here(f"broken/{identity}") else None
 
     def _rank_lost(self, group: Group, rank: int, why: str) -> None:
         """A rank of this machine was lost: let those of our kernels end that may wait for it. In the watch's thread."""

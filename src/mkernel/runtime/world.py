@@ -104,8 +104,9 @@ class World(Protocol):
     def broke(self, group: Group, failure: MKernelError) -> None:
         """The group broke on this rank: tell those of the others that wait for it."""
 
-    def lost(self, group: Group) -> tuple[int, str] | None:
-        """The rank of the group that is known to be lost, and why; None if none is."""
+    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
+        """Why waits of the group ended on this rank: the rank that was lost (-1 if that is not known), and how. None if
+        nothing is known; `timed_out`: one of them ended by itself."""
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         """Zeroed bytes that other ranks of the node can address."""
@@ -160,7 +161,7 @@ class World(Protocol):
         """Is the rank's current stream being captured into a graph?"""
 
     def launch(self, rank: int, launch: Launch) -> None:
-        """Queue a kernel on the rank's current stream."""
+        """Queue a kernel on the rank's current stream, if all ranks of the group are ready to (`Group.confirm`)."""
 
     def synchronize(self, rank: int) -> None:
         """Wait until everything that the rank has queued is done."""

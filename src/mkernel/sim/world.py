@@ -183,7 +183,7 @@ class SimWorld:
     def broke(self, group: Group, failure: MKernelError) -> None:
         pass  # who waits for a rank that does not come hears of it by its timeout, or by its end
 
-    def lost(self, group: Group) -> tuple[int, str] | None:
+    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
         return None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -338,6 +338,7 @@ class SimWorld:
         return False
 
     def launch(self, rank: int, launch: Launch) -> None:
+        launch.group.confirm()
         self._calls.setdefault(launch.group.name, {}).setdefault(launch.group.rank, []).append(launch.op)
         running = RunningLaunch(self, rank, launch)
         self._lend(running, launch.arguments)
@@ -412,6 +413,7 @@ class InlineWorld(SimWorld):
         pass  # there is nobody else
 
     def launch(self, rank: int, launch: Launch) -> None:
+        launch.group.confirm()
         with interpreting() as builder, noted() as self.scheduler.look_for_interrupt:
             self.scheduler.builder = builder
             self.scheduler.hub = greenlet.getcurrent()
