@@ -92,7 +92,8 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
 from mkernel.runtime.group import Group, Workspace, current
-from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -478,7 +479,7 @@ def _check(
     """Refuse what can not be computed, naming the argument and the rule."""
     host.check_config("moe_ffn", config)
     host.check_tokens("moe_ffn", group, x, topk_ids)
-    host.check_tensor("moe_ffn", group, "topk_weights", topk_weights, 2)
+    check_tensor("moe_ffn", group, "topk_weights", topk_weights)
     host.check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
     host.check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
     if w_gate_up.shape[2] % 2:
@@ -492,9 +493,9 @@ def _check(
         )
     host.check_bounds(x.shape[0], capacity, max_tokens)
     if out is not None:
-        host.check_out("moe_ffn", group, out, (x.shape[0], x.shape[1]), x.dtype)
-        if overlap(out, x):
-            raise ArgumentError("out overlaps x in memory: it would be overwritten while it is read")
+        check_tensor("moe_ffn", group, "out", out)
+        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
 
 
 def moe_ffn(
@@ -522,7 +523,7 @@ def moe_ffn(
         w_down: [experts, inter, hidden], likewise.
         group, capacity, max_tokens, config: as in moe_dispatch_matmul; capacity is in rows, one for each token and
             expert on this rank.
-        out: [tokens, hidden], where to put the result; must not overlap x.
+        out: [tokens, hidden], where to put the result; must not overlap an input.
 
     Returns:
         [tokens, hidden] in x's type. Products are accumulated in fp32; the activations, the experts' results and the

@@ -15,10 +15,12 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.heap import ALIGNMENT
-from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors
+from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors
 
 MOST_SLOTS = 16
 MOST_MATES = 64  # ranks of a node: each has a bit in lang/combining.py
+WEIGHT_DTYPES = (*DTYPES, torch.float64)  # of the weights of a token's experts, which become fp32
 LINE = 64  # bytes that rows in a workspace are aligned to
 OWN_SIGNALS = 8
 
@@ -253,21 +255,6 @@ def matrices_descriptor(w: torch.Tensor, transposed: bool, tile_k: int, tile_n: 
 # -- arguments
 
 
-def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dim() != dimensions:
-        raise ArgumentError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.device != group.device:
-        raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
-    check_plain(name, tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ArgumentError(
-            f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "
-            f"or pass {name}.detach()"
-        )
-
-
 def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Refuse tokens and ids that can not be routed."""
     if not has_descriptors(group.device):
@@ -303,20 +290,13 @@ def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype,
 
 
 def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
-    if not topk_weights.dtype.is_floating_point:
-        raise ArgumentError(f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type")
+    if topk_weights.dtype not in WEIGHT_DTYPES:
+        raise ArgumentError(
+            f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type of 16 bits or more: "
+            f"{', '.join(map(str, WEIGHT_DTYPES))}"
+        )
     if tuple(topk_weights.shape) != (tokens, k):
         raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
-
-
-def check_out(op: str, group: Group, out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_tensor(op, group, "out", out, 2)
-    if tuple(out.shape) != shape:
-        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape}")
-    if out.dtype != dtype:
-        raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
-    if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
 
 
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
