@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, run
+from helpers import assert_same, cluster_name, run
 
 import mkernel as mk
 
@@ -277,3 +277,113 @@ def test_a_residual_that_is_out_in_another_order():
     memory = np.zeros((6, 10), dtype=np.float32)
     inputs = inputs_of("matmul_all_reduce") | dict(residual=torch.from_numpy(memory))
     refused("matmul_all_reduce", inputs, ["out overlaps residual"], out=torch.from_numpy(memory.reshape(10, 6)).t())
+
+
+# -- configurations
+
+ABSURD = {
+    "tile_m": (2**20, "at most 4096"),
+    "tile_n": (2**20, "at most 4096"),
+    "tile_k": (2**20, "at most 4096"),
+    "copy_bytes": (2**30, "at most 262144"),
+    "stages": (10**9, "at most 227"),
+    "warps": (64, "at most 32"),
+    "chunk_rows": (2**63, "at most 1073741824"),
+    "group_m": (2**31 - 1, "at most 1024"),
+}
+
+
+@pytest.mark.parametrize("field", ABSURD)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_absurd_configurations(op, field):
+    value, bound = ABSURD[field]
+    refused(op, inputs_of(op), [f"config.{field}", bound, str(value)], config=mk.Config(**{field: value}))
+
+
+def test_warps_are_a_power_of_two():
+    words = ["config.warps must be a power of two and at least 1 and at most 32; got 12"]
+    refused("all_gather_matmul", inputs_of("all_gather_matmul"), words, config=mk.Config(warps=12))
+
+
+GEMMS = [op for op in OPERATORS if op not in ("ring_attention", "moe_combine")]
+TOO_LARGE = [
+    (dict(tile_m=512, tile_n=256), ["config.tile_m is 512, tile_n 256", "65536 registers", "at most 256"]),
+    (dict(tile_n=4096), ["tile_n 4096", "65536 registers", "tile_m may be at most 16"]),
+    (dict(tile_m=4096), ["config.tile_m is 4096", "65536 registers"]),
+    (dict(tile_m=2048, tile_n=32, tile_k=1024), ["2048 x 1024", "1048576 elements", "tile_k may be at most 512"]),
+    (
+        dict(tile_m=128, tile_n=128, tile_k=128, stages=5),
+        ["config.stages 5", "bytes of shared memory", "232448"],
+    ),
+    (dict(tile_m=256, tile_n=256, tile_k=512, stages=1), ["config.stages 1", "shared memory", "smaller tile"]),
+    (dict(stages=200), ["config.stages 200", "shared memory", "fewer stages"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), TOO_LARGE)
+@pytest.mark.parametrize("op", GEMMS)
+def test_tiles_that_no_gpu_has_room_for(op, fields, words):
+    refused(op, inputs_of(op), words, config=mk.Config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(tile_m=512, tile_n=256), ["config.tile_m is 512, tile_n 256", "65536 registers"]),
+        (dict(tile_m=2048), ["config.tile_m is 2048", "2048 x 64", "at most 1024"]),
+        (dict(tile_m=16, tile_n=4096), ["shared memory"]),
+        (dict(stages=100), ["config.stages 100", "shared memory", "fewer stages"]),
+    ],
+)
+def test_tiles_of_attention_that_no_gpu_has_room_for(fields, words):
+    refused("ring_attention", inputs_of("ring_attention"), words, config=mk.Config(**fields))
+
+
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_ffn"])
+def test_chunks_whose_ids_do_not_fit(op):
+    words = ["config.chunk_rows must be a power of two", "at most 32768 with 2 experts for each token", "65536"]
+    refused(op, inputs_of(op), words, config=mk.Config(chunk_rows=65536))
+
+
+LARGEST = {
+    "all_gather_matmul": [
+        dict(tile_m=4096, tile_n=16), dict(tile_m=16, tile_n=4096), dict(tile_m=16, tile_n=16, tile_k=2048),
+        dict(chunk_rows=2**30), dict(copy_bytes=262144), dict(group_m=1024), dict(warps=32), dict(stages=20),
+    ],
+    "matmul_all_reduce": [dict(tile_m=4096, tile_n=16), dict(group_m=1024), dict(warps=32), dict(stages=20)],
+    "matmul_reduce_scatter": [dict(tile_m=16, tile_n=4096), dict(group_m=1024), dict(warps=32), dict(stages=20)],
+    "ring_attention": [
+        dict(tile_m=1024, tile_n=16), dict(tile_m=16, tile_n=512), dict(chunk_rows=2**30), dict(copy_bytes=262144),
+        dict(warps=32), dict(stages=10),
+    ],
+    "moe_ffn": [
+        dict(tile_m=2048, tile_n=32), dict(chunk_rows=1024), dict(copy_bytes=262144), dict(group_m=1024),
+        dict(warps=32), dict(stages=20),
+    ],
+    "moe_combine": [dict(copy_bytes=262144), dict(warps=32)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "fields"), [(op, fields) for op, several in LARGEST.items() for fields in several])
+def test_largest_configurations(op, fields):
+    """What the bounds leave, runs."""
+
+    def work():
+        expected = call(op, inputs_of(op))
+        y = call(op, inputs_of(op), config=mk.Config(**fields))
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+    alone(work)
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
+def test_one_chunk_is_more_than_there_is(cluster):
+    """Between ranks, too, where chunks are copied, sent and waited for."""
+
+    def work(group):
+        inputs, config = inputs_of("all_gather_matmul"), mk.Config(chunk_rows=2**30)
+        assert_same(mk.all_gather_matmul(**inputs, config=config), mk.all_gather_matmul(**inputs))
+        inputs = inputs_of("ring_attention")
+        torch.testing.assert_close(mk.ring_attention(**inputs, config=config), mk.ring_attention(**inputs))
+
+    run(work, cluster=cluster)

@@ -190,8 +190,6 @@ def plan(group: Group, y: torch.Tensor, handle: Handle, config: Config | None) -
             f"config.ctas is {ctas}, but must be 1 to {most}: so many CTAs of this rank can run at the same time, "
             f"and they wait for each other"
         )
-    if copy_bytes < 64 or copy_bytes & (copy_bytes - 1):
-        raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {copy_bytes}")
     return Plan(
         ctas=ctas,
         warps=given.warps or (WARPS if cuda else 4),

@@ -238,7 +238,7 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
         f"{share} while about {tiles} tiles are computed, if the rows are even: estimated "
         f"{compute_seconds * 1e3:.3g} ms"
     )
-    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), x.dtype, described, pick)
     short_m = host.short_tile(group.device, tile_m)
     if short_m < tile_m:
         reasons.append(

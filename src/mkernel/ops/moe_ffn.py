@@ -387,7 +387,8 @@ def plan(
     for name, read in (("w_gate_up", gate_read), ("w_down", down_read)):
         if not read[0]:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
-    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, gate_read[0] and down_read[0])
+    both = gate_read[0] and down_read[0]
+    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, both)
     tiles_of = replace(tiles_of, group_m=min(tiles_of.group_m, GROUPED))
     pick = planning.chooser(config)
     tile_n = pick("tile_n", tiles_of.tile_n)
@@ -398,7 +399,7 @@ def plan(
     seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
     share = host.Copying.of(group, routing, hidden * x.element_size(), pick)
     reasons.append(f"{share}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
-    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), x.dtype, both, pick)
     return Plan(
         config=resolved,
         routing=routing,

@@ -721,6 +721,9 @@ def plan(
         chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
         steps=tiles.steps,
     )  # fmt: skip
+    planning.check_tile(
+        resolved, query.dtype, described, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
+    )
     planning.check(
         resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0,
         copiers_compute=why_not is None,

@@ -307,13 +307,17 @@ def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> N
         raise ArgumentError(f"x has {tokens} tokens, more than the {max_tokens} that max_tokens declares")
 
 
-def chunk_rows_of(group: Group, most_tokens: int, config: Config | None) -> int:
-    """Tokens of a chunk: a power of two, from what is the same on every rank."""
+def chunk_rows_of(group: Group, most_tokens: int, k: int, config: Config | None) -> int:
+    """Tokens of a chunk: a power of two, from what is the same on every rank. A CTA keeps all their ids."""
     given = config.chunk_rows if config is not None else None
     if given is None:
         return planning.rows_per_chunk(most_tokens, 32 if group.device.type == "cuda" else 8)
-    if given & (given - 1):
-        raise ArgumentError(f"config.chunk_rows must be a power of two for this operator; got {given}")
+    most = planning.REGISTERS // power_above(k)
+    if given & (given - 1) or given > most:
+        raise ArgumentError(
+            f"config.chunk_rows must be a power of two for this operator, and at most {most} with {k} experts for each "
+            f"token; got {given}"
+        )
     return given
 
 
@@ -343,7 +347,9 @@ def sized(
     """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
     tokens, k = topk_ids.shape
     room = total * min(k, experts) if capacity is None else capacity
-    return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
+    return Routing(
+        group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, k, config)
+    )
 
 
 PLACE_RATE = 20e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
@@ -395,9 +401,9 @@ class Copying:
 
 def settings(
     group: Group, routing: Routing, tiles: planning.TileDefaults, copying: Copying, ctas: int,
-    pick: Callable[[str, int], int],
+    dtype: torch.dtype, described: bool, pick: Callable[[str, int], int],
 ) -> Settings:  # fmt: skip
-    """The configuration of a launch that dispatches; checked."""
+    """The configuration of a launch that dispatches; checked. `described`: matrices are read through descriptors."""
     resolved = Settings(
         tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
         group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
@@ -405,6 +411,7 @@ def settings(
         chunk_rows=routing.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
     )  # fmt: skip
     most = group.world.ctas(group.world_rank)
+    planning.check_tile(resolved, dtype, described)
     planning.check(resolved, max_ctas=most, least_send=1 if group.nodes > 1 else 0, least_intra=1)
     return resolved
 

@@ -150,6 +150,7 @@ def plan(
     settings = planning.settings_of_sum(
         group.device, a.dtype, *tile, described["a"] and right.described, ctas, call.config
     )
+    planning.check_tile(settings, a.dtype, described["a"] and right.described)
     planning.check(settings, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
     dtype = str(call.travels).removeprefix("torch.")
