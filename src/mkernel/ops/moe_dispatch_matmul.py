@@ -332,7 +332,8 @@ def moe_dispatch_matmul(
             none. A transposed view of [experts, out, hidden] is read as it is.
         group: the group; the current one by default.
         capacity: how many rows this rank has room for; may differ between ranks. None is room for whatever the
-            routing is: the tokens of all ranks times min(k, experts).
+            routing is: the tokens of all ranks times k, or none without experts. If the ids of a token are all
+            different, as torch.topk gives them, the tokens of all ranks times min(k, experts) are enough.
         max_tokens: the most tokens that any rank has, the same on every rank. Workspaces are sized by it. None:
             the ranks tell each other on the host at every call, which costs time and keeps the call from
             returning before the others have made it.

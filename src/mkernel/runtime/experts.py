@@ -301,8 +301,8 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
 
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
     for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ArgumentError(f"{name} must be a whole number, 0 or more; got {value!r}")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
+            raise ArgumentError(f"{name} must be a whole number, 0 or more, and less than 2**31; got {value!r}")
     if max_tokens is not None and tokens > max_tokens:
         raise ArgumentError(f"x has {tokens} tokens, more than the {max_tokens} that max_tokens declares")
 
@@ -346,9 +346,10 @@ def sized(
 ) -> Routing:  # fmt: skip
     """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
     tokens, k = topk_ids.shape
-    room = total * min(k, experts) if capacity is None else capacity
+    if capacity is None:
+        capacity = total * k if experts else 0  # all ids of all tokens may name experts of this rank, or one of them
     return Routing(
-        group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, k, config)
+        group.size, group.gpus_per_node, tokens, most, k, experts, capacity, chunk_rows_of(group, most, k, config)
     )
 
 
