@@ -15,7 +15,8 @@ SMALL = mk.Config(tile_m=16, tile_n=32, tile_k=16)
 @dataclass(frozen=True)
 class Layer:
     """Tokens and experts of every rank. routing: "random" (different experts, some ids dropped), "zipf" (a few experts
-    get most), "one" (all tokens to one expert), "none" (all dropped), "twice" (experts may be named twice)."""
+    get most), "one" (all tokens to one expert), "none" (all dropped), "twice" (experts may be named twice), "same" (all
+    ids of all tokens name one expert)."""
 
     tokens: tuple[int, ...]
     experts: tuple[int, ...]
@@ -50,6 +51,8 @@ class Layer:
         tokens, count, generator = self.tokens[rank], self.all_experts, self._generator(2, rank, turn)
         if self.routing == "one":
             return torch.full((tokens, self.k), -1).index_fill_(1, torch.tensor(0), (turn + 1) % count)
+        if self.routing == "same" and count:
+            return torch.full((tokens, self.k), turn % count)
         if self.routing == "none" or count == 0:
             return torch.full((tokens, self.k), -1)
         if self.routing == "twice":
@@ -98,19 +101,19 @@ class Layer:
         rows = [everyone[source][token] for source, token in zip(sources, tokens, strict=True)]
         return torch.stack(rows) if rows else torch.empty(0, self.hidden, dtype=self.dtype)
 
-    def result_of_experts(self, rank, turn, per_expert):
+    def result_of_experts(self, rank, turn, columns, per_expert):
         """(sum of weight * row, sum of their absolute values), in float64. per_expert(owner, expert) is the
         function of an expert, rows -> (rows, magnitudes)."""
         x, ids = self.x(rank, turn).double(), self.ids(rank, turn)
         weights = self.weights(rank, turn).double().nan_to_num(0.0)
-        total = magnitude = None
+        total = magnitude = torch.zeros(len(x), columns, dtype=torch.float64)
         for owner in range(self.size):
             for expert in range(self.experts[owner]):
                 value, size = per_expert(owner, expert)(x)
                 share = (weights * (ids == self.first(owner) + expert)).sum(1, keepdim=True)
                 large = (weights.abs() * (ids == self.first(owner) + expert)).sum(1, keepdim=True)
-                total = share * value + (0 if total is None else total)
-                magnitude = large * size + (0 if magnitude is None else magnitude)
+                total = total + share * value
+                magnitude = magnitude + large * size
         return total, magnitude
 
     def combined(self, rank, turn=0):
@@ -118,7 +121,7 @@ class Layer:
             w = self.w(owner, turn)[expert].double()
             return lambda x: (x @ w, x.abs() @ w.abs())
 
-        return self.result_of_experts(rank, turn, function)
+        return self.result_of_experts(rank, turn, self.out, function)
 
     def ffn(self, rank, turn=0):
         def function(owner, expert):
@@ -131,7 +134,7 @@ class Layer:
 
             return apply
 
-        return self.result_of_experts(rank, turn, function)
+        return self.result_of_experts(rank, turn, self.hidden, function)
 
 
 def check_dispatch(layer, rank, y, handle, turn=0, w=None):

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 import mkernel as mk
 from mkernel.ops.all_gather_matmul import all_gather_matmul_kernel
 from mkernel.runtime.operands import DTYPES, matmul_precision
-from mkernel.runtime.planning import default_tiles
+from mkernel.runtime.planning import TileDefaults, default_tiles, least_shared_memory
 
 # What a rank of such a group runs.
 ONE_RANK = dict(SIZE=1, GPUS=1, SENDERS=0, INTRAS=0)
@@ -80,6 +80,18 @@ def build(tmp_path_factory):
         return kept(dtype, capability, described, n, tuple(sorted((chosen | more).items())))
 
     return build
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+def test_shared_memory_that_is_known_before(tmp_path, dtype, described, stages):
+    """What a plan refuses to take, a kernel takes at least: nothing that would run is refused."""
+    tiles = TileDefaults(64, 32, 32, group_m=8, stages=stages, warps=4, copy_bytes=4096)
+    source = source_of(dtype, tiles, described, **ONE_RANK)
+    compiled = built(source, tmp_path, 90, num_warps=tiles.warps, num_stages=stages)
+    known = least_shared_memory(stages, (tiles.tile_m, tiles.tile_n), described) * tiles.tile_k * dtype.itemsize
+    assert known <= compiled.shared <= 3 * known + 4096
 
 
 GROUPS = {

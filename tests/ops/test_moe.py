@@ -35,6 +35,15 @@ def test_routings(cluster, routing, call):
 
 
 @both
+@pytest.mark.parametrize("max_tokens", [None, 5])
+@pytest.mark.parametrize("routing", ["twice", "same"])
+def test_ids_that_name_an_expert_again(routing, max_tokens, call):
+    """The default capacity is enough for any routing: here a rank has fewer experts than a token has ids."""
+    layer = Layer((5, 4), (1, 2), k=4, routing=routing)
+    run(lambda group: several(group, call, layer, 3, max_tokens=max_tokens), cluster=(1, 2))
+
+
+@both
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}])
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_stragglers(cluster, options, call):

@@ -13,9 +13,6 @@ from mutation import OP
 
 import mkernel as mk
 
-# rows of NaN are what some of these are about
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
-
 
 @dataclass(frozen=True)
 class Scenario(SimulatedCalls):

@@ -498,6 +498,7 @@ def plan(
         chunk_rows=_chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", tiles_of.copy_bytes),
     )  # fmt: skip
+    planning.check_tile(resolved, a.dtype, descriptors and right.described)
     planning.check(
         resolved,
         max_ctas=most,

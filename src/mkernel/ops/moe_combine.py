@@ -56,7 +56,8 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Handle
 from mkernel.runtime.group import Group, Workspace, collective, current
-from mkernel.runtime.operands import DTYPES, layout, overlap
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import DTYPES, layout
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -152,6 +153,7 @@ def moe_combine_kernel(
     finish(context, epoch, SIZE)
 
 
+KEPT = ("destinations", "everyones_ids", "slots", "departed", "summary")  # tables of the dispatch that are read
 # what fits into the registers, with the rows of 8 slots at a time
 COPY_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
@@ -188,8 +190,6 @@ def plan(group: Group, y: torch.Tensor, handle: Handle, config: Config | None) -
             f"config.ctas is {ctas}, but must be 1 to {most}: so many CTAs of this rank can run at the same time, "
             f"and they wait for each other"
         )
-    if copy_bytes < 64 or copy_bytes & (copy_bytes - 1):
-        raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {copy_bytes}")
     return Plan(
         ctas=ctas,
         warps=given.warps or (WARPS if cuda else 4),
@@ -219,13 +219,12 @@ def _launch(
     """The launch that carries out a plan."""
     routing = handle.routing
     areas = _areas(handle, plan.row_stride * y.element_size())
-    kept = {name: handle.tables[name] for name in ("destinations", "everyones_ids", "slots", "departed", "summary")}
     arguments = dict(
         **host.surroundings(group, workspace, routing, areas, y.dtype, plan.row_stride, False, plan.copy_bytes),
         y=y, y_stride=y.stride(0), y_column_stride=y.stride(1),
         weights=weights, weights_stride=weights.stride(0), weights_column_stride=weights.stride(1),
         out=out, out_stride=out.stride(0), out_column_stride=out.stride(1),
-        **kept,
+        **{name: handle.tables[name] for name in KEPT},
         columns=y.shape[1],
     )  # fmt: skip
     return Launch(
@@ -249,8 +248,8 @@ def _check(
         raise ArgumentError(f"handle must be what moe_dispatch_matmul returned, got {type(handle).__name__}")
     if handle.group is not group:
         raise ArgumentError("handle comes from a dispatch on another group")
-    host.check_tensor("moe_combine", group, "y", y, 2)
-    host.check_tensor("moe_combine", group, "topk_weights", topk_weights, 2)
+    check_tensor("moe_combine", group, "y", y)
+    check_tensor("moe_combine", group, "topk_weights", topk_weights)
     if y.dtype not in DTYPES:
         raise ArgumentError(f"y has dtype {y.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
     if y.shape[0] != handle.capacity or y.shape[1] < 1:
@@ -260,9 +259,9 @@ def _check(
         )
     host.check_weights(topk_weights, handle.routing.tokens, handle.routing.k)
     if out is not None:
-        host.check_out("moe_combine", group, out, (handle.routing.tokens, y.shape[1]), y.dtype)
-        if overlap(out, y):
-            raise ArgumentError("out overlaps y in memory: it would be overwritten while it is read")
+        check_tensor("moe_combine", group, "out", out)
+        inputs = dict(y=y, topk_weights=topk_weights) | {f"handle ({name})": handle.tables[name] for name in KEPT}
+        check_out(out, (handle.routing.tokens, y.shape[1]), "tokens, columns", y.dtype, inputs)
 
 
 @collective
@@ -284,7 +283,7 @@ def moe_combine(
         topk_weights: [tokens, k], floating point: the weight of each of this rank's token's experts. Those of
             dropped ids do not matter.
         group: the group of the dispatch; the current one by default.
-        out: [tokens, columns], where to put the result; must not overlap y.
+        out: [tokens, columns], where to put the result; must not overlap an input.
         config: `ctas`, `warps` and `copy_bytes`; None takes good defaults.
 
     Returns:

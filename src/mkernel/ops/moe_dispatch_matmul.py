@@ -238,7 +238,7 @@ def plan(group: Group, x: torch.Tensor, w: torch.Tensor, routing: Routing, confi
         f"{share} while about {tiles} tiles are computed, if the rows are even: estimated "
         f"{compute_seconds * 1e3:.3g} ms"
     )
-    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), x.dtype, described, pick)
     short_m = host.short_tile(group.device, tile_m)
     if short_m < tile_m:
         reasons.append(
@@ -333,7 +333,8 @@ def moe_dispatch_matmul(
             none. A transposed view of [experts, out, hidden] is read as it is.
         group: the group; the current one by default.
         capacity: how many rows this rank has room for; may differ between ranks. None is room for whatever the
-            routing is: the tokens of all ranks times min(k, experts).
+            routing is: the tokens of all ranks times k, or none without experts. If the ids of a token are all
+            different, as torch.topk gives them, the tokens of all ranks times min(k, experts) are enough.
         max_tokens: the most tokens that any rank has, the same on every rank. Workspaces are sized by it. None:
             the ranks tell each other on the host at every call, which costs time and keeps the call from
             returning before the others have made it.

@@ -92,7 +92,8 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
 from mkernel.runtime.group import Group, Workspace, collective, current
-from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision, overlap
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -386,7 +387,8 @@ def plan(
     for name, read in (("w_gate_up", gate_read), ("w_down", down_read)):
         if not read[0]:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
-    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, gate_read[0] and down_read[0])
+    both = gate_read[0] and down_read[0]
+    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, both)
     tiles_of = replace(tiles_of, group_m=min(tiles_of.group_m, GROUPED))
     pick = planning.chooser(config)
     tile_n = pick("tile_n", tiles_of.tile_n)
@@ -397,7 +399,7 @@ def plan(
     seconds = 6 * rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
     share = host.Copying.of(group, routing, hidden * x.element_size(), pick)
     reasons.append(f"{share}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
-    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), pick)
+    resolved = host.settings(group, routing, tiles_of, share, pick("ctas", most), x.dtype, both, pick)
     return Plan(
         config=resolved,
         routing=routing,
@@ -478,7 +480,7 @@ def _check(
     """Refuse what can not be computed, naming the argument and the rule."""
     host.check_config("moe_ffn", config)
     host.check_tokens("moe_ffn", group, x, topk_ids)
-    host.check_tensor("moe_ffn", group, "topk_weights", topk_weights, 2)
+    check_tensor("moe_ffn", group, "topk_weights", topk_weights)
     host.check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
     host.check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
     if w_gate_up.shape[2] % 2:
@@ -492,9 +494,9 @@ def _check(
         )
     host.check_bounds(x.shape[0], capacity, max_tokens)
     if out is not None:
-        host.check_out("moe_ffn", group, out, (x.shape[0], x.shape[1]), x.dtype)
-        if overlap(out, x):
-            raise ArgumentError("out overlaps x in memory: it would be overwritten while it is read")
+        check_tensor("moe_ffn", group, "out", out)
+        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
 
 
 @collective
@@ -523,7 +525,7 @@ def moe_ffn(
         w_down: [experts, inter, hidden], likewise.
         group, capacity, max_tokens, config: as in moe_dispatch_matmul; capacity is in rows, one for each token and
             expert on this rank.
-        out: [tokens, hidden], where to put the result; must not overlap x.
+        out: [tokens, hidden], where to put the result; must not overlap an input.
 
     Returns:
         [tokens, hidden] in x's type. Products are accumulated in fp32; the activations, the experts' results and the

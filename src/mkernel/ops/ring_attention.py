@@ -102,7 +102,8 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, collective, current
-from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import MEETING, Sequences, documents_of, scheduled
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -720,6 +721,9 @@ def plan(
         chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
         steps=tiles.steps,
     )  # fmt: skip
+    planning.check_tile(
+        resolved, query.dtype, described, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
+    )
     planning.check(
         resolved, max_ctas=most, least_send=1 if nodes > 1 else 0, least_intra=1 if gpus > 1 else 0,
         copiers_compute=why_not is None,
@@ -865,25 +869,15 @@ def _check(
             raise ArgumentError(f"config.{name} means nothing to ring_attention: leave it out")
     if config is not None and config.steps == 0:
         raise ArgumentError("config.steps must be at least 1; got 0")
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
-        if tensor is None and name == "out":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
+    given = dict(query=query, key=key, value=value) | ({} if out is None else dict(out=out))
+    for name, tensor in given.items():
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
             raise ArgumentError(f"{name} must be [batch, heads, seq_local, dim], got shape {tuple(tensor.shape)}")
-        if tensor.device != group.device:
-            raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
-        check_plain(name, tensor)
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ArgumentError(
-                f"{name} requires grad, and ring_attention has no backward pass: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
+        check_tensor("ring_attention", group, name, tensor, dimensions=4)
+        if query.dtype not in DTYPES:
+            raise ArgumentError(f"query has dtype {query.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
-    if query.dtype not in DTYPES:
-        raise ArgumentError(f"query has dtype {query.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
     batch, heads, length, dim = query.shape
     if dim not in HEAD_DIMS:
         raise ArgumentError(
@@ -911,39 +905,14 @@ def _check(
         )
     if group.size * length >= 2**31:
         raise ArgumentError(f"the sequence has {group.size * length} positions; there may be at most {2**31 - 1}")
-    if scale is not None and not (isinstance(scale, (int, float)) and 1e-30 < scale < 1e30):
+    if scale is not None and not (
+        isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
+    ):
         raise ArgumentError(
             f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative one, negate query"
         )
     if out is not None:
-        if out.shape != query.shape:
-            raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {tuple(query.shape)}, as query")
-        if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
-            raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if _share_memory(out, tensor):
-                raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Might two tensors share memory? Heads or dimensions of one tensor beside those of another do not."""
-    if not one.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-
-    def end(tensor: torch.Tensor) -> int:
-        return int(tensor.storage_offset()) + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) + 1
-
-    first, second = sorted((one, other), key=lambda tensor: tensor.storage_offset())
-    if end(first) <= second.storage_offset():
-        return False
-    if one.stride() == other.stride() and min(one.stride()) > 0:
-        # the same frame: they are apart if they are in any dimension of it
-        distance = int(second.storage_offset() - first.storage_offset())
-        for stride, n in sorted(zip(one.stride(), one.shape), reverse=True):
-            steps, distance = divmod(distance, stride)
-            if steps >= n:
-                return False
-    return True
+        check_out(out, tuple(query.shape), "as query", query.dtype, dict(query=query, key=key, value=value))
 
 
 @collective

@@ -15,10 +15,12 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.heap import ALIGNMENT
-from mkernel.runtime.operands import BYTES, DTYPES, check_plain, descriptor, has_descriptors
+from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors
 
 MOST_SLOTS = 16
 MOST_MATES = 64  # ranks of a node: each has a bit in lang/combining.py
+WEIGHT_DTYPES = (*DTYPES, torch.float64)  # of the weights of a token's experts, which become fp32
 LINE = 64  # bytes that rows in a workspace are aligned to
 OWN_SIGNALS = 8
 
@@ -253,21 +255,6 @@ def matrices_descriptor(w: torch.Tensor, transposed: bool, tile_k: int, tile_n: 
 # -- arguments
 
 
-def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dim() != dimensions:
-        raise ArgumentError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.device != group.device:
-        raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
-    check_plain(name, tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ArgumentError(
-            f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), "
-            f"or pass {name}.detach()"
-        )
-
-
 def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Refuse tokens and ids that can not be routed."""
     if not has_descriptors(group.device):
@@ -303,37 +290,34 @@ def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype,
 
 
 def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
-    if not topk_weights.dtype.is_floating_point:
-        raise ArgumentError(f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type")
+    if topk_weights.dtype not in WEIGHT_DTYPES:
+        raise ArgumentError(
+            f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type of 16 bits or more: "
+            f"{', '.join(map(str, WEIGHT_DTYPES))}"
+        )
     if tuple(topk_weights.shape) != (tokens, k):
         raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
 
 
-def check_out(op: str, group: Group, out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_tensor(op, group, "out", out, 2)
-    if tuple(out.shape) != shape:
-        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape}")
-    if out.dtype != dtype:
-        raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
-    if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
-
-
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
     for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ArgumentError(f"{name} must be a whole number, 0 or more; got {value!r}")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
+            raise ArgumentError(f"{name} must be a whole number, 0 or more, and less than 2**31; got {value!r}")
     if max_tokens is not None and tokens > max_tokens:
         raise ArgumentError(f"x has {tokens} tokens, more than the {max_tokens} that max_tokens declares")
 
 
-def chunk_rows_of(group: Group, most_tokens: int, config: Config | None) -> int:
-    """Tokens of a chunk: a power of two, from what is the same on every rank."""
+def chunk_rows_of(group: Group, most_tokens: int, k: int, config: Config | None) -> int:
+    """Tokens of a chunk: a power of two, from what is the same on every rank. A CTA keeps all their ids."""
     given = config.chunk_rows if config is not None else None
     if given is None:
         return planning.rows_per_chunk(most_tokens, 32 if group.device.type == "cuda" else 8)
-    if given & (given - 1):
-        raise ArgumentError(f"config.chunk_rows must be a power of two for this operator; got {given}")
+    most = planning.REGISTERS // power_above(k)
+    if given & (given - 1) or given > most:
+        raise ArgumentError(
+            f"config.chunk_rows must be a power of two for this operator, and at most {most} with {k} experts for each "
+            f"token; got {given}"
+        )
     return given
 
 
@@ -365,8 +349,11 @@ def sized(
 ) -> Routing:  # fmt: skip
     """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
     tokens, k = topk_ids.shape
-    room = total * min(k, experts) if capacity is None else capacity
-    return Routing(group.size, group.gpus_per_node, tokens, most, k, experts, room, chunk_rows_of(group, most, config))
+    if capacity is None:
+        capacity = total * k if experts else 0  # all ids of all tokens may name experts of this rank, or one of them
+    return Routing(
+        group.size, group.gpus_per_node, tokens, most, k, experts, capacity, chunk_rows_of(group, most, k, config)
+    )
 
 
 PLACE_RATE = 20e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
@@ -418,9 +405,9 @@ class Copying:
 
 def settings(
     group: Group, routing: Routing, tiles: planning.TileDefaults, copying: Copying, ctas: int,
-    pick: Callable[[str, int], int],
+    dtype: torch.dtype, described: bool, pick: Callable[[str, int], int],
 ) -> Settings:  # fmt: skip
-    """The configuration of a launch that dispatches; checked."""
+    """The configuration of a launch that dispatches; checked. `described`: matrices are read through descriptors."""
     resolved = Settings(
         tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
         group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
@@ -428,6 +415,7 @@ def settings(
         chunk_rows=routing.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
     )  # fmt: skip
     most = group.world.ctas(group.world_rank)
+    planning.check_tile(resolved, dtype, described)
     planning.check(resolved, max_ctas=most, least_send=1 if group.nodes > 1 else 0, least_intra=1)
     return resolved
 

@@ -1,4 +1,4 @@
-"""What the host sides of the GEMM operators have in common: what they refuse, and how they read b."""
+"""What the host sides of the operators have in common: tensors that they refuse, and how GEMMs read b."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import DTYPES, check_plain, describable, descriptor, overlap
+from mkernel.runtime.operands import DTYPES, check_plain, describable, descriptor, overlap, overlaps_itself
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
@@ -44,18 +44,26 @@ def check_product(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check_out(
-    out: torch.Tensor, shape: tuple[int, int], meaning: str, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]
+    out: torch.Tensor, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse an output of another shape than `shape`, which is `meaning`, or that overlaps an input."""
+    """Refuse an output of another shape than `shape`, which is `meaning`, or that overlaps itself, or an input."""
     if tuple(out.shape) != shape:
         raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape} ({meaning})")
     if out.dtype != dtype:
         raise ArgumentError(f"out has dtype {out.dtype}, but the result has {dtype}")
-    if out.numel() and ((out.stride(0) == 0 and out.shape[0] > 1) or (out.stride(1) == 0 and out.shape[1] > 1)):
-        raise ArgumentError("out is an expanded tensor: several of its elements share one place in memory")
+    if overlaps_itself(out):
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(shape, out.stride()))
+        raise ArgumentError(
+            f"out {'is an expanded tensor' if expanded else f'has strides {out.stride()}'}: several of its elements "
+            f"share one place in memory. Pass one in which each has its own: torch.empty({shape}, dtype={dtype}), or "
+            f"any slice or permutation of such a tensor"
+        )
     for name, tensor in inputs.items():
         if overlap(out, tensor):
-            raise ArgumentError(f"out overlaps {name} in memory: it would be overwritten while it is read")
+            raise ArgumentError(
+                f"out overlaps {name} in memory: it would be overwritten while it is read. Pass one that shares no "
+                f"memory with an input: torch.empty({shape}, dtype={dtype})"
+            )
 
 
 @dataclass(frozen=True)

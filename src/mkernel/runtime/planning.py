@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
 CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
 NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
+
+# What a CTA has; no GPU has more. The simulator keeps to it, too.
+REGISTERS = 65536
+SHARED_MEMORY = 227 * 1024  # bytes
+LARGEST_TENSOR = int(tl.TRITON_MAX_TENSOR_NUMEL)  # elements
+
+# field -> (least, most, must it be a power of two?)
+BOUNDS = {
+    "tile_m": (16, REGISTERS // 16, True),  # a tile's other side is 16 at least
+    "tile_n": (16, REGISTERS // 16, True),
+    "tile_k": (16, 4096, True),  # 16 rows of it, of 16-bit numbers, fit into shared memory
+    "group_m": (1, 1024, False),  # times the column blocks, it is a number of 32 bits
+    "stages": (1, SHARED_MEMORY // 1024, False),  # the smallest tile takes 1 KiB
+    "warps": (1, 32, True),  # threads of a CTA
+    "chunk_rows": (1, 2**30, False),  # numbers of 32 bits count rows
+    "copy_bytes": (64, 4 * REGISTERS, True),  # they go through registers
+}
 
 
 @dataclass(frozen=True)
@@ -163,12 +181,11 @@ def check_given(config: Config | None) -> None:
         value = getattr(config, field.name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ArgumentError(f"config.{field.name} must be a whole number, 0 or more; got {value!r}")
-    for name in ("tile_m", "tile_n", "tile_k"):
+    for name, (least, most, power) in BOUNDS.items():
         value = getattr(config, name)
-        if value is not None and (value < 16 or value & (value - 1)):
-            raise ArgumentError(f"config.{name} must be a power of two and at least 16; got {value}")
-    if config.chunk_rows == 0:
-        raise ArgumentError("config.chunk_rows must be at least 1; got 0")
+        if value is not None and not (least <= value <= most and not (power and value & (value - 1))):
+            kind = "a power of two and " if power else ""
+            raise ArgumentError(f"config.{name} must be {kind}at least {least} and at most {most}; got {value}")
 
 
 def check_without_helpers(op: str, config: Config | None) -> None:
@@ -178,15 +195,42 @@ def check_without_helpers(op: str, config: Config | None) -> None:
             raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
+def least_shared_memory(stages: int, staged: tuple[int, int], described: bool) -> int:
+    """Rows of a stage's two blocks that Triton keeps in shared memory, at least; it may be twice as many. Of two blocks
+    that are read through pointers, one may stay in registers."""
+    return max(stages * min(staged), (stages - 1) * sum(staged) if described else 0)
+
+
+def check_tile(
+    config: Settings, dtype: torch.dtype, described: bool, *, columns: int = 0, staged: tuple[int, int] | None = None
+) -> None:  # fmt: skip
+    """Refuse a tile that no GPU has room for. `described`: operands are read through descriptors. A tile has `columns`
+    sums in each row, and every stage of it two blocks of `staged` rows of tile_k elements: by default, a GEMM's."""
+    m, n, k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
+    columns, staged = columns or n, staged or (m, n)
+    tile = f"config.tile_m is {m}, tile_n {n} and tile_k {k}"
+    if m * columns > REGISTERS:
+        raise ArgumentError(
+            f"{tile}: the sums of a tile, {m} x {columns}, must fit into the {REGISTERS} registers of a CTA; with so "
+            f"many columns, tile_m may be at most {REGISTERS // columns}"
+        )
+    if max(staged) * k > LARGEST_TENSOR:
+        raise ArgumentError(
+            f"{tile}: a block of {max(staged)} x {k} has more than the {LARGEST_TENSOR} elements that Triton allows; "
+            f"with so many rows, tile_k may be at most {LARGEST_TENSOR // max(staged)}"
+        )
+    needed = least_shared_memory(stages, staged, described) * k * dtype.itemsize
+    if needed > SHARED_MEMORY:
+        raise ArgumentError(
+            f"{tile}, and config.stages {stages}: that takes {needed} bytes of shared memory or more, and a CTA has at "
+            f"most {SHARED_MEMORY}; take fewer stages, or a smaller tile"
+        )
+
+
 def check(
     config: Settings, *, max_ctas: int, least_send: int, least_intra: int, copiers_compute: bool = False
 ) -> None:  # fmt: skip
-    """Refuse a configuration that would not run. `copiers_compute`: CTAs that copy are not lost to the compute."""
-    if config.copy_bytes < 64 or config.copy_bytes & (config.copy_bytes - 1):
-        raise ArgumentError(f"config.copy_bytes must be a power of two and at least 64; got {config.copy_bytes}")
-    for name in ("group_m", "stages", "warps"):
-        if getattr(config, name) < 1:
-            raise ArgumentError(f"config.{name} must be at least 1; got {getattr(config, name)}")
+    """Refuse CTAs that would not run. `copiers_compute`: those that copy are not lost to the compute."""
     for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):
         if getattr(config, name) < least:
             raise ArgumentError(f"config.{name} must be at least {least} for this group and these tensors")

@@ -155,7 +155,8 @@ def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] 
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        whole_numbers = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool)
+        if cu_seqlens.dim() != 1 or not whole_numbers:
             raise ArgumentError(
                 f"cu_seqlens must be a tensor of whole numbers with one dimension, got {cu_seqlens.dtype} of shape "
                 f"{tuple(cu_seqlens.shape)}"

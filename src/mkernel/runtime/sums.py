@@ -14,7 +14,15 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
-from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
+from mkernel.runtime.operands import (
+    DTYPES,
+    describable,
+    descriptor,
+    has_descriptors,
+    layout,
+    matmul_precision,
+    same_elements,
+)
 from mkernel.runtime.tuned import Tunable
 
 
@@ -87,12 +95,12 @@ def _check(
         check_tensor(op, group, "bias", bias, dimensions=1)
         if bias.shape[0] != n:
             raise ArgumentError(f"bias has {bias.shape[0]} elements, but b has {n} columns")
-        inputs["bias"] = bias[None]
+        inputs["bias"] = bias
     if residual is not None:
         if tuple(residual.shape) != shape:
             raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape} ({meaning})")
         # out may be the residual, each element being read before it is written
-        if out is None or out.data_ptr() != residual.data_ptr() or out.stride() != residual.stride():
+        if out is None or not same_elements(out, residual):
             inputs["residual"] = residual
     for name, tensor in (("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.dtype != a.dtype:
@@ -142,6 +150,7 @@ def plan(
     settings = planning.settings_of_sum(
         group.device, a.dtype, *tile, described["a"] and right.described, ctas, call.config
     )
+    planning.check_tile(settings, a.dtype, described["a"] and right.described)
     planning.check(settings, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
     dtype = str(call.travels).removeprefix("torch.")

@@ -8,6 +8,8 @@ takes its arithmetic (`InterpreterBuilder`) and replaces what the simulator need
 - bf16 is right: Triton's interpreter multiplies its raw 16-bit integers in `tl.dot` and truncates
   where the GPU rounds to nearest even;
 - scalars work with every numpy (int() of a one-element array is an error since 2.4);
+- infinities and NaN are values like others, as on a GPU: numpy does not warn of them. Each operation sees to that for
+  itself, since other tasks, and the user's own code, run between two of them;
 - any @triton.jit function can be run, whether or not TRITON_INTERPRET was set when it was defined,
   so a process with a GPU can simulate too.
 
@@ -39,6 +41,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.runtime.errors import SimulatorError
 
 SEMANTIC = "__mkernel_semantic__"
+silently = np.errstate(all="ignore")  # a decorator, of functions in which no other task can run
 
 
 class Cta(Protocol):
@@ -210,22 +213,23 @@ class Builder(base.InterpreterBuilder):
             return _Results(base.TensorHandle(np.zeros(values[0].data.shape, dtype=np.int32), tl.int32))
         raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
 
+    @silently
     def _sums(self, instruction: str, pieces: np.ndarray) -> list[np.ndarray]:
         """The four words of each piece of 16 bytes that multimem.ld_reduce loads: sums over all members."""
         kind = {"bf16x2": tl.bfloat16, "f16x2": tl.float16, "v4.f32": tl.float32}
         element = next(kind[name] for name in kind if f"{name} " in instruction)
         parts = self.running().load_from_all(_words_of(pieces), np.dtype(np.uint32))
         widened = [_to_fp32(part.view(base._get_np_dtype(element)), element) for part in parts]
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = widened[0]
-            for more in widened[1:]:
-                total = total + more
+        total = widened[0]
+        for more in widened[1:]:
+            total = total + more
         rounded = _fp32_to_bf16(total) if element == tl.bfloat16 else total.astype(base._get_np_dtype(element))
         words = rounded.view(np.int32).reshape(*pieces.shape, 4)
         return [np.ascontiguousarray(words[..., place]) for place in range(4)]
 
     # numbers
 
+    @silently
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
         data = src.data
@@ -237,17 +241,24 @@ class Builder(base.InterpreterBuilder):
             return base.TensorHandle(_fp32_to_bf16(data.astype(np.float32, copy=False)), target)
         return base.TensorHandle(data.astype(base._get_np_dtype(dst_type)), target)
 
+    @silently
     def binary_op(self, lhs, rhs, op):
         if lhs.dtype.scalar != tl.bfloat16:
             return super().binary_op(lhs, rhs, op)
         result = op(_bf16_to_fp32(lhs.data), _bf16_to_fp32(rhs.data))
         return base.TensorHandle(result if result.dtype == bool else _fp32_to_bf16(result), tl.bfloat16)
 
+    @silently
     def unary_op(self, arg, op):
         if arg.dtype.scalar != tl.bfloat16:
             return super().unary_op(arg, op)
         return base.TensorHandle(_fp32_to_bf16(op(_bf16_to_fp32(arg.data))), tl.bfloat16)
 
+    ternary_op = silently(base.InterpreterBuilder.ternary_op)
+    create_idiv = silently(base.InterpreterBuilder.create_idiv)
+    create_fma = silently(base.InterpreterBuilder.create_fma)
+    create_erf = silently(base.InterpreterBuilder.create_erf)
+    create_rsqrt = silently(base.InterpreterBuilder.create_rsqrt)
     create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = cast_impl
     create_fp_ext = create_fp_trunc = cast_impl
 
@@ -257,6 +268,7 @@ class Builder(base.InterpreterBuilder):
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         return self.cast_impl(src, dst_type)
 
+    @silently
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         """Products and their sum are exact, like a tensor core's; the accumulator is rounded once."""
 
@@ -265,9 +277,17 @@ class Builder(base.InterpreterBuilder):
             return data.astype(np.float64)
 
         self.running().on_dot(a.data.size * b.data.shape[-1])
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are values like others
-            total = (np.matmul(widen(a), widen(b)) + d.data).astype(d.data.dtype)
+        total = (np.matmul(widen(a), widen(b)) + d.data).astype(d.data.dtype)
         return base.TensorHandle(total, d.dtype.scalar)
+
+
+# numpy's own functions warn, by themselves, where all elements are NaN
+_WITHOUT_NAN = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+
+def _min_max(self, input, val_reduce_op, idx_reduce_op=None, plain=base.ReduceOps.min_max):
+    """`ReduceOps.min_max`; NaN is left out, unless there is nothing else."""
+    return plain(self, input, _WITHOUT_NAN.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 builder = Builder()
@@ -364,6 +384,8 @@ def interpreting() -> Iterator[Builder]:
             for module in (tl, tl.core):
                 base._patch_lang_core(module, scope)
             base._patch_lang_tensor(tl.tensor, scope)
+            scope.set_attr(base.ReduceOps, "min_max", _min_max)
+            scope.set_attr(base.ReduceScanOpInterface, "apply", silently(base.ReduceScanOpInterface.apply))
             scope.set_attr(tl.tensor, "__index__", lambda self: int(_scalar(self)))
             scope.set_attr(tl.tensor, "__bool__", lambda self: bool(_scalar(self)))
             for kind in (JITFunction, base.InterpretedFunction):
