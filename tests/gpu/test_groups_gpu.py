@@ -1,6 +1,6 @@
 """Groups beside each other, ranks that call different things, and ranks that are interrupted, on a GPU."""
 
-import _thread
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +17,10 @@ import test_faults
 import test_process_groups
 
 pytestmark = pytest.mark.usefixtures("limited")
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def cuda(fn, nodes=1, gpus_per_node=4, **options):
@@ -69,12 +73,12 @@ def test_an_interrupt_ends_all_threads(in_kernel):
         check(group, mk.all_gather_matmul(a, a), a, a)
         if group.rank == 0:
             if not in_kernel:
-                threading.Timer(1.0, _thread.interrupt_main).start()
+                threading.Timer(1.0, interrupt).start()
                 threading.Event().wait(4.0)
                 return
             # launched by all others, which then spin
             group.world.start = lambda *_, start=group.world.start: start(*_) if _[0] else None
-            threading.Timer(1.0, _thread.interrupt_main).start()
+            threading.Timer(1.0, interrupt).start()
         mk.all_gather_matmul(a, a)
         group.synchronize()
 

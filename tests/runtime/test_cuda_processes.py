@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mkernel.ops import matmul_all_reduce
 from mkernel.runtime import cuda_processes
@@ -81,3 +82,21 @@ def test_the_multicast_address_is_that_of_symmetric_memory(world_of, pointer, uu
     group = group_of(world, nodes)
     group.exchange = lambda what, mine: [mine, mine, others, mine]
     assert world.multicast(group, memory, []) == address
+
+
+def test_turns_of_symmetric_memory_are_counted_for_each_group():
+    """As torch's C++ code asks: ranks whose processes have counted differently find each other."""
+    shared = dist.HashStore()
+    kept = [cuda_processes.Renumbered(dist.PrefixStore("job", shared), 0.05) for _ in range(2)]
+    zero, one = (dist.PrefixStore("", store) for store in kept)
+    for mine, theirs in ((7, 12), (8, 30)):
+        zero.set(f"symmetric/{mine}/0", f"zero in {mine}")
+        one.set(f"symmetric/{theirs}/1", f"one in {theirs}")
+        zero.wait([f"symmetric/{mine}/1"])
+        one.wait([f"symmetric/{theirs}/0"])
+        assert zero.get(f"symmetric/{mine}/1") == f"one in {theirs}".encode()
+        assert one.get(f"symmetric/{theirs}/0") == f"zero in {mine}".encode()
+    zero.set("another name", "kept")
+    assert one.get("another name") == b"kept"
+    with pytest.raises(RuntimeError, match="did not come"):
+        zero.wait(["symmetric/9/1"])

@@ -1,7 +1,7 @@
 """Ranks as processes with GPUs, one or more processes to a GPU.
 
 What the ranks of a node share is torch symmetric memory: each allocation is mapped into the processes
-of the node, which find each other through the process group's store. Nodes talk over TCP, through pinned memory.
+of the node, which find each other through a gloo group of their own. Nodes talk over TCP, through pinned memory.
 
 Processes on one GPU share its SMs, as threads do (they find each other by the GPU's UUID); their kernels
 take turns on the GPU, or run at the same time where MPS serves it.
@@ -14,13 +14,16 @@ launch after ranks have agreed on new shapes is made when all have loaded their 
 from __future__ import annotations
 
 import os
+import re
+import time
 import weakref
 from collections.abc import Hashable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
 from mkernel.net.connect import Wish
 from mkernel.runtime.cuda import CudaRanks
@@ -52,7 +55,8 @@ class CudaProcessWorld(Processes, CudaRanks):
             # torch reads it when memory is mapped for the first time; both spellings were in use
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        self._node_groups: dict[tuple[int, ...], str] = {}
+        self._timeout = timeout
+        self._node_groups: dict[tuple[int, ...], tuple[str, Any, weakref.finalize]] = {}
         self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
 
     def gpu(self, rank: int) -> Hashable:
@@ -96,16 +100,29 @@ class CudaProcessWorld(Processes, CudaRanks):
         return mine if all(group.exchange("multicast", mine != 0)) else 0
 
     def _node_group(self, mates: Sequence[int]) -> str:
-        """The name under which torch's symmetric memory knows these ranks. It needs a store, but no process group:
-        `new_group` on some ranks only hangs where its members have made different numbers of groups before, since torch
-        2.11 to 2.13 put that number into the name."""
+        """The name of a process group of these ranks, for torch's symmetric memory. Only they take part in making it,
+        so those that are left can make one after a rank was lost. Not by `new_group` on these ranks only: that hangs
+        where they have made different numbers of groups before, since torch counts them in the group's name."""
         key = tuple(sorted(mates))
         if key not in self._node_groups:
-            name = "_".join(map(str, key))
-            store = dist.PrefixStore(f"node {name}", self._store)
-            self._node_groups[key] = f"{self.job}/{name}"
-            _SymmetricMemory.set_group_info(self._node_groups[key], key.index(self.rank), len(key), store)
-        return self._node_groups[key]
+            rank, name = key.index(self.rank), f"{self.job}/{'_'.join(map(str, key))}"
+            store = dist.PrefixStore(f"node {'_'.join(map(str, key))}", self._store)
+            made: Any = dist.ProcessGroup(Renumbered(store, self._timeout), rank, len(key))
+            gloo = dist.ProcessGroupGloo(store, rank, len(key), timedelta(seconds=self._timeout))
+            made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            made._set_group_name(name)
+            _register_process_group(name, made)  # type: ignore[arg-type]
+            end = weakref.finalize(made, _unregister_process_group, name)  # type: ignore[arg-type]
+            self._node_groups[key] = name, made, end
+        return self._node_groups[key][0]
+
+    def closed(self, group: Group) -> None:
+        Processes.closed(self, group)
+        if not self._open_groups:
+            while self._node_groups:
+                _, (_, _, end) = self._node_groups.popitem()
+                end()
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         self.attach(group, segment, memory)
@@ -129,6 +146,41 @@ class CudaProcessWorld(Processes, CudaRanks):
         launch.group.confirm()
         self.start(rank, launch, stream)
         self.first_call_is_done(rank, launch.group)
+
+
+class Renumbered(dist.Store):
+    """A store for torch's symmetric memory, whose ranks tell each other things under names that end in
+    `<turn>/<rank>`. torch counts turns for the whole process, so two ranks that are in different numbers of groups
+    never find each other. Here turns are counted for the group."""
+
+    def __init__(self, store: dist.Store, timeout: float):
+        super().__init__()
+        self._store, self._timeout = store, timeout
+        self._turns: dict[str, dict[str, int]] = {}
+
+    def _name(self, key: str) -> str:
+        found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
+        if found is None:
+            return key
+        turns = self._turns.setdefault(found[1], {})
+        return f"{found[1]}/{turns.setdefault(found[2], len(turns))}/{found[3]}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._name(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        names = [self._name(key) for key in keys]
+        deadline = time.monotonic() + (timeout.total_seconds() if timeout is not None else self._timeout)
+        while not self._store.check(names):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the other ranks of the node did not come within {self._timeout:g} s")
+            time.sleep(1e-4)
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+        return self._store.check([self._name(key) for key in keys])
 
 
 def shares_of(gpus: Sequence[tuple[str, int]]) -> dict[int, int]:

@@ -11,6 +11,7 @@ ranks of its members, and how many worlds its members have made of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -38,6 +39,7 @@ log = logging.getLogger("mkernel")
 # torch's store on TCP hangs up on those who give it a value of more than 8 MiB, or a name of more than 8 KiB
 LONGEST_VALUE = 4 * 2**20
 LOOK_SECONDS = 0.5  # that a rank waits for others in the store before it looks whether they are still there
+NAMES_KEPT = 64  # in the store, before they are deleted together
 LONGEST_PAUSE = 0.02  # seconds between two questions whether the others are there
 TELL_SECONDS = 1.0  # for another rank to tell why it has given up
 WARN_SECONDS = 30.0  # that a rank waits before it says whom it waits for
@@ -63,6 +65,7 @@ class Processes(Networked):
         self._store = dist.PrefixStore(self.job, dist.distributed_c10d._get_default_store())
         self._key = secret.OPEN
         self._last_names: dict[tuple[int, ...], list[str]] = {}  # of what these ranks exchanged last
+        self._old_names: list[str] = []  # of what all have read
         self._open_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self._lost: dict[str, tuple[int, str]] = {}  # group -> the rank of it that was lost first, and why
         self._lock = threading.Lock()
@@ -138,8 +141,9 @@ class Processes(Networked):
             values = self._get(names)
             # all members are here, so all have read what was exchanged before
             previous, self._last_names[tuple(members)] = self._last_names.get(tuple(members), []), written
-            for old in previous:
-                self._store.delete_key(old)
+            self._old_names += previous
+            if len(self._old_names) >= NAMES_KEPT:
+                self._forget_names()
         except (RuntimeError, dist.DistError) as silence:
             if isinstance(silence, MKernelError):
                 raise
@@ -152,6 +156,11 @@ class Processes(Networked):
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
         name = self._names(members, key)[list(members).index(rank)]
         self._last_names.setdefault(tuple(members), []).extend(self._put(name, value))
+
+    def _forget_names(self) -> None:
+        for old in self._old_names:
+            self._store.delete_key(old)
+        self._old_names.clear()
 
     def _names(self, members: Sequence[int], key: Hashable) -> list[str]:
         """Under which names the members put what they tell in an exchange."""
@@ -263,6 +272,8 @@ class Processes(Networked):
         if not self._open_groups and self._watch is not None:
             self._watch.close()
             self._watch = None
+            with contextlib.suppress(RuntimeError, dist.DistError):  # whoever had the store has left
+                self._forget_names()
 
     def leave(self, group: Group, why: str) -> None:
         identity = self._identity_of(group.name)
