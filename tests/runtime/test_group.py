@@ -241,8 +241,6 @@ def test_a_rank_that_stops_coming_is_named_by_the_kernel():
     def rank(group):
         assert works(group)
         if group.rank == 1:
-            group.launch = lambda launch: None  # lost after the ranks have agreed on the call
-            works(group)
             return None
         try:
             works(group)

@@ -99,8 +99,9 @@ def test_polling_for_ever_is_found_and_named(how):
     flag = torch.tensor([7])
 
     def rank(group):
+        alone = group.split(group.rank)
         if group.rank == 2:
-            launch(group, poll_for_ever, 3, flag=flag, HOW=how)
+            launch(alone, poll_for_ever, 3, flag=flag, HOW=how)
         group.barrier()
 
     with pytest.raises(mk.Deadlock) as caught:

@@ -253,6 +253,9 @@ class CudaWorld(CudaRanks):
             self._changed.notify_all()
             self._leave(key, box, len(members))
 
+    def confirm(self, group: Group, call: Any) -> None:
+        group.exchange(call[0], None, call=call)
+
     def leave(self, group: Group, why: str) -> None:
         self.abort(group)  # the others hear of it when this rank's thread has ended
 

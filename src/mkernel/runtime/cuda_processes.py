@@ -171,7 +171,7 @@ class Renumbered(dist.Store):
     def get(self, key: str) -> bytes:
         return self._store.get(self._name(key))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = [self._name(key) for key in keys]
         deadline = time.monotonic() + (timeout.total_seconds() if timeout is not None else self._timeout)
         while not self._store.check(names):
@@ -179,7 +179,7 @@ class Renumbered(dist.Store):
                 raise RuntimeError(f"the other ranks of the node did not come within {self._timeout:g} s")
             time.sleep(1e-4)
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         return self._store.check([self._name(key) for key in keys])
 
 

@@ -91,6 +91,7 @@ class Group:
         self._exchanges = 0
         self._call: Hashable = None  # what the ranks agreed on for the next launch
         self._confirmed = False  # all ranks are about to launch it
+        self._differs: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
         self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
@@ -212,6 +213,9 @@ class Group:
         """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout (RankLost if a rank has ended), or
         TransportError if the network had failed; RoutingError if one refused its input."""
         self._check_process()
+        if self._differs is not None:
+            called, self._differs = self._differs, None
+            self.compare(called)
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
@@ -262,6 +266,10 @@ class Group:
     def next_exchange(self) -> Hashable:
         """Names the next exchange: the same on every rank that has taken part in as many."""
         self._exchanges += 1
+        return self.last_exchange
+
+    @property
+    def last_exchange(self) -> tuple[Hashable, int]:
         return self.name, self._exchanges
 
     def exchange(self, what: str, value: Any, call: Hashable = None) -> list[Any]:
@@ -346,9 +354,12 @@ class Group:
     def confirm(self) -> None:
         """Raise, on all ranks, unless all of them are ready for the call that they agreed on: then nothing is launched.
         The last thing that a rank does before its launch; a call that has nothing to launch does it, too."""
-        call: Any = self._call
-        self.exchange(call[0], None, call=call)
+        self.world.confirm(self, self._call)
         self._confirmed = True
+
+    def differs(self, called: Sequence[Any]) -> None:
+        """What this rank launched ended, because others called something else: it is told at its next look."""
+        self._differs = called
 
     def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
         """What each rank told. Raise unless all of them give the same other values, as `agree` does."""

@@ -275,6 +275,9 @@ class Processes(Networked):
             with contextlib.suppress(RuntimeError, dist.DistError):  # whoever had the store has left
                 self._forget_names()
 
+    def confirm(self, group: Group, call: Any) -> None:
+        group.exchange(call[0], None, call=call)
+
     def leave(self, group: Group, why: str) -> None:
         identity = self._identity_of(group.name)
         liveness.presence().leave(identity, why)

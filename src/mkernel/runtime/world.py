@@ -98,6 +98,9 @@ class World(Protocol):
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
         """What the others get of this rank in the exchange of that name. Does not block."""
 
+    def confirm(self, group: Group, call: Hashable) -> None:
+        """Raise, on all ranks, unless all of them make the same call now: nothing of it is carried out then."""
+
     def leave(self, group: Group, why: str) -> None:
         """This rank leaves the group in the middle of a call: tell the others, and let its own kernels end."""
 

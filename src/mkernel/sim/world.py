@@ -18,6 +18,7 @@ from mkernel.runtime.errors import CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
+from mkernel.sim.ahead import Ahead
 from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
@@ -62,6 +63,8 @@ class RunningLaunch:
         self.started = 0
         self.ended = 0
         self.done = False
+        self.number = 0  # of the exchange in which its ranks compare what they call
+        self.exchange: Hashable = None  # that exchange, if not all had come to it
         self.borrowed: list[int] = []
 
     def start_more(self, time: float) -> None:
@@ -130,6 +133,7 @@ class SimWorld:
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._ahead = Ahead(self)
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
@@ -158,8 +162,7 @@ class SimWorld:
     def exchange(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
-        box = self._mail.setdefault(key, {})
-        box[rank] = value
+        box = self._tell(rank, members, key, value)
         host = self.scheduler.current_host()
         if not host.block(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
             missing = [place for place, member in enumerate(members) if member not in box]
@@ -168,8 +171,26 @@ class SimWorld:
         return [box[member] for member in members]
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        self._mail.setdefault(key, {})[rank] = value
+        self._tell(rank, members, key, value)
         self._has_read(key, len(members))
+
+    def _tell(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> dict[int, Any]:
+        box = self._mail.setdefault(key, {})
+        box[rank] = value
+        self._ahead.compare(key, members, box)
+        return box
+
+    def confirm(self, group: Group, call: Hashable) -> None:
+        self._ahead.settle(group)
+        key = group.next_exchange()
+        box = self._tell(group.world_rank, group.members, key, (call, None))
+        self._has_read(key, group.size)
+        if any(theirs != call for theirs, _ in box.values()):
+            what, host = str(call[0]), self.scheduler.current_host()  # type: ignore[index]
+            if not host.block(lambda: len(box) == group.size, f"the other ranks to call {what}", group.timeout):
+                missing = [place for place, member in enumerate(group.members) if member not in box]
+                raise records.absent(what, group.rank, missing, group.size, group.timeout)
+            group.compare([box[member][0] for member in group.members])
 
     def _has_read(self, key: Hashable, members: int) -> None:
         """The last of the members to read what was exchanged throws it away."""
@@ -341,6 +362,10 @@ class SimWorld:
         launch.group.confirm()
         self._calls.setdefault(launch.group.name, {}).setdefault(launch.group.rank, []).append(launch.op)
         running = RunningLaunch(self, rank, launch)
+        last = launch.group.last_exchange
+        running.number = last[1]
+        if last in self._mail:  # not all have come yet
+            self._ahead.launched(last, running)
         self._lend(running, launch.arguments)
         key = (rank, self.stream_key(rank))
         queue = self._queues.setdefault(key, deque())
@@ -399,6 +424,7 @@ class SimWorld:
                 queue.popleft()
                 if queue:
                     queue[0].start_more(self._times[running.rank])
+        self._ahead.done(running)
 
 
 class InlineWorld(SimWorld):
@@ -411,6 +437,9 @@ class InlineWorld(SimWorld):
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
         pass  # there is nobody else
+
+    def confirm(self, group: Group, call: Hashable) -> None:
+        pass
 
     def launch(self, rank: int, launch: Launch) -> None:
         launch.group.confirm()
