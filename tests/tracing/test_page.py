@@ -119,7 +119,7 @@ def test_hostile_names(trace, tmp_path, browser, name):
     hostile = copy.copy(trace)
     hostile.device = name
     hostile.events = tuple(
-        dataclasses.replace(event, op=name, role=name, kind=name if event.kind == "tile" else event.kind)
+        dataclasses.replace(event, op=name, lane=name, kind=name if event.kind == "tile" else event.kind)
         if event.kind != "launch"
         else dataclasses.replace(event, op=name)
         for event in trace.events

@@ -3,9 +3,9 @@
 On GPUs, hosts run ahead of kernels: one rank's kernel may be in epoch e+1 while another's is still in e, and whatever
 guards the buffers has to stand that. A simulated call returns when it is done. If ranks also waited for each other
 before each launch, all kernels of an epoch would have ended before the next began, and no schedule would ever show a
-missing guard. So a rank launches as soon as it comes, and the calls are compared when the last rank has come. If they differ,
-what was launched is told to leave, all ranks raise, and the group's workspaces are made as new, so that it can be
-used again.
+missing guard. So a rank launches as soon as it comes, and the calls are compared when the last rank has come. If they
+differ, what was launched is told to leave, all ranks raise, and the group's workspaces are made as new, so that it can
+be used again.
 """
 
 from __future__ import annotations

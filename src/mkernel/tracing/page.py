@@ -62,11 +62,11 @@ def data_of(trace: Trace) -> dict[str, Any]:
         for event in trace.of(rank):
             of_rank.setdefault(event.cta, []).append(event)
         for cta, events in sorted(of_rank.items()):
-            roles = sorted({event.role for event in events} - {"cta"}, key=_band)
+            roles = sorted({event.lane for event in events} - {"cta"}, key=_band)
             rows.append({"rank": rank, "heading": heading, "label": _label(cta, roles), "bands": max(len(roles), 1)})
             # launches first, as a ground for everything else; what contains others before them
             for event in sorted(events, key=lambda event: (event.kind != "launch", event.start, -event.end)):
-                bands = range(max(len(roles), 1)) if event.role == "cta" else [roles.index(event.role)]
+                bands = range(max(len(roles), 1)) if event.lane == "cta" else [roles.index(event.lane)]
                 for band in bands:
                     place[id(event)] = len(spans)
                     spans.append(
