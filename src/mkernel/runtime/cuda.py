@@ -58,6 +58,10 @@ class CudaRanks(Networked):
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
         self._loaded: set[Hashable] = set()
+        self._aborting = {
+            rank: (torch.cuda.Stream(device), torch.ones(1, dtype=torch.int64).pin_memory())
+            for rank, device in devices.items()
+        }
 
     # -- places
 
@@ -85,15 +89,11 @@ class CudaRanks(Networked):
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
 
     def abort(self, group: Group) -> None:
-        """Let the group's kernels on this rank end, which may be spinning now: so by a copy on a stream of its own."""
-        device = group.device
-        with torch.cuda.device(device):
-            flag = group._control.memory[:8].view(torch.int64)
-            source = torch.ones(1, dtype=torch.int64).pin_memory()
-            stream = torch.cuda.Stream(device, priority=-1)
-            with torch.cuda.stream(stream):
-                flag.copy_(source, non_blocking=True)
-            stream.synchronize()
+        """Let the group's kernels on this rank end, which may be spinning now: by a copy on a stream that is there
+        already, since making one waits for them."""
+        stream, one = self._aborting[group.world_rank]
+        with torch.cuda.device(group.device), torch.cuda.stream(stream):
+            group._control.memory[:8].view(torch.int64).copy_(one, non_blocking=True)
 
     # -- time
 

@@ -56,7 +56,7 @@ class CudaProcessWorld(Processes, CudaRanks):
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._timeout = timeout
-        self._node_groups: dict[tuple[int, ...], tuple[str, Any, weakref.finalize]] = {}
+        self._node_groups: dict[tuple[int, ...], tuple[str, weakref.finalize, Any]] = {}
         self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
 
     def gpu(self, rank: int) -> Hashable:
@@ -107,21 +107,22 @@ class CudaProcessWorld(Processes, CudaRanks):
         if key not in self._node_groups:
             rank, name = key.index(self.rank), f"{self.job}/{'_'.join(map(str, key))}"
             store = dist.PrefixStore(f"node {'_'.join(map(str, key))}", self._store)
-            made: Any = dist.ProcessGroup(Renumbered(store, self._timeout), rank, len(key))
+            counted = Renumbered(store, self._timeout)
+            made: Any = dist.ProcessGroup(counted, rank, len(key))
             gloo = dist.ProcessGroupGloo(store, rank, len(key), timedelta(seconds=self._timeout))
             made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             made._set_group_name(name)
             _register_process_group(name, made)  # type: ignore[arg-type]
             end = weakref.finalize(made, _unregister_process_group, name)  # type: ignore[arg-type]
-            self._node_groups[key] = name, made, end
+            self._node_groups[key] = name, end, (made, counted)  # torch keeps neither of them alive
         return self._node_groups[key][0]
 
     def closed(self, group: Group) -> None:
         Processes.closed(self, group)
         if not self._open_groups:
             while self._node_groups:
-                _, (_, _, end) = self._node_groups.popitem()
+                _, (_, end, _) = self._node_groups.popitem()
                 end()
 
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:

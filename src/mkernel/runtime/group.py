@@ -89,7 +89,7 @@ class Group:
         self.device = world.device(world_rank)
         self._process = os.getpid()
         self._exchanges = 0
-        self._call: Hashable = None  # what the ranks agreed on for the next launch
+        self._call: Any = None  # what the ranks agreed on for the next launch
         self._confirmed = False  # all ranks are about to launch it
         self._differs: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
@@ -278,6 +278,8 @@ class Group:
         if self._broken is not None:
             self.check()
         self._check_process()
+        if call is None and self._call is not None:  # part of a call
+            call = (f"{what} of {self._call[0]}", self._call[1])
         told = (call or what, value)
         try:
             given = self.world.exchange(self.world_rank, self.members, self.next_exchange(), what, told, self.timeout)
