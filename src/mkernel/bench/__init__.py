@@ -211,4 +211,4 @@ def _write(figures: dict[str, Any], json_path: Path | None, csv_path: Path | Non
     if html_path is not None:
         from mkernel.bench.page import page
 
-        html_path.write_text(page(figures))
+        html_path.write_text(page(figures), encoding="utf-8")

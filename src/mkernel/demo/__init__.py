@@ -146,7 +146,7 @@ def run(
     if html is not None:
         from mkernel.demo.page import page
 
-        with open(html, "w") as file:
+        with open(html, "w", encoding="utf-8") as file:
             file.write(page(place, simulated, shown))
         console.print(f"The page is in {html}", soft_wrap=True)
     return 1 if wrong else 0

@@ -21,6 +21,7 @@ from mkernel.net import devices
 from mkernel.net.native import Proxy, TcpTransport, Transport
 from mkernel.net.rdma import EfaTransport, RdmaTransport, VerbsTransport
 from mkernel.runtime.errors import ArgumentError, MKernelError, TransportError
+from mkernel.runtime.printable import printable
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
@@ -220,7 +221,7 @@ def _together(group: Group, problem: MKernelError | None) -> None:
     """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
     for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
         if reason is not None:
-            failure = TransportError(f"rank {rank}: {reason}")
+            failure = TransportError(f"rank {rank}: {printable(str(reason))}")
             failure.on_every_rank = True
             raise failure from problem
 

@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from mkernel.lang.device import write_time
 from mkernel.runtime import chains, records
@@ -133,8 +134,14 @@ class CudaRanks(Networked):
             for other in self._devices:
                 self.synchronize(other)
         with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
-            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-            compiled._init_handles()
+            try:
+                compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+                compiled._init_handles()
+            except OutOfResources as problem:
+                raise ArgumentError(
+                    f"{launch.op}: this configuration needs more {problem.name} ({problem.required}) than the GPU has "
+                    f"({problem.limit}); give config smaller tiles, fewer stages or fewer warps"
+                ) from problem
         if len(self._loaded) >= VARIANTS_KNOWN:
             self._loaded.clear()  # they stay loaded; to ask again costs a little
         self._loaded.add(key)

@@ -17,6 +17,7 @@ from mkernel.lang import requests
 from mkernel.runtime import records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
+from mkernel.runtime.printable import printable
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
 from mkernel.runtime.world import Launch, World
@@ -323,7 +324,8 @@ class Group:
         refusal: MKernelError | None = records.take_refusal(self._records)  # its reason may be ours, too
         if refusal is None:
             refusal = ArgumentError(
-                f"rank {rank} refused its call of {what}: {why} Nothing was launched, and the group can be used again."
+                f"rank {rank} refused its call of {printable(what)}: {printable(why)} Nothing was launched, and the "
+                f"group can be used again."
             )
         refusal.on_every_rank = True
         return refusal

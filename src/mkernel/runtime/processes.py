@@ -32,6 +32,7 @@ from mkernel.runtime import liveness, messages, records, secret
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import Networked
+from mkernel.runtime.printable import printable
 from mkernel.runtime.spawn import simulator_is_there
 
 log = logging.getLogger("mkernel")
@@ -205,9 +206,9 @@ class Processes(Networked):
         name = key[0] if isinstance(key, tuple) else None
         identity = self._identity_of(name)
         if self._is_here(f"broken/{identity}"):
-            i, why = self._get([f"broken/{identity}"])[0]
-            if isinstance(i, int) and i >= 0:
-                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, str(why))
+            i, why = self._why_broken(identity)
+            if i >= 0:
+                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
             raise CommTimeout(f"{why}. {waits}", waits.records)
         connection = self._connections.get((name, self.rank))
         if connection is not None and connection.proxy.error is not None:
@@ -312,7 +313,11 @@ class Processes(Networked):
         deadline = time.monotonic() + TELL_SECONDS
         while not self._is_here(f"broken/{identity}") and time.monotonic() < deadline:
             time.sleep(LONGEST_PAUSE)
-        return self._get([f"broken/{identity}"])[0] if self._is_here(f"broken/{identity}") else None
+        return self._why_broken(identity) if self._is_here(f"broken/{identity}") else None
+
+    def _why_broken(self, identity: str) -> tuple[int, str]:
+        rank, why = self._get([f"broken/{identity}"])[0]
+        return int(rank), printable(str(why))
 
     def _rank_lost(self, group: Group, rank: int, why: str) -> None:
         """A rank of this machine was lost: let those of our kernels end that may wait for it. In the watch's thread."""
