@@ -1,0 +1,124 @@
+"""Processes that watch each other."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from processes import SOURCE
+
+from mkernel.runtime import liveness
+
+PEER = """
+import sys
+from mkernel.runtime import liveness
+me = liveness.presence()
+print(me.process, me.handle, flush=True)
+for line in sys.stdin:
+    exec(line)
+"""
+SECONDS = 120  # that end what hangs
+
+
+class Peer:
+    """A process with a presence, which does as it is told."""
+
+    def __init__(self):
+        environment = dict(os.environ, PYTHONPATH=SOURCE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.address = tuple(map(int, self.process.stdout.readline().split()))
+
+    def do(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def peer():
+    made = Peer()
+    yield made
+    made.process.kill()
+    made.process.wait()
+    made.process.stdout.close()
+
+
+@pytest.fixture
+def watched(peer):
+    """A watch of the peer as rank 3, and what it tells."""
+    told = queue.Queue()
+    watch = liveness.Watch({3: peer.address}, lambda rank, why: told.put((rank, why)), lambda *left: told.put(left))
+    yield watch, told
+    watch.close()
+
+
+def test_a_killed_process_is_lost(peer, watched):
+    watch, told = watched
+    peer.process.send_signal(signal.SIGKILL)
+    assert told.get(timeout=SECONDS) == (3, "its process has ended")
+    assert watch.gone == {3: "its process has ended"}
+
+
+def test_a_process_that_ends_in_order_disturbs_nobody(peer, watched):
+    watch, told = watched
+    peer.process.stdin.close()
+    peer.process.wait(SECONDS)
+    while not watch.gone:
+        pass
+    assert told.empty()
+
+
+def test_a_process_that_leaves_groups_tells_which_and_why(peer, watched):
+    _, told = watched
+    peer.do("me.leave('the group', 'it was interrupted')")
+    assert told.get(timeout=SECONDS) == (3, "the group", "it was interrupted")
+    peer.do("me.leave('the group', 'something that follows from it')")
+    peer.do("me.leave('another', 'x' * 10000)")
+    rank, group, why = told.get(timeout=SECONDS)
+    assert (rank, group, len(why)) == (3, "another", liveness.LONGEST_REASON)
+
+
+def test_a_process_that_has_left_something_undone_is_lost(peer, watched):
+    _, told = watched
+    peer.do("import types; world = type('World', (), dict(idle=lambda self: False))(); me.worlds.add(world)")
+    peer.process.stdin.close()
+    assert told.get(timeout=SECONDS) == (3, "its process has ended")
+
+
+def test_a_process_that_is_gone_already(peer):
+    peer.process.kill()
+    peer.process.wait(SECONDS)
+    watch = liveness.Watch({3: peer.address}, print, print)
+    assert watch.gone == {3: "its process has ended"}
+    watch.close()
+
+
+def test_nothing_is_left_of_a_watch(peer):
+    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(5):
+        watch = liveness.Watch({3: peer.address}, print, print)
+        watch.close()
+        watch.close()
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_page_that_is_damaged_says_nothing():
+    handle = os.memfd_create("page")
+    os.ftruncate(handle, liveness.PAGE_BYTES)
+    page = liveness.Page(handle)
+    assert page.read() == {}
+    page.write({"left": {"a": "b"}})
+    assert page.read() == {"left": {"a": "b"}}
+    for damage in (
+        b"\x01\x00\x00\x00\x05\x00\x00\x00",
+        b"\x02\x00\x00\x00\xff\xff\xff\xff",
+        b"\x02\x00\x00\x00\x03\x00\x00\x00[1]",
+    ):
+        os.pwrite(handle, damage, 0)
+        assert page.read() == {}
+    page.close()
+    os.close(handle)
