@@ -4,8 +4,9 @@ On GPUs, hosts run ahead of kernels: one rank's kernel may be in epoch e+1 while
 guards the buffers has to stand that. A simulated call returns when it is done. If ranks also waited for each other
 before each launch, all kernels of an epoch would have ended before the next began, and no schedule would ever show a
 missing guard. So a rank launches as soon as it comes, and the calls are compared when the last rank has come. If they
-differ, what was launched is told to leave, all ranks raise, and the group's workspaces are made as new, so that it can
-be used again.
+differ, what was launched is told to leave, all ranks raise, and the group's workspaces and request rings are made as
+new, so that it can be used again. On a side stream, where calls return before they are done, a rank launches as soon as it comes, too, but
+then waits until all have come: behind what may be taken back it queues nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Ahead:
         """A rank has launched what it told in an exchange."""
         running.exchange = key
         self._launches.setdefault(key, []).append(running)
+
+    def differ(self, key: Hashable) -> bool:
+        """Did all ranks come to an exchange, with different calls?"""
+        return key in self._differ
 
     def compare(self, key: Any, members: Sequence[int], box: dict[int, Any]) -> None:
         """Somebody came to an exchange: if it was the last one, end what was launched if calls differ."""
@@ -69,7 +74,7 @@ class Ahead:
             self._tell_to_leave()
 
     def settle(self, group: Group) -> None:
-        """Before the next call of a group whose calls differed: all workspaces as new, on all ranks."""
+        """Before the next call of a group whose calls differed: all workspaces and rings as new, on all ranks."""
         key = self._spoiled.get(group.name)
         if key is None:
             return
@@ -83,6 +88,7 @@ class Ahead:
             return  # another rank was here first
         for each in groups:
             _flag(each)[0] = 0
+            self._world.empty_ring(each)
             for workspace in each._workspaces.values():
                 workspace.segment.memory[: workspace.data_start] = 0
                 workspace.state.zero_()

@@ -15,7 +15,7 @@ from greenlet import greenlet
 
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
-from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.group import RING_CAPACITY, Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.ahead import Ahead
@@ -318,6 +318,13 @@ class SimWorld:
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
+    def empty_ring(self, group: Group) -> None:
+        """Make the request ring of a rank as new. Nothing is in flight. Who posts after it was told to leave takes a
+        ticket and writes no request: the proxy would wait for that one for ever."""
+        if group._ring is not None and group._posting is not None:
+            self._proxies[group.name, group.world_rank].reset()
+            group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
+
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
         self.scheduler.current_host().block(lambda: drained(ring), "the network", timeout)
 
@@ -364,7 +371,7 @@ class SimWorld:
         running = RunningLaunch(self, rank, launch)
         last = launch.group.last_exchange
         running.number = last[1]
-        if last in self._mail:  # not all have come yet
+        if self._not_all_came(last, launch.group):
             self._ahead.launched(last, running)
         self._lend(running, launch.arguments)
         key = (rank, self.stream_key(rank))
@@ -372,9 +379,20 @@ class SimWorld:
         queue.append(running)
         if len(queue) == 1:
             running.start_more(self._times[rank])
+        host = self.scheduler.current_host()
         if key[1] == "default":
-            self.scheduler.current_host().block(lambda: running.done, f"its {launch.op}")
+            host.block(lambda: running.done, f"its {launch.op}")
             launch.group.check()
+        else:
+            # what is queued next must not run beside what may be taken back
+            host.block(
+                lambda: running.done or not (self._not_all_came(last, launch.group) or self._ahead.differ(last)),
+                f"the other ranks to call {launch.op}",
+            )
+            launch.group.check_calls()
+
+    def _not_all_came(self, exchange: Hashable, group: Group) -> bool:
+        return len(self._mail.get(exchange, range(group.size))) < group.size
 
     def _lend(self, running: RunningLaunch, arguments: dict[str, Any]) -> None:
         """The kernel may touch the tensors it was given, while it runs."""

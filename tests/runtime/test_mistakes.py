@@ -1,0 +1,74 @@
+"""What ranks do wrong together: every rank is told, and the group works afterwards as if nothing had been called."""
+
+import pytest
+import torch
+from helpers import run
+
+import mkernel as mk
+
+CLUSTERS = [(1, 2), (1, 3), (2, 1), (2, 2)]
+
+
+def gather(group, rows=5):
+    """A call, not looked at yet."""
+    a = torch.full((rows, 16), float(group.world_rank + 1))
+    return mk.all_gather_matmul(a, torch.ones(16, 3), group=group)
+
+
+def is_right(group, y):
+    expected = torch.tensor([member + 1.0 for member in group.members])
+    return torch.equal(y[:, 2], 16 * expected.repeat_interleave(len(y) // group.size))
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_calls_on_a_stream_behind_a_mistake(cluster):
+    """A call on a stream returns before it is done: what a rank queues next must not run beside what is taken back."""
+
+    def on_rank(group):
+        with group.world.stream(group.world_rank, "side"):
+            gather(group, 4)
+            gather(group, 7)
+            with pytest.raises(mk.ArgumentError, match=r"m=4|m=7"):
+                gather(group, 4 if group.rank else 7)
+            results = [gather(group) for _ in range(3)]
+            group.synchronize()
+        assert all(is_right(group, y) for y in results)
+
+    for seed in range(6):
+        run(on_rank, cluster=cluster, seed=seed)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_a_workspace_that_could_not_grow_is_kept(cluster):
+    """Every rank refuses once while the others were about to have a larger workspace."""
+
+    def on_rank(group):
+        assert is_right(group, gather(group, 4))
+        large = torch.ones(40, 16)
+        for wrong in range(group.size):
+            config = mk.Config(ctas=10**5) if group.rank == wrong else None
+            with pytest.raises(mk.ArgumentError, match="config.ctas"):
+                mk.all_gather_matmul(large, torch.ones(16, 4), config=config)
+        kept = mk.empty(64)  # an allocation gives back what all ranks have dropped
+        for _ in range(3):
+            assert is_right(group, gather(group, 4))
+        numbers = dict(group.heap.segments())
+        assert all(workspace.segment.number in numbers for workspace in group._workspaces.values())
+        return kept.shape
+
+    run(on_rank, cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(("one", 8, 64), ("two", 8, 64)), (("one", 8, 1024), ("one", 136, 512))], ids=["operators", "parts"]
+)
+def test_workspaces_of_the_same_size_are_not_mixed_up(sizes):
+    """Of two operators, or cut in another way: ranks would not know that they have different ones."""
+
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError, match="make the same calls|call it alike"):
+            group.workspace(*sizes[group.rank])
+        for size in sizes:
+            group.workspace(*size)
+
+    run(on_rank)
