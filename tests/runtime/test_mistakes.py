@@ -38,6 +38,21 @@ def test_calls_on_a_stream_behind_a_mistake(cluster):
         run(on_rank, cluster=cluster, seed=seed)
 
 
+def test_ranks_that_refuse_do_not_run_into_what_others_launched():
+    """All but one refuse what that one has launched; one of them comes late to it, when others make the next call."""
+
+    def on_rank(group):
+        gather(group, 4)
+        gather(group, 5)
+        for _ in range(3):
+            with pytest.raises(mk.ArgumentError):
+                gather(group, 4) if group.rank == 2 else mk.all_gather_matmul("a", "b", group=group)
+            assert is_right(group, gather(group))
+
+    for seed in range(12):
+        run(on_rank, cluster=(1, 4), seed=seed, slow={0: 0.02})
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
 def test_a_workspace_that_could_not_grow_is_kept(cluster):
     """Every rank refuses once while the others were about to have a larger workspace."""
@@ -47,7 +62,7 @@ def test_a_workspace_that_could_not_grow_is_kept(cluster):
         large = torch.ones(40, 16)
         for wrong in range(group.size):
             config = mk.Config(ctas=10**5) if group.rank == wrong else None
-            with pytest.raises(mk.ArgumentError, match="config.ctas"):
+            with pytest.raises(mk.ArgumentError, match=r"config\.ctas"):
                 mk.all_gather_matmul(large, torch.ones(16, 4), config=config)
         kept = mk.empty(64)  # an allocation gives back what all ranks have dropped
         for _ in range(3):
@@ -66,7 +81,7 @@ def test_workspaces_of_the_same_size_are_not_mixed_up(sizes):
     """Of two operators, or cut in another way: ranks would not know that they have different ones."""
 
     def on_rank(group):
-        with pytest.raises(mk.ArgumentError, match="make the same calls|call it alike"):
+        with pytest.raises(mk.ArgumentError, match=r"make the same calls|call it alike"):
             group.workspace(*sizes[group.rank])
         for size in sizes:
             group.workspace(*size)

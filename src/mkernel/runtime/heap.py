@@ -51,8 +51,8 @@ class Heap:
 
     @torch.inference_mode(False)  # outside of it, too, the memory will be written to
     def allocate(self, nbytes: int, call: Hashable = None, replaces: Segment | None = None) -> Segment:
-        """A new segment of zeroed bytes. Collective. `call`: what it is for, the same on every rank. `replaces`: what is
-        dropped for it, as soon as all ranks have agreed."""
+        """A new segment of zeroed bytes. Collective. `call`: what it is for, the same on every rank. `replaces`: what
+        is dropped for it, as soon as all ranks have agreed."""
         group = self._group
         dropped = self._dropped | ({replaces.number} if replaces is not None else set())
         wishes = group.exchange("heap", (nbytes, sorted(dropped)), call)

@@ -5,8 +5,8 @@ guards the buffers has to stand that. A simulated call returns when it is done. 
 before each launch, all kernels of an epoch would have ended before the next began, and no schedule would ever show a
 missing guard. So a rank launches as soon as it comes, and the calls are compared when the last rank has come. If they
 differ, what was launched is told to leave, all ranks raise, and the group's workspaces and request rings are made as
-new, so that it can be used again. On a side stream, where calls return before they are done, a rank launches as soon as it comes, too, but
-then waits until all have come: behind what may be taken back it queues nothing.
+new, so that it can be used again. On a side stream, where calls return before they are done, a rank launches as soon as
+it comes, too, but then waits until all have come: it queues nothing behind what may be taken back.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Ahead:
         if key in self._launches and any(call != called[0] for call in called):
             self._differ[key] = called
             self._spoiled[key[0]] = key
+            for launch in [each for each in self._launches[key] if each.done]:
+                self._take_back(launch)
             self._tell_to_leave()
         else:
             self._launches.pop(key, None)
@@ -66,12 +68,15 @@ class Ahead:
     def done(self, running: RunningLaunch) -> None:
         """A launch has ended. If its call was not that of the others, its rank is told when it looks."""
         if running.exchange in self._differ:
-            group = running.spec.group
-            group._records.zero_()
-            group.differs(self._differ[running.exchange])
-            self._launches[running.exchange].remove(running)
+            self._take_back(running)
         if self._differ:
             self._tell_to_leave()
+
+    def _take_back(self, running: RunningLaunch) -> None:
+        group = running.spec.group
+        group._records.zero_()
+        group.differs(self._differ[running.exchange])
+        self._launches[running.exchange].remove(running)
 
     def settle(self, group: Group) -> None:
         """Before the next call of a group whose calls differed: all workspaces and rings as new, on all ranks."""

@@ -133,6 +133,7 @@ class SimWorld:
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._refused: dict[Hashable, dict[int, Any]] = {}  # group and rank -> the exchange of what it refused last
         self._ahead = Ahead(self)
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
@@ -171,7 +172,7 @@ class SimWorld:
         return [box[member] for member in members]
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        self._tell(rank, members, key, value)
+        self._refused[key[0], rank] = self._tell(rank, members, key, value)  # type: ignore[index]
         self._has_read(key, len(members))
 
     def _tell(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> dict[int, Any]:
@@ -181,6 +182,10 @@ class SimWorld:
         return box
 
     def confirm(self, group: Group, call: Hashable) -> None:
+        refused = self._refused.pop((group.name, group.world_rank), None)
+        if refused is not None:  # others may have launched what this rank refused: they take it back first
+            what = "the other ranks to make the call that this one refused"
+            self.scheduler.current_host().block(lambda: len(refused) == group.size, what, group.timeout)
         self._ahead.settle(group)
         key = group.next_exchange()
         box = self._tell(group.world_rank, group.members, key, (call, None))
