@@ -5,6 +5,7 @@ import torch
 from helpers import run
 
 import mkernel as mk
+from mkernel.sim.world import SimWorld
 
 CLUSTERS = [(1, 2), (1, 3), (2, 1), (2, 2)]
 
@@ -87,3 +88,66 @@ def test_workspaces_of_the_same_size_are_not_mixed_up(sizes):
             group.workspace(*size)
 
     run(on_rank)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_a_group_is_closed_by_all_or_by_none(cluster):
+    def on_rank(group):
+        part = group.split(0)
+        assert is_right(part, gather(part))
+        with pytest.raises(mk.ArgumentError, match="make the same calls in the same order"):
+            part.close() if group.rank == 0 else gather(part)
+        assert is_right(part, gather(part))
+        part.close()
+        with pytest.raises(mk.MKernelError, match="closed"):
+            gather(part)
+        assert is_right(group, gather(group))
+
+    for seed in range(2):
+        run(on_rank, cluster=cluster, seed=seed)
+
+
+def test_a_dtype_that_is_none_of_torch():
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError, match=r"dtype must be a torch\.dtype.*'float'"):
+            mk.empty(64, dtype="float" if group.rank else torch.float32)
+        assert mk.empty(64).shape == (64,)
+
+    run(on_rank)
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=str)
+def test_an_allocation_that_fails_on_one_rank(cluster, monkeypatch):
+    """Segments have the same numbers on all ranks afterwards, and a workspace that was given back is made again."""
+    fails = []
+    allocate = SimWorld.allocate
+
+    def sometimes(world, rank, nbytes):
+        if rank in fails and nbytes > 4096:
+            fails.remove(rank)
+            raise MemoryError("there is no more")
+        return allocate(world, rank, nbytes)
+
+    monkeypatch.setattr(SimWorld, "allocate", sometimes)
+
+    def on_rank(group):
+        assert is_right(group, gather(group, 4))
+        for wrong in range(group.size):
+            for rows in (80 * (wrong + 1), 4):
+                group.barrier()
+                if group.rank == wrong:
+                    fails.append(group.world_rank)
+                group.barrier()
+                if rows > 4:
+                    with pytest.raises((MemoryError, mk.ArgumentError), match="there is no more"):
+                        gather(group, rows)
+                else:
+                    fails.clear()
+                    assert is_right(group, gather(group, 4))
+        a = mk.empty(5, 16, dtype=torch.float32)  # over the network it is sent by the number of its segment
+        a.fill_(group.world_rank + 1)
+        assert is_right(group, mk.all_gather_matmul(a, torch.ones(16, 3)))
+        return [number for number, _ in group.heap.segments()]
+
+    first, *others = run(on_rank, cluster=cluster)
+    assert all(max(other) == max(first) for other in others)

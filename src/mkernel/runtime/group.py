@@ -259,10 +259,10 @@ class Group:
         """Give the group's memory back. Collective; the group can not be used afterwards."""
         self._check_process()
         if not self._closed:
-            self._closed = True
             if self._broken is None:
+                self.heap.close()  # raises, and nothing is given back, if the others call something else
                 self._workspaces.clear()
-                self.heap.close()
+            self._closed = True
             self.world.closed(self)
 
     # -- what operators ask for
