@@ -39,6 +39,24 @@ def test_calls_on_a_stream_behind_a_mistake(cluster):
         run(on_rank, cluster=cluster, seed=seed)
 
 
+def test_a_launch_that_is_taken_back_takes_no_time():
+    """Its many waits end one after the other, and meanwhile nobody else times out."""
+
+    def on_rank(group):
+        query = torch.ones(1, 4, 24, 64)
+        attend = lambda: mk.ring_attention(query, query, query)  # noqa: E731
+        attend()
+        before = group.world.scheduler.clock
+        with pytest.raises(mk.ArgumentError, match="same calls in the same order"):
+            attend() if group.rank == 0 else gather(group)
+        passed = group.world.scheduler.clock - before
+        assert is_right(group, gather(group))
+        return passed
+
+    for seed in range(4):
+        assert run(on_rank, cluster=(5, 1), seed=seed) == [0] * 5
+
+
 def test_ranks_that_refuse_do_not_run_into_what_others_launched():
     """All but one refuse what that one has launched; one of them comes late to it, when others make the next call."""
 

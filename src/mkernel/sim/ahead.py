@@ -62,7 +62,7 @@ class Ahead:
             earlier = [each for each in running if each.spec.group.name == key[0] and each.number < key[1]]
             if not earlier:
                 for launch in self._launches[key]:
-                    _flag(launch.spec.group)[0] = 1
+                    launch.leave()
                 self._world.scheduler.memory.changed(progress=True)
 
     def done(self, running: RunningLaunch) -> None:

@@ -65,13 +65,23 @@ class RunningLaunch:
         self.done = False
         self.number = 0  # of the exchange in which its ranks compare what they call
         self.exchange: Hashable = None  # that exchange, if not all had come to it
+        self.leaves = False  # its ranks called different things
         self.borrowed: list[int] = []
+
+    def leave(self) -> None:
+        """Let all waits of the launch end."""
+        self.leaves = True
+        self.spec.group._control.memory[:8].view(torch.int64)[0] = 1
+        for task in self.world.scheduler.tasks:
+            if isinstance(task, CtaTask) and task.launch is self:
+                task.leaves = True
 
     def start_more(self, time: float) -> None:
         """Start as many CTAs as may be resident, at that time of a trace."""
         resident = self.world.options.resident or self.grid
         while self.started < self.grid and self.started - self.ended < resident:
             task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time)
+            task.leaves = self.leaves
             self.views.append(task.view)
             self.world.scheduler.add(task)
             self.started += 1
