@@ -103,6 +103,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group
     shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
     if not all(isinstance(number, int) and number >= 0 for number in shape):
         raise ArgumentError(f"size must be whole numbers, 0 or more; got {size}")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     assert group is not None
     return group.empty(*shape, dtype=dtype)
 

@@ -214,9 +214,7 @@ class Group:
         """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout (RankLost if a rank has ended), or
         TransportError if the network had failed; RoutingError if one refused its input."""
         self._check_process()
-        if self._differs is not None:
-            called, self._differs = self._differs, None
-            self.compare(called)
+        self.check_calls()
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
@@ -226,6 +224,12 @@ class Group:
                 raise refusal
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken.__cause__
+
+    def check_calls(self) -> None:
+        """Raise if this rank launched something that the others did not call."""
+        if self._differs is not None:
+            called, self._differs = self._differs, None
+            self.compare(called)
 
     def _cause(self, found: Sequence[records.WaitRecord]) -> MKernelError:
         """Why waits were given up."""
@@ -256,10 +260,10 @@ class Group:
         """Give the group's memory back. Collective; the group can not be used afterwards."""
         self._check_process()
         if not self._closed:
-            self._closed = True
             if self._broken is None:
+                self.heap.close()  # raises, and nothing is given back, if the others call something else
                 self._workspaces.clear()
-                self.heap.close()
+            self._closed = True
             self.world.closed(self)
 
     # -- what operators ask for
@@ -393,6 +397,8 @@ class Group:
         is new or must grow."""
         key = (op, self.world.stream_key(self.world_rank))
         have = self._workspaces.get(key)
+        if have is not None and not self.heap.holds(have.segment):
+            have = None  # it was given back for a larger one, which a rank could not allocate then
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
             self.keep_if_captured(have)
             return have
@@ -404,11 +410,9 @@ class Group:
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
             half_bytes = max(half_bytes, have.half_bytes)
-            if have not in self._captured:
-                self.heap.drop(have.segment)
         half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT
-        workspace = self._make_workspace(op, signal_words, half_bytes)
-        self._workspaces[key] = workspace
+        replaces = have.segment if have is not None and have not in self._captured else None
+        workspace = self._workspaces[key] = self._make_workspace(op, signal_words, half_bytes, replaces)
         return workspace
 
     def keep_if_captured(self, used: Any) -> None:
@@ -417,8 +421,11 @@ class Group:
             self._captured.append(used)
 
     @torch.inference_mode(False)
-    def _make_workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
-        segment = self.heap.allocate(-(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes)
+    def _make_workspace(self, op: str, signal_words: int, half_bytes: int, replaces: Segment | None) -> Workspace:
+        # Ranks that have mixed up their calls may ask for as many bytes by chance, for something else.
+        cut = (f"workspace of {op}", (("signal_words", signal_words), ("half_bytes", half_bytes)))
+        nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
+        segment = self.heap.allocate(nbytes, cut, replaces)
         state = self.world.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank

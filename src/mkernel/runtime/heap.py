@@ -11,7 +11,7 @@ is closed).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,12 @@ class Heap:
         return sum(segment.memory.numel() for segment in self._segments.values())
 
     @torch.inference_mode(False)  # outside of it, too, the memory will be written to
-    def allocate(self, nbytes: int) -> Segment:
-        """A new segment of zeroed bytes. Collective."""
+    def allocate(self, nbytes: int, call: Hashable = None, replaces: Segment | None = None) -> Segment:
+        """A new segment of zeroed bytes. Collective. `call`: what it is for, the same on every rank. `replaces`: what
+        is dropped for it, as soon as all ranks have agreed."""
         group = self._group
-        wishes = group.exchange("heap", (nbytes, sorted(self._dropped)))
+        dropped = self._dropped | ({replaces.number} if replaces is not None else set())
+        wishes = group.exchange("heap", (nbytes, sorted(dropped)), call)
         sizes = [size for size, _ in wishes]
         if len(set(sizes)) > 1:
             problem = ArgumentError(
@@ -62,11 +64,13 @@ class Heap:
             )
             problem.on_every_rank = True
             raise problem
-        self._give_back(set.intersection(*(set(dropped) for _, dropped in wishes)))
+        # whatever fails on one rank from here on, all have numbered and dropped alike
+        number, self._next = self._next, self._next + 1
+        self._dropped |= dropped
+        self._give_back(set.intersection(*(set(theirs) for _, theirs in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
         addresses = group.world.map(group, memory)
-        segment = Segment(self._next, memory, addresses, group.world.multicast(group, memory, addresses))
-        self._next += 1
+        segment = Segment(number, memory, addresses, group.world.multicast(group, memory, addresses))
         self._segments[segment.number] = segment
         group.world.register(group, segment.number, memory)
         group.barrier()
@@ -75,6 +79,10 @@ class Heap:
     def drop(self, segment: Segment) -> None:
         """This rank will not use the segment any more."""
         self._dropped.add(segment.number)
+
+    def holds(self, segment: Segment) -> bool:
+        """Has the segment not been given back?"""
+        return segment.number in self._segments
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a segment of its own, which is dropped when the tensor and its views are gone."""

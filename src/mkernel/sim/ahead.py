@@ -4,8 +4,9 @@ On GPUs, hosts run ahead of kernels: one rank's kernel may be in epoch e+1 while
 guards the buffers has to stand that. A simulated call returns when it is done. If ranks also waited for each other
 before each launch, all kernels of an epoch would have ended before the next began, and no schedule would ever show a
 missing guard. So a rank launches as soon as it comes, and the calls are compared when the last rank has come. If they
-differ, what was launched is told to leave, all ranks raise, and the group's workspaces are made as new, so that it can
-be used again.
+differ, what was launched is told to leave, all ranks raise, and the group's workspaces and request rings are made as
+new, so that it can be used again. On a side stream, where calls return before they are done, a rank launches as soon as
+it comes, too, but then waits until all have come: it queues nothing behind what may be taken back.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Ahead:
         running.exchange = key
         self._launches.setdefault(key, []).append(running)
 
+    def differ(self, key: Hashable) -> bool:
+        """Did all ranks come to an exchange, with different calls?"""
+        return key in self._differ
+
     def compare(self, key: Any, members: Sequence[int], box: dict[int, Any]) -> None:
         """Somebody came to an exchange: if it was the last one, end what was launched if calls differ."""
         if len(box) < len(members):
@@ -44,6 +49,8 @@ class Ahead:
         if key in self._launches and any(call != called[0] for call in called):
             self._differ[key] = called
             self._spoiled[key[0]] = key
+            for launch in [each for each in self._launches[key] if each.done]:
+                self._take_back(launch)
             self._tell_to_leave()
         else:
             self._launches.pop(key, None)
@@ -55,21 +62,24 @@ class Ahead:
             earlier = [each for each in running if each.spec.group.name == key[0] and each.number < key[1]]
             if not earlier:
                 for launch in self._launches[key]:
-                    _flag(launch.spec.group)[0] = 1
+                    launch.leave()
                 self._world.scheduler.memory.changed(progress=True)
 
     def done(self, running: RunningLaunch) -> None:
         """A launch has ended. If its call was not that of the others, its rank is told when it looks."""
         if running.exchange in self._differ:
-            group = running.spec.group
-            group._records.zero_()
-            group.differs(self._differ[running.exchange])
-            self._launches[running.exchange].remove(running)
+            self._take_back(running)
         if self._differ:
             self._tell_to_leave()
 
+    def _take_back(self, running: RunningLaunch) -> None:
+        group = running.spec.group
+        group._records.zero_()
+        group.differs(self._differ[running.exchange])
+        self._launches[running.exchange].remove(running)
+
     def settle(self, group: Group) -> None:
-        """Before the next call of a group whose calls differed: all workspaces as new, on all ranks."""
+        """Before the next call of a group whose calls differed: all workspaces and rings as new, on all ranks."""
         key = self._spoiled.get(group.name)
         if key is None:
             return
@@ -83,6 +93,7 @@ class Ahead:
             return  # another rank was here first
         for each in groups:
             _flag(each)[0] = 0
+            self._world.empty_ring(each)
             for workspace in each._workspaces.values():
                 workspace.segment.memory[: workspace.data_start] = 0
                 workspace.state.zero_()

@@ -83,6 +83,15 @@ class Proxy(Task):
         slot = HEADER + self.consumed % capacity * WORDS
         return len(self.flying) < AT_ONCE and self.words[slot] == self.consumed // capacity + 1
 
+    def reset(self) -> None:
+        """An empty ring, as at the start. Nothing is in flight."""
+        assert not self.flying
+        capacity = self.words[layout.CAPACITY.value]
+        self.words[:] = 0
+        self.words[layout.CAPACITY.value] = capacity
+        self.consumed = self.completed_in_order = 0
+        self.completed.clear()
+
     def ready(self) -> bool:
         return bool(self.flying) or self._due()
 

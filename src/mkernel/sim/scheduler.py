@@ -149,6 +149,7 @@ class CtaTask(Task):
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
         self.looks = 0  # how often it was let look again with the clock standing still
+        self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
         self.last_load: tuple[int, bytes] | None = None
         self.spins = 0
 
@@ -156,7 +157,7 @@ class CtaTask(Task):
         self.launch.function(**self.launch.arguments)
 
     def ready(self) -> bool:
-        return self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
+        return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
 
     def resume(self) -> None:
         self.scheduler.builder.cta = self

@@ -15,7 +15,7 @@ from greenlet import greenlet
 
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import CommTimeout, MKernelError
-from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.group import RING_CAPACITY, Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.ahead import Ahead
@@ -65,13 +65,23 @@ class RunningLaunch:
         self.done = False
         self.number = 0  # of the exchange in which its ranks compare what they call
         self.exchange: Hashable = None  # that exchange, if not all had come to it
+        self.leaves = False  # its ranks called different things
         self.borrowed: list[int] = []
+
+    def leave(self) -> None:
+        """Let all waits of the launch end."""
+        self.leaves = True
+        self.spec.group._control.memory[:8].view(torch.int64)[0] = 1
+        for task in self.world.scheduler.tasks:
+            if isinstance(task, CtaTask) and task.launch is self:
+                task.leaves = True
 
     def start_more(self, time: float) -> None:
         """Start as many CTAs as may be resident, at that time of a trace."""
         resident = self.world.options.resident or self.grid
         while self.started < self.grid and self.started - self.ended < resident:
             task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time)
+            task.leaves = self.leaves
             self.views.append(task.view)
             self.world.scheduler.add(task)
             self.started += 1
@@ -133,6 +143,7 @@ class SimWorld:
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._proxies: dict[Hashable, Proxy] = {}
         self._mail: dict[Hashable, dict[int, Any]] = {}
+        self._refused: dict[Hashable, dict[int, Any]] = {}  # group and rank -> the exchange of what it refused last
         self._ahead = Ahead(self)
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
@@ -171,7 +182,7 @@ class SimWorld:
         return [box[member] for member in members]
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        self._tell(rank, members, key, value)
+        self._refused[key[0], rank] = self._tell(rank, members, key, value)  # type: ignore[index]
         self._has_read(key, len(members))
 
     def _tell(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> dict[int, Any]:
@@ -181,6 +192,10 @@ class SimWorld:
         return box
 
     def confirm(self, group: Group, call: Hashable) -> None:
+        refused = self._refused.pop((group.name, group.world_rank), None)
+        if refused is not None:  # others may have launched what this rank refused: they take it back first
+            what = "the other ranks to make the call that this one refused"
+            self.scheduler.current_host().block(lambda: len(refused) == group.size, what, group.timeout)
         self._ahead.settle(group)
         key = group.next_exchange()
         box = self._tell(group.world_rank, group.members, key, (call, None))
@@ -318,6 +333,13 @@ class SimWorld:
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
+    def empty_ring(self, group: Group) -> None:
+        """Make the request ring of a rank as new. Nothing is in flight. Who posts after it was told to leave takes a
+        ticket and writes no request: the proxy would wait for that one for ever."""
+        if group._ring is not None and group._posting is not None:
+            self._proxies[group.name, group.world_rank].reset()
+            group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
+
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
         self.scheduler.current_host().block(lambda: drained(ring), "the network", timeout)
 
@@ -364,7 +386,7 @@ class SimWorld:
         running = RunningLaunch(self, rank, launch)
         last = launch.group.last_exchange
         running.number = last[1]
-        if last in self._mail:  # not all have come yet
+        if self._not_all_came(last, launch.group):
             self._ahead.launched(last, running)
         self._lend(running, launch.arguments)
         key = (rank, self.stream_key(rank))
@@ -372,9 +394,20 @@ class SimWorld:
         queue.append(running)
         if len(queue) == 1:
             running.start_more(self._times[rank])
+        host = self.scheduler.current_host()
         if key[1] == "default":
-            self.scheduler.current_host().block(lambda: running.done, f"its {launch.op}")
+            host.block(lambda: running.done, f"its {launch.op}")
             launch.group.check()
+        else:
+            # what is queued next must not run beside what may be taken back
+            host.block(
+                lambda: running.done or not (self._not_all_came(last, launch.group) or self._ahead.differ(last)),
+                f"the other ranks to call {launch.op}",
+            )
+            launch.group.check_calls()
+
+    def _not_all_came(self, exchange: Hashable, group: Group) -> bool:
+        return len(self._mail.get(exchange, range(group.size))) < group.size
 
     def _lend(self, running: RunningLaunch, arguments: dict[str, Any]) -> None:
         """The kernel may touch the tensors it was given, while it runs."""
