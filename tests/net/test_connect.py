@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from patience import HANG
 
 from mkernel.net import Efa, Proxy, Tcp, TcpTransport, Verbs, VerbsTransport, connect, devices
 from mkernel.net.rdma import EfaTransport
@@ -30,14 +31,14 @@ class FakeGroup:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.topology = Topology(meeting.size // gpus_per_node, gpus_per_node)
         self.local_rank = self.topology.local_rank_of(rank)
-        self.timeout = 20.0
+        self.timeout = HANG
         self.device = torch.device("cpu")
 
     def exchange(self, what, value):
         self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(HANG)
         values = list(self.meeting.values)
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(HANG)
         return values
 
     def agree(self, what, **values):
