@@ -30,7 +30,7 @@ LOST = """
     if group.rank == {victim} and {between_calls}:
         end()
     if group.rank == {victim}:
-        group.launch = lambda launch: end()  # after the ranks have agreed on the call
+        group.confirm, confirm = (lambda: (confirm(), end())), group.confirm  # after the ranks have agreed on the call
     try:
         while True:
             mk.all_gather_matmul(a, a)
@@ -39,12 +39,18 @@ LOST = """
     left = group.subset([rank for rank in range(group.size) if rank != {victim}])
     assert (mk.all_gather_matmul(a, a, group=left) == 16).all()
     print("went on: rank", group.rank, flush=True)
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def until(what, count):
+        while store.add(what, 0) < count:
+            time.sleep(0.05)
+
+    store.add("done", 1)
+    until("done", group.size - 1)  # nobody leaves while another is still in the call
     if group.rank:
-        torch.distributed.distributed_c10d._get_default_store().add("done", 1)
+        store.add("left", 1)
         os._exit(0)
-    store = torch.distributed.distributed_c10d._get_default_store()  # is in this process
-    while store.add("done", 0) < group.size - 2:
-        time.sleep(0.05)
+    until("left", group.size - 2)  # the store is in this process
 """
 
 
@@ -187,12 +193,12 @@ PATIENT = """
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
 
-    def later(launched):
+    def later():
         global passed
+        confirm()
         passed += int(2 * WAIT)
-        launch(launched)
 
-    group.launch, launch = later, group.launch
+    group.confirm, confirm = later, group.confirm
     # after the ranks have agreed: of the host's time no wait of a kernel may be charged
     assert (mk.all_gather_matmul(a, a) == 16).all()
     assert passed

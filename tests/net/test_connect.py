@@ -11,7 +11,7 @@ from mkernel.net.rdma import EfaTransport
 from mkernel.runtime.errors import ArgumentError, TransportError
 from mkernel.runtime.topology import Topology
 
-from .harness import Producer, eventually, together
+from .harness import SECRET, Producer, eventually, together
 from .test_rdma import control, fake, has_headers  # noqa: F401
 
 
@@ -53,7 +53,9 @@ def open_all(wishes, gpus_per_node=1):
 
     def one(rank):
         try:
-            results[rank] = connect.open_transport(groups[rank], connect.wish_of(wishes[rank]), lambda: "127.0.0.1")
+            results[rank] = connect.open_transport(
+                groups[rank], connect.wish_of(wishes[rank]), lambda: "127.0.0.1", SECRET
+            )
         except TransportError as error:
             results[rank] = error
 
