@@ -197,6 +197,8 @@ PATIENT = """
         global passed
         confirm()
         passed += int(2 * WAIT)
+        if group.rank:
+            time.sleep(0.5)  # so that the other one waits, and looks at its clock
 
     group.confirm, confirm = later, group.confirm
     # after the ranks have agreed: of the host's time no wait of a kernel may be charged
