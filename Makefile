@@ -24,8 +24,8 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/rdma --ignore=tests/net/test_throughput.py tests
-	$(BIN)/python -m pytest -rs tests/net/test_throughput.py  # alone: rates are compared
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not measures" --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -rs -m measures --ignore=tests/rdma --ignore=tests/gpu tests  # one at a time
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 
 import pytest
+from patience import HANG
 
 FLAGS = (
     "--headless",
@@ -54,8 +55,8 @@ def opened():
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         browser = selenium.Chrome(options=options, service=selenium.ChromeService(executable_path=driver))
         try:
-            browser.set_page_load_timeout(60)
-            browser.set_script_timeout(60)
+            browser.set_page_load_timeout(HANG)
+            browser.set_script_timeout(HANG)
             yield browser
         finally:
             browser.quit()

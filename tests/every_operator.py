@@ -10,6 +10,7 @@ import argparse
 
 import torch
 from attention import Case, assert_attention, exact
+from patience import WAIT
 
 import mkernel as mk
 
@@ -190,7 +191,7 @@ def main():
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(OPERATORS)}; all by default")
     parser.add_argument("--gpus-per-node", type=int)
     given = parser.parse_args()
-    group = mk.init(timeout=60.0, gpus_per_node=given.gpus_per_node)
+    group = mk.init(timeout=WAIT, gpus_per_node=given.gpus_per_node)
     for name in given.operators or OPERATORS:
         for _ in range(2):  # the second call finds everything as the first one left it
             OPERATORS[name](group)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel.bench import baselines, moe, nccl, ring_attention
@@ -147,7 +148,7 @@ def fail(peer, folder):
     write_pid(peer, folder)
     if peer.rank == 1:
         raise ValueError("no such memory\nat all")
-    time.sleep(1000)
+    time.sleep(10 * HANG)
 
 
 def be_killed(peer, folder):
@@ -163,7 +164,7 @@ def hang(peer, folder):
     peer.say("hanging")
     peer.exchange(None)
     (folder / f"hangs {peer.rank}").touch()
-    time.sleep(1000)
+    time.sleep(10 * HANG)
 
 
 def write_pid(peer, folder):

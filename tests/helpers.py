@@ -5,6 +5,7 @@ import signal
 from dataclasses import dataclass
 
 import torch
+from patience import HANG
 
 import mkernel as mk
 from mkernel.sim.scheduler import Options
@@ -174,7 +175,7 @@ class Guards:
 
 
 @contextlib.contextmanager
-def time_limit(seconds):
+def time_limit(seconds=HANG):
     """Fail, instead of running on for ever."""
 
     def ring(*_):

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 SOMEBODY = 54321  # a user id that nobody here has
 VICTIM = 54322  # another one
@@ -37,8 +38,8 @@ def run_as(user, function):
     answers = processes.Queue()
     process = processes.Process(target=_work, args=(user, function, answers))
     process.start()
-    fine, answer = answers.get(timeout=120)
-    process.join(60)
+    fine, answer = answers.get(timeout=HANG)
+    process.join(HANG)
     assert fine, answer
     return answer
 

@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
-SOURCE = str(Path(__file__).parents[1] / "src")
+TESTS = Path(__file__).parent
+SOURCE = str(TESTS.parent / "src")
+AND_TESTS = f"{SOURCE}{os.pathsep}{TESTS}"  # programs of ranks can import patience, too
 
 
-def run(command, seconds=90, expected=0, folder=None):
+def run(command, seconds=HANG, expected=0, folder=None, paths=SOURCE):
     """Run a command, in a folder; what it printed. It is ended, with its children, if it takes too long."""
-    environment = dict(os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1")
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -32,18 +35,18 @@ def run(command, seconds=90, expected=0, folder=None):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        pytest.fail(f"still running after {seconds} s:\n{output}")
+        pytest.fail(f"still running after {seconds:g} s:\n{output}")
     assert process.returncode == expected, output
     return output
 
 
-def torchrun(script, ranks, seconds=90, arguments=()):
+def torchrun(script, ranks, seconds=HANG, arguments=()):
     """Run a script on so many ranks; what they printed."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([*start, str(script), *arguments], seconds)
+    return run([*start, str(script), *arguments], seconds, paths=AND_TESTS)
 
 
-def run_ranks(program, ranks, seconds=80):
+def run_ranks(program, ranks, seconds=HANG):
     """Processes as torchrun would start them, but nobody ends the others when one dies; outputs and exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -51,7 +54,7 @@ def run_ranks(program, ranks, seconds=80):
     processes = []
     for rank in range(ranks):
         environment = dict(
-            os.environ, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks),
+            os.environ, PYTHONPATH=AND_TESTS, OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks),
             LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )  # fmt: skip
         command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -66,7 +69,7 @@ def run_ranks(program, ranks, seconds=80):
             for future in reading:
                 future.result(timeout=max(deadline - time.monotonic(), 0))
         except TimeoutError:
-            outputs = [f"still running after {seconds} s\n" if p.poll() is None else "" for p in processes]
+            outputs = [f"still running after {seconds:g} s\n" if p.poll() is None else "" for p in processes]
         finally:
             for process in processes:
                 if process.poll() is None:

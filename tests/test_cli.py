@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG
 from typer.testing import CliRunner
 
 import mkernel
@@ -615,7 +616,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
     os.close(reader)
     command = [sys.executable, "-m", "mkernel.cli", *arguments]
     with open(writer, "w") as gone:
-        result = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        result = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=HANG, check=False)
     assert result.stderr == ""
     assert result.returncode == -signal.SIGPIPE
 
@@ -623,7 +624,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
 def test_exit_codes_are_as_before_where_somebody_reads():
     command = [sys.executable, "-m", "mkernel.cli"]
     for arguments, code in ((["--version"], 0), (["frobnicate"], 2)):
-        assert subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=False).returncode == code
+        assert subprocess.run([*command, *arguments], capture_output=True, timeout=HANG, check=False).returncode == code
 
 
 # -- why

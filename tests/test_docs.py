@@ -39,7 +39,7 @@ def test_python_runs(page, tmp_path):
     if started:
         processes.torchrun(path, int(started.group(1)))
     else:
-        processes.run([sys.executable, str(path)], seconds=120, folder=tmp_path)
+        processes.run([sys.executable, str(path)], folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)

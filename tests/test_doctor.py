@@ -1,12 +1,15 @@
 """The doctor, on machines that are not here."""
 
+import contextlib
 import ctypes
 import json
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import HANG
 
 import mkernel as mk
 from mkernel import doctor
@@ -267,14 +270,31 @@ def test_a_compiler_that_can_not_be_started(tmp_path):
 
 
 def test_a_compiler_that_does_not_end_is_ended_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "SECONDS", 0.5)
-    path = compiler(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; sleep 600")
-    assert "still compiling" in Machine().try_compiler([str(path)])
-    assert Machine().output(str(path)) is None
-    child = int((tmp_path / "child").read_text())
-    state = Path(f"/proc/{child}/stat")
-    while state.exists() and state.read_text().split()[2] not in "ZX":  # whoever adopts it may take a moment to reap it
-        time.sleep(0.01)
+    """The time is over as soon as it has a child."""
+    child = tmp_path / "child"
+    path = compiler(tmp_path, f"sleep {2 * HANG} & echo $! > {child}.new; mv {child}.new {child}; sleep {2 * HANG}")
+
+    class Process(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is not None:
+                assert timeout == doctor.SECONDS
+                while not child.exists():
+                    assert self.poll() is None
+                    time.sleep(0.01)
+                timeout = 0.1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    for look, expected in [
+        (lambda: "still compiling" in Machine().try_compiler([str(path)]), True),
+        (lambda: Machine().output(str(path)), None),
+    ]:
+        assert look() is expected
+        state = Path(f"/proc/{child.read_text().strip()}/stat")
+        with contextlib.suppress(OSError):  # it is gone
+            while state.read_text().split()[2] not in "ZX":  # whoever adopts it may take a moment to reap it
+                time.sleep(0.01)
+        child.unlink()
 
 
 def test_the_compiler_that_is_here_works():

@@ -83,6 +83,7 @@ def test_a_speed_explains_the_calls_that_it_was_measured_with(op):
         assert found.step > 0
 
 
+@pytest.mark.measures
 def test_an_estimate_is_near_what_a_call_takes():
     workload, shape, ranks = WORKLOADS["matmul_reduce_scatter"], (256, 128, 1024), 4
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from figures import result
+from patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel import bench
@@ -104,11 +105,11 @@ def test_every_way_of_every_operator():
         ("symm_mem", "matmul_all_reduce", (gloo_ranks.SPOILED, 6, 10), single, 1e-4, 4, ()),
         ("nccl", "matmul_all_reduce", (12, 6, 10), single, 1e-12, 4, ()),
     ]
-    reports = peers.run(gloo_ranks.measure_all, 2, cases, seconds=120)
+    reports = peers.run(gloo_ranks.measure_all, 2, cases, seconds=HANG)
     assert len(reports) == len(cases)
     for case, report in zip(cases[:right], reports):
         assert report["status"] == "measured", (case, report)
-        assert 0 < report["ms"] < 1e4
+        assert 0 < report["ms"] < 1e3 * HANG
         assert 0 < report["max_error"] <= case[4]
         assert (case[0] == "nccl") == ("then" in report["way"] and "vdev" not in report["way"])
     no_multicast, spoiled, too_wrong = reports[right:]
@@ -133,13 +134,13 @@ def are_gone(folder, ranks):
 
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     with pytest.raises(peers.PeerFailure, match=r"^rank 1: ValueError: no such memory$"):
-        peers.run(gloo_ranks.fail, 2, tmp_path, seconds=120)
+        peers.run(gloo_ranks.fail, 2, tmp_path, seconds=HANG)
     are_gone(tmp_path, 2)
 
 
 def test_a_rank_that_is_killed(tmp_path):
     with pytest.raises(peers.PeerFailure, match=r"^process 0 terminated with signal SIGKILL; rank 0: out of memory$"):
-        peers.run(gloo_ranks.be_killed, 1, tmp_path, seconds=120)
+        peers.run(gloo_ranks.be_killed, 1, tmp_path, seconds=HANG)
     are_gone(tmp_path, 1)
 
 
@@ -149,11 +150,11 @@ def test_ranks_that_hang_are_ended(tmp_path, monkeypatch):
 
     def monotonic():
         hanging = [(tmp_path / f"hangs {rank}").exists() for rank in range(2)]
-        return real() + (1000.0 if all(hanging) else 0.0)
+        return real() + (2 * HANG if all(hanging) else 0.0)
 
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=monotonic))
-    with pytest.raises(peers.PeerFailure, match=r"^it took longer than 120 s; rank 0: hanging, rank 1: hanging$"):
-        peers.run(gloo_ranks.hang, 2, tmp_path, seconds=120)
+    with pytest.raises(peers.PeerFailure, match=rf"^it took longer than {HANG:g} s; rank 0: hanging, rank 1: hanging$"):
+        peers.run(gloo_ranks.hang, 2, tmp_path, seconds=HANG)
     are_gone(tmp_path, 2)
 
 

@@ -1,21 +1,21 @@
 """Processes that die, are interrupted, late or forked: the others hear of it in time, say who it was, and go on."""
 
+import re
 import signal
 
 import pytest
 from processes import run_ranks
 
-LONG = 600.0  # seconds that no test here waits for: what is noticed is noticed without the timeout
-
 LOST = """
     import os, signal, sys, time
     import torch
+    from patience import HANG
     import mkernel as mk
     from mkernel.runtime import processes
 
     machine = int(os.environ["RANK"]) // {per_machine}  # as if there were so many ranks on a machine
     processes.host_name = lambda: f"machine {{machine}}"
-    group = mk.init(timeout={timeout}, gpus_per_node={gpus_per_node})
+    group = mk.init(timeout=2 * HANG, gpus_per_node={gpus_per_node})  # what is noticed is noticed without it
     a = torch.ones(16, 16)
     for _ in range(2):
         assert (mk.all_gather_matmul(a, a) == 16).all()
@@ -29,8 +29,8 @@ LOST = """
 
     if group.rank == {victim} and {between_calls}:
         end()
-    if group.rank == {victim}:  # when all ranks are about to launch
-        group.world.launch = lambda rank, launch: (group.confirm(), end())
+    if group.rank == {victim}:
+        group.confirm, confirm = (lambda: (confirm(), end())), group.confirm  # when all are about to launch
     try:
         while True:
             mk.all_gather_matmul(a, a)
@@ -39,21 +39,26 @@ LOST = """
     left = group.subset([rank for rank in range(group.size) if rank != {victim}])
     assert (mk.all_gather_matmul(a, a, group=left) == 16).all()
     print("went on: rank", group.rank, flush=True)
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def until(what, count):
+        while store.add(what, 0) < count:
+            time.sleep(0.05)
+
+    store.add("done", 1)
+    until("done", group.size - 1)  # nobody leaves while another is still in the call
     if group.rank:
-        torch.distributed.distributed_c10d._get_default_store().add("done", 1)
+        store.add("left", 1)
         os._exit(0)
-    store = torch.distributed.distributed_c10d._get_default_store()  # is in this process
-    while store.add("done", 0) < group.size - 2:
-        time.sleep(0.05)
+    until("left", group.size - 2)  # the store is in this process
 """
 
 
-def lost(ranks, victim, gpus_per_node, per_machine, how="killed", between_calls=True, timeout=LONG):
+def lost(ranks, victim, gpus_per_node, per_machine, how="killed", between_calls=True):
     program = LOST.format(
-        victim=victim, gpus_per_node=gpus_per_node, per_machine=per_machine, how=how, between_calls=between_calls,
-        timeout=timeout,
+        victim=victim, gpus_per_node=gpus_per_node, per_machine=per_machine, how=how, between_calls=between_calls
     )  # fmt: skip
-    results = run_ranks(program, ranks, seconds=200)
+    results = run_ranks(program, ranks)
     for rank, (output, code) in enumerate(results):
         if rank == victim:
             assert code == {"killed": -signal.SIGKILL, "a bug": 1, "exits": 3}[how], output
@@ -86,17 +91,18 @@ def test_killed_on_another_machine(between_calls):
 
 
 INTERRUPTED = """
-    import os, random, signal, sys, threading, time
+    import os, random, signal, threading
     import torch
+    from patience import HANG
     import mkernel as mk
 
-    group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
+    group = mk.init(timeout=2 * HANG, gpus_per_node={gpus_per_node})
     a = torch.ones(16, 16, device=group.device)
     mk.all_gather_matmul(a, a)
-    if group.rank == 1:
-        pause = random.Random({seed}).uniform(0.0, 0.5)  # so that it comes in the middle of anything
-        threading.Timer(pause, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
+        if group.rank == 1:
+            pause = random.Random({seed}).uniform(0.0, 0.5)  # so that it comes in the middle of anything
+            threading.Timer(pause, os.kill, (os.getpid(), signal.SIGINT)).start()
         while True:
             mk.all_gather_matmul(a, a)
     except BaseException as failure:
@@ -105,14 +111,17 @@ INTERRUPTED = """
         mk.all_gather_matmul(a, a)
     except mk.MKernelError as failure:
         print("stays broken:", failure, flush=True)
-    if group.rank == 0:
-        time.sleep(1.0)  # the store is in this process
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if group.rank:
+        store.set("done", "1")
+    else:
+        store.wait(["done"])  # it is in this process
 """
 
 
 @pytest.mark.parametrize(("gpus_per_node", "seed"), [(2, 1), (2, 2), (2, 3), (1, 4)])
 def test_interrupted(gpus_per_node, seed):
-    (zero, code), (one, other) = run_ranks(INTERRUPTED.format(gpus_per_node=gpus_per_node, seed=seed), 2, seconds=200)
+    (zero, code), (one, other) = run_ranks(INTERRUPTED.format(gpus_per_node=gpus_per_node, seed=seed), 2)
     assert (code, other) == (0, 0), zero + one
     assert "ended: KeyboardInterrupt" in one, one
     assert "ended: RankLost rank 1 is lost" in zero or "ended: TransportError" in zero, zero
@@ -122,25 +131,35 @@ def test_interrupted(gpus_per_node, seed):
 
 
 LATE = """
-    import logging, os, time
+    import logging
     from datetime import timedelta
     import torch
+    from patience import HANG
     import mkernel as mk
     from mkernel.runtime import processes
 
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=240))
-    processes.WARN_SECONDS = 1.0
-    logging.basicConfig(format="logged: %(message)s")
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=HANG + 1))
+    store = torch.distributed.distributed_c10d._get_default_store()
     group = mk.init()
-    assert group.timeout == 240, group.timeout
+    assert group.timeout == HANG + 1, group.timeout
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
+    torch.distributed.barrier()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            print("logged:", record.getMessage(), flush=True)
+            store.set(f"rank {group.rank} has logged", "1")
+
+    logging.getLogger("mkernel").addHandler(Told())
+    usual, processes.WARN_SECONDS = processes.WARN_SECONDS, 1.0
     if group.rank == 1:
-        time.sleep(4.0)  # a checkpoint
+        store.wait(["rank 0 has logged"])  # a checkpoint
     assert (mk.all_gather_matmul(a, a) == 16).all()
-    part = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=77))
-    assert mk.init(part).timeout == 77
-    assert mk.init(part, timeout=5.0).timeout == 5
+    processes.WARN_SECONDS = usual
+    part = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=HANG + 2))
+    assert mk.init(part).timeout == HANG + 2
+    assert mk.init(part, timeout=HANG + 3).timeout == HANG + 3
     print("right on rank", group.rank, flush=True)
     torch.distributed.barrier()
 """
@@ -152,22 +171,39 @@ def test_a_late_rank_is_waited_for_and_named():
     assert "right on rank 0" in zero, zero
     assert "right on rank 1" in one, one
     assert zero.count("logged: ") == 1, zero
-    assert "logged: all_gather_matmul: rank 0 has waited 1 s for rank 1 to make the same call" in zero, zero
+    assert re.search(r"logged: all_gather_matmul: rank 0 has waited \d+ s for rank 1 to make the same call", zero), zero
     assert "logged:" not in one, one
 
 
 PATIENT = """
     import time
+    from types import SimpleNamespace
     import torch
+    from patience import WAIT
     import mkernel as mk
+    from mkernel.sim import scheduler
 
-    group = mk.init(timeout=3.0)
+    passed = 0  # seconds by which the clock of this rank's kernels is ahead
+    scheduler.time = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + passed,
+        monotonic_ns=lambda: time.monotonic_ns() + passed * 10**9,
+        sleep=time.sleep,
+    )
+    group = mk.init(timeout=WAIT)
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
-    time.sleep(4.0)  # of the host, which no wait of a kernel may be charged with
-    if group.rank == 1:
-        time.sleep(1.0)
+
+    def later():
+        global passed
+        confirm()
+        passed += int(2 * WAIT)
+        if group.rank:
+            time.sleep(0.5)  # so that the other one waits, and looks at its clock
+
+    group.confirm, confirm = later, group.confirm
+    # after the ranks have agreed: of the host's time no wait of a kernel may be charged
     assert (mk.all_gather_matmul(a, a) == 16).all()
+    assert passed
     print("patient: rank", group.rank, flush=True)
     group.barrier()
     group.close()
@@ -183,9 +219,10 @@ def test_a_wait_is_as_long_as_it_lasts():
 
 ONE_MORE_ROW = """
     import torch
+    from patience import WAIT
     import mkernel as mk
 
-    group = mk.init(timeout=600.0, gpus_per_node={gpus_per_node})
+    group = mk.init(timeout=WAIT, gpus_per_node={gpus_per_node})
     for op in (mk.all_gather_matmul, mk.matmul_reduce_scatter, mk.matmul_all_reduce):
         good = torch.ones(16, 16, device=group.device)
         known = torch.ones(32, 16, device=group.device)
@@ -212,7 +249,7 @@ ONE_MORE_ROW = """
 
 @pytest.mark.parametrize("gpus_per_node", [2, 1])
 def test_a_rank_that_calls_something_else(gpus_per_node):
-    for rank, (output, code) in enumerate(run_ranks(ONE_MORE_ROW.format(gpus_per_node=gpus_per_node), 2, seconds=200)):
+    for rank, (output, code) in enumerate(run_ranks(ONE_MORE_ROW.format(gpus_per_node=gpus_per_node), 2)):
         assert code == 0, output
         assert f"right on rank {rank}" in output, output
 
@@ -220,10 +257,11 @@ def test_a_rank_that_calls_something_else(gpus_per_node):
 FORKED = """
     import multiprocessing, os, sys, warnings
     import torch
+    from patience import WAIT
     import mkernel as mk
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
-    group = mk.init(timeout=600.0, gpus_per_node=1)
+    group = mk.init(timeout=WAIT, gpus_per_node=1)
     a = torch.full((16, 16), float(group.rank))
     x = mk.empty(4, 16, dtype=torch.float32)
 
@@ -266,6 +304,6 @@ FORKED = """
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on():
-    for rank, (output, code) in enumerate(run_ranks(FORKED, 2, seconds=200)):
+    for rank, (output, code) in enumerate(run_ranks(FORKED, 2)):
         assert code == 0, output
         assert f"right on rank {rank}" in output, output

@@ -1,23 +1,19 @@
 """A mixture-of-experts layer on several processes on CPUs, started by torchrun: two nodes that talk over TCP."""
 
-import sys
 import textwrap
-from pathlib import Path
 
-from processes import run
-
-TESTS = str(Path(__file__).parents[1])
+from processes import torchrun
 
 PROGRAM = """
     import sys
 
-    sys.path.insert(0, {tests!r})
     import torch
     from experts import Layer, combine, ffn
+    from patience import WAIT
 
     import mkernel as mk
 
-    group = mk.init(timeout=60.0, gpus_per_node=2)
+    group = mk.init(timeout=WAIT, gpus_per_node=2)
     assert (group.size, group.nodes) == (4, 2)
     layer = Layer((6, 3, 9, 0), (2, 1, 0, 2), k=3)
     combine(group, layer)
@@ -36,8 +32,5 @@ PROGRAM = """
 
 def test_two_nodes_over_tcp(tmp_path):
     script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(PROGRAM.format(tests=TESTS)))
-    output = run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)], seconds=200
-    )
-    assert output.count("right on rank") == 4
+    script.write_text(textwrap.dedent(PROGRAM))
+    assert torchrun(script, 4).count("right on rank") == 4

@@ -8,6 +8,7 @@ WORKS = """
     import os, random, sys, threading, time
     import torch
     import torch.distributed as dist
+    from patience import WAIT
     from torch.distributed.device_mesh import init_device_mesh
     import mkernel as mk
 
@@ -25,7 +26,7 @@ WORKS = """
             assert torch.equal(y[:, 5].cpu(), expected), (ranks, y[:, 5], expected)
 
     def made_of(process_group):
-        return mk.init(process_group, timeout=60.0)
+        return mk.init(process_group, timeout=WAIT)
 """
 
 MESHES = """
@@ -56,7 +57,7 @@ def test_meshes(shape, seed):
     ranks = 1
     for size in shape:
         ranks *= size
-    check(run_ranks(WORKS + MESHES.format(shape=shape, seed=seed), ranks, seconds=300))
+    check(run_ranks(WORKS + MESHES.format(shape=shape, seed=seed), ranks))
 
 
 ANY_ORDER = """
@@ -92,7 +93,7 @@ ANY_ORDER = """
 
 
 def test_groups_made_in_any_order_and_by_some_ranks_only():
-    check(run_ranks(WORKS + ANY_ORDER, 4, seconds=300))
+    check(run_ranks(WORKS + ANY_ORDER, 4))
 
 
 IN_A_ROW = """
@@ -105,7 +106,7 @@ IN_A_ROW = """
     counts = []
     for turn in range(20):
         # sizes of nodes: shared memory, or TCP and a proxy
-        group = mk.init(pairs[rank // 2], timeout=60.0, gpus_per_node=1 if turn % 4 == 3 else None)
+        group = mk.init(pairs[rank // 2], timeout=WAIT, gpus_per_node=1 if turn % 4 == 3 else None)
         works(group, mine)
         inner = group.subset([1, 0])
         works(inner, mine[::-1])
@@ -126,7 +127,7 @@ IN_A_ROW = """
 
 
 def test_groups_in_a_row_leave_nothing_behind():
-    check(run_ranks(WORKS + IN_A_ROW.format(calls=125), 4, seconds=300))
+    check(run_ranks(WORKS + IN_A_ROW.format(calls=125), 4))
 
 
 def check(results):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from patience import HANG
 
 from mkernel.lang import requests as layout
 from mkernel.net import Proxy, TcpTransport, Transport
@@ -17,10 +18,10 @@ CAPACITY, HEADER, WORDS = layout.CAPACITY.value, layout.HEADER_WORDS.value, layo
 SECRET = b"only the ranks of this job know!"
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        assert time.monotonic() < deadline, f"{what}: not within {HANG:g} s"
         time.sleep(0.0002)
 
 
@@ -62,8 +63,8 @@ class Producer:
             slot[layout.TURN.value] = ticket // self.capacity + 1
         return ticket
 
-    def wait_sent(self, ticket: int, seconds: float = 20.0) -> None:
-        eventually(lambda: self.completed > ticket, f"request {ticket} sent", seconds)
+    def wait_sent(self, ticket: int) -> None:
+        eventually(lambda: self.completed > ticket, f"request {ticket} sent")
 
 
 class Rank:
@@ -92,18 +93,26 @@ class Rank:
             proxy=self.proxy,
         )
 
-    def wait(self, signal: int, value: int, seconds: float = 20.0) -> None:
-        eventually(lambda: self.signals[signal] >= value, f"signal {signal} at {value}", seconds)
+    def wait(self, signal: int, value: int) -> None:
+        eventually(lambda: self.signals[signal] >= value, f"signal {signal} at {value}")
 
-    def failure(self, seconds: float = 20.0) -> str:
-        eventually(lambda: self.proxy.error is not None, "an error", seconds)
+    def failure(self) -> str:
+        eventually(lambda: self.proxy.error is not None, "an error")
         return str(self.proxy.error)
+
+    def looks_again(self) -> None:
+        """The proxy has looked a hundred times more for something to do: what has not happened now will not."""
+        looks = self.proxy.statistics
+        before = looks.busy_loops + looks.idle_loops
+        eventually(
+            lambda: (now := self.proxy.statistics).busy_loops + now.idle_loops >= before + 100, "a hundred more looks"
+        )
 
 
 def stop_all(ranks: list[Rank]) -> None:
     """As a job ends: all are served, then all leave."""
     for rank in ranks:
-        assert rank.proxy.stop(20), rank.proxy.error
+        assert rank.proxy.stop(HANG), rank.proxy.error
     for rank in ranks:
         rank.transport.close()
 
@@ -122,17 +131,17 @@ def together(*calls: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
         assert not thread.is_alive()
     if errors:
         raise errors[0]
 
 
-def connect(transports: list[TcpTransport], host: str = "127.0.0.1", timeout: float = 20.0) -> None:
+def connect(transports: list[TcpTransport], host: str = "127.0.0.1") -> None:
     table = {transport.rank: (host, transport.port) for transport in transports}
 
     def one(transport: TcpTransport) -> None:
-        transport.connect({rank: place for rank, place in table.items() if rank != transport.rank}, timeout)
+        transport.connect({rank: place for rank, place in table.items() if rank != transport.rank}, HANG)
 
     together(*(lambda t=transport: one(t) for transport in transports))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import others
 import pytest
 from others import as_root
+from patience import HANG
 
 from mkernel.net import build as builder
 from mkernel.runtime import cache
@@ -56,9 +57,9 @@ def test_several_processes_at_once(small):
     builders = [processes.Process(target=lambda: answers.put(builder.build("small.so"))) for _ in range(4)]
     for process in builders:
         process.start()
-    paths = {answers.get(timeout=60) for _ in builders}
+    paths = {answers.get(timeout=HANG) for _ in builders}
     for process in builders:
-        process.join(60)
+        process.join(HANG)
         assert process.exitcode == 0
     (path,) = paths
     assert kept(path) == [path]  # and nothing half done
@@ -430,7 +431,7 @@ def test_the_private_folder_goes_with_the_process(tmp_path):
     (native / "small.cc").write_text("int answer() { return 42; }\n")
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", program, native], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", program, native], capture_output=True, text=True, timeout=HANG, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "belongs to" in done.stderr

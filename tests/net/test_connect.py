@@ -4,13 +4,14 @@ import threading
 
 import pytest
 import torch
+from patience import HANG
 
 from mkernel.net import Efa, Proxy, Tcp, TcpTransport, Verbs, VerbsTransport, connect, devices
 from mkernel.net.rdma import EfaTransport
 from mkernel.runtime.errors import ArgumentError, TransportError
 from mkernel.runtime.topology import Topology
 
-from .harness import Producer, eventually, together
+from .harness import SECRET, Producer, eventually, together
 from .test_rdma import control, fake, has_headers  # noqa: F401
 
 
@@ -30,14 +31,14 @@ class FakeGroup:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.topology = Topology(meeting.size // gpus_per_node, gpus_per_node)
         self.local_rank = self.topology.local_rank_of(rank)
-        self.timeout = 20.0
+        self.timeout = HANG
         self.device = torch.device("cpu")
 
     def exchange(self, what, value):
         self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(HANG)
         values = list(self.meeting.values)
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(HANG)
         return values
 
     def agree(self, what, **values):
@@ -52,7 +53,9 @@ def open_all(wishes, gpus_per_node=1):
 
     def one(rank):
         try:
-            results[rank] = connect.open_transport(groups[rank], connect.wish_of(wishes[rank]), lambda: "127.0.0.1")
+            results[rank] = connect.open_transport(
+                groups[rank], connect.wish_of(wishes[rank]), lambda: "127.0.0.1", SECRET
+            )
         except TransportError as error:
             results[rank] = error
 

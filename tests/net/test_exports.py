@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 from mkernel.net.build import LIBRARY_FLAGS, NATIVE, build, compiler
 
@@ -35,7 +36,7 @@ library.transport_destroy(rank)
 def has_static_library() -> bool:
     """Whether the compiler finds the C++ library as an archive; it answers with a path if it does."""
     command = [*compiler(), "-print-file-name=libstdc++.a"]
-    return "/" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return "/" in subprocess.run(command, capture_output=True, text=True, timeout=HANG).stdout
 
 
 @pytest.fixture(params=["shared", "static"])
@@ -50,7 +51,7 @@ def library(request) -> Path:
 
 def symbols(library: Path, *options: str) -> list[tuple[str, str]]:
     """Kind and name of each, as nm gives them."""
-    done = subprocess.run(["nm", *options, library], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["nm", *options, library], capture_output=True, text=True, timeout=HANG, check=True)
     return [tuple(line[17:].split(" ", 1)) for line in done.stdout.splitlines()]
 
 
@@ -73,5 +74,5 @@ def test_neither_streams_nor_locales(library):
 
 
 def test_words_with_numbers_beside_torch(library):
-    done = subprocess.run([sys.executable, "-c", PROVOKE, library], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROVOKE, library], capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout) == (0, "rank 3: segment 77 is not attached\n"), done.stderr

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 from mkernel.net.build import NATIVE, build, compiler
 
@@ -25,7 +26,7 @@ def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
     environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     if libraries is not None:
         environment["LD_LIBRARY_PATH"] = str(libraries)
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=HANG, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
@@ -42,7 +43,7 @@ def test_stress(sanitizer, what):
 def test_memory_on_a_device(sanitizer, tmp_path):
     """With a driver that is a fake one, so that this runs without a GPU."""
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
-    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=HANG)
     run(sanitizer, "cuda", libraries=tmp_path)
 
 
@@ -51,9 +52,9 @@ def test_memory_on_a_device(sanitizer, tmp_path):
 def test_rdma(sanitizer, tmp_path):
     """With libraries that are a stand-in, so that this runs without a device."""
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
-    subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=120)
+    subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=HANG)
     (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
-    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=120)
+    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=HANG)
     for what in ("verbs", "efa", "rdma-on-device"):
         run(sanitizer, what, libraries=tmp_path)
 

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 from mkernel.net import build as builder
 from mkernel.runtime.errors import TransportError
@@ -25,7 +26,7 @@ def installed(tmp_path_factory):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "src" / "mkernel", tree / "src" / "mkernel", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, tree]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     assert "-py3-none-" in wheel.name, "one for every Python of a platform"
@@ -40,7 +41,7 @@ def test_no_compiler_is_needed(installed, tmp_path):
     environment |= {"PYTHONPATH": str(installed), "PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path)}
     program = "import mkernel.net.native as native; native.library(); print(native.__file__)"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(installed))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG
 
 from mkernel.net import EfaTransport, VerbsTransport
 from mkernel.net import build as builder
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not
 def fake(tmp_path_factory):
     path = tmp_path_factory.mktemp("fake") / "libibverbs.so.1"
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([*compiler(), *flags, FAKE, "-o", path], check=True, timeout=120)
+    subprocess.run([*compiler(), *flags, FAKE, "-o", path], check=True, timeout=HANG)
     return str(path)
 
 
@@ -191,11 +192,11 @@ def test_a_signal_never_shrinks(fake, control, kind):
             zero.put(1, 0, 0, 0, signal=5, value=value)
         one.wait(5, 9)
         eventually(lambda: zero.proxy.statistics.completions == 3, "completions")
-        time.sleep(0.02)
+        one.looks_again()
         assert one.signals[5] == 9
         for value in range(1, 600):
             zero.put(1, 0, 0, value % 3 * 40, value=value)
-        highest, deadline = 0, time.monotonic() + 20
+        highest, deadline = 0, time.monotonic() + HANG
         while highest < 599:
             now = int(one.signals[0])
             assert now >= highest
@@ -218,7 +219,7 @@ def test_both_ways_at_once_with_queues_that_fill(fake, control, kind):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG)
         for rank in ranks:
             for signal in range(500):
                 rank.wait(signal, 3)
@@ -233,7 +234,7 @@ def test_a_full_send_queue_is_waited_for(fake, control, kind, depth):
         for number in range(depth + 100):
             zero.put(1, 0, 0, 1 if kind == "verbs" else 0, signal=number)
         eventually(lambda: zero.proxy.statistics.requests == depth, "a full queue")
-        time.sleep(0.05)
+        zero.looks_again()
         assert zero.proxy.statistics.requests == depth
         control("hold", 0)
         for number in range(depth + 100):
@@ -340,26 +341,29 @@ def test_memory_that_was_taken_back_is_not_written(fake, control):
 
 
 def test_detaching_waits_for_requests_but_not_for_ever(fake, control):
-    with job(fake, "verbs", in_order=False, peer_timeout=0.5) as (zero, one):
+    with job(fake, "verbs", in_order=False, peer_timeout=2 * HANG) as (zero, one):
         control("hold", 1)
         zero.put(1, 0, 0, 100)
         eventually(lambda: zero.proxy.statistics.requests == 1, "the request")
-        release = threading.Timer(0.2, lambda: control("hold", 0))
-        release.start()
-        start = time.monotonic()
-        zero.transport.detach(0)
-        assert time.monotonic() - start > 0.15
+        detaching = threading.Thread(target=zero.transport.detach, args=(0,))
+        detaching.start()
+        detaching.join(0.2)
+        assert detaching.is_alive()
+        control("hold", 0)
+        detaching.join(HANG)
+        assert not detaching.is_alive()
         one.wait(0, 1)
         zero.transport.attach(0, zero.memory)
         assert zero.proxy.error is None
 
+    with job(fake, "verbs", in_order=False, peer_timeout=0.5) as (zero, _):
         control("hold", 1)
-        zero.put(1, 0, 0, 100, value=2)
-        eventually(lambda: zero.proxy.statistics.requests == 2, "the request")
+        zero.put(1, 0, 0, 100)
+        eventually(lambda: zero.proxy.statistics.requests == 1, "the request")
         zero.proxy.stop(0)  # nobody polls any more
         start = time.monotonic()
         zero.transport.detach(0)
-        assert 0.4 < time.monotonic() - start < 5
+        assert 0.4 < time.monotonic() - start < HANG
         with pytest.raises(TransportError, match="segment 0 was detached with requests"):
             zero.transport.describe(1)
         control("hold", 0)
@@ -488,8 +492,8 @@ def test_without_headers(monkeypatch):
         assert b"apt install libibverbs-dev" in message
 
 
-def test_idle_ranks_end_quickly(fake, control):
+def test_idle_ranks_end_without_a_timeout(fake, control):
     start = time.monotonic()
-    with job(fake, "verbs"), job(fake, "efa"):
+    with job(fake, "verbs", peer_timeout=2 * HANG), job(fake, "efa", peer_timeout=2 * HANG):
         pass
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < HANG

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from patience import HANG
 
 from mkernel.net import TcpTransport
 from mkernel.runtime.errors import TransportError
@@ -137,7 +139,8 @@ def test_a_rank_that_leaves_in_order_is_not_a_loss():
         for i in range(20):  # the others go on
             zero.put(1, 0, 0, 8, signal=1, value=i + 1)
             one.wait(1, i + 1)
-        time.sleep(0.2)
+        zero.looks_again()
+        one.looks_again()
         assert (zero.proxy.error, one.proxy.error) == (None, None)
         zero.put(2, 0, 0, 8)
         assert "rank 2 at 127.0.0.1:" in zero.failure()
@@ -156,27 +159,25 @@ transport = TcpTransport(1, 2, {SECRET!r}, streams=3)
 transport.attach(0, torch.zeros(1 << 16, dtype=torch.uint8))
 ring = torch.zeros(72, dtype=torch.int64)
 ring[{CAPACITY}] = 8
-transport.connect({{0: ("127.0.0.1", int(sys.argv[1]))}})
+transport.connect({{0: ("127.0.0.1", int(sys.argv[1]))}}, {HANG})
 proxy = Proxy(ring, transport)
 print("ready", flush=True)
 sys.stdin.read()
 """
-    zero = Rank(TcpTransport(0, 2, SECRET, streams=3))
+    zero = Rank(TcpTransport(0, 2, SECRET, streams=3, peer_timeout=2 * HANG))  # not what tells of the loss
     command = [sys.executable, "-c", program, str(zero.transport.port)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        zero.transport.connect({1: ("127.0.0.1", 0)}, timeout=60)
+        zero.transport.connect({1: ("127.0.0.1", 0)}, HANG)
         assert child.stdout.readline() == "ready\n"
         for i in range(50):
             zero.producer.wait_sent(zero.put(1, 0, 0, 1000, value=i + 1))
         assert zero.proxy.error is None
         os.kill(child.pid, signal.SIGKILL)
-        start = time.monotonic()
-        assert "network proxy of rank 0: rank 1 at 127.0.0.1:" in zero.failure(5)
-        assert time.monotonic() - start < 5
+        assert "network proxy of rank 0: rank 1 at 127.0.0.1:" in zero.failure()
     finally:
         child.kill()
-        child.communicate(timeout=20)
+        child.communicate()
         end([zero])
 
 
@@ -187,14 +188,14 @@ def test_a_peer_that_takes_nothing_is_lost_after_its_timeout():
     one.proxy.stop()
     for i in range(30):
         zero.put(1, 0, 0, 8 * MIB, value=i + 1)
-    assert "rank 1 at 127.0.0.1:" in zero.failure(15)
+    assert "rank 1 at 127.0.0.1:" in zero.failure()
     assert "timed out" in zero.failure()
     end([zero, one])
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_up_the_others():
     """More requests than one peer may have in flight, to one that reads none; those behind go to another."""
-    transports = [TcpTransport(rank, 3, SECRET) for rank in range(3)]
+    transports = [TcpTransport(rank, 3, SECRET, peer_timeout=2 * HANG) for rank in range(3)]
     connect(transports)
     zero, slow, quick = (Rank(transport, 8 * MIB, capacity=1024) for transport in transports)
     slow.proxy.stop()
@@ -202,13 +203,13 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_others():
         zero.put(1, 0, 0, 64 << 10, value=i + 1)
     for i in range(800):
         zero.put(2, 0, 0, 1000, value=i + 1)
-    quick.wait(0, 800, seconds=10)
+    quick.wait(0, 800)
     assert zero.producer.completed < 800
     end([zero, slow, quick])
 
 
 def test_stop_while_busy():
-    transports = [TcpTransport(rank, 2, SECRET) for rank in range(2)]
+    transports = [TcpTransport(rank, 2, SECRET, peer_timeout=2 * HANG) for rank in range(2)]
     connect(transports)
     zero, one = (Rank(transport, 8 * MIB) for transport in transports)
     one.proxy.stop()  # nobody takes the bytes out at the other end
@@ -216,11 +217,10 @@ def test_stop_while_busy():
         zero.put(1, 0, 0, 8 * MIB, value=i + 1)
     start = time.monotonic()
     assert not zero.proxy.stop(0.3)
-    assert time.monotonic() - start < 5
     assert zero.producer.consumed > zero.producer.completed
     zero.transport.close(0.3)
     one.transport.close(0.3)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < HANG
 
 
 def test_closing_under_a_running_proxy():
@@ -292,7 +292,9 @@ def test_what_is_refused():
 def test_peers_that_do_not_come():
     with TcpTransport(0, 3, SECRET) as zero, pytest.raises(TransportError) as caught:
         zero.connect({1: ("127.0.0.1", 1), 2: ("127.0.0.1", 1)}, timeout=0.3)
-    assert "rank 0 waited 0.3" in str(caught.value)
+    waited = re.match(r"rank 0 waited ([\d.]+) s for rank", str(caught.value))
+    assert waited, caught.value
+    assert 0.3 <= float(waited[1]) < HANG
     assert "for rank 1 (0 of 4 streams came), rank 2 (0 of 4 streams came)" in str(caught.value)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -309,10 +311,10 @@ def test_a_peer_that_listens_later_is_waited_for():
     one = TcpTransport(1, 2, SECRET)
 
     def later() -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # time for the other to find nobody; if it comes later, so be it
         zero = TcpTransport(0, 2, SECRET, port=port)
-        zero.connect({1: ("127.0.0.1", 0)}, timeout=20)
+        zero.connect({1: ("127.0.0.1", 0)}, timeout=HANG)
         zero.close()
 
-    together(later, lambda: one.connect({0: ("127.0.0.1", port)}, timeout=20))
+    together(later, lambda: one.connect({0: ("127.0.0.1", port)}, timeout=HANG))
     one.close()

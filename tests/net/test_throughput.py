@@ -8,6 +8,7 @@ import subprocess
 import time
 
 import pytest
+from patience import HANG
 
 from mkernel.net import TcpTransport
 
@@ -26,7 +27,7 @@ def receive(pipe) -> None:
     with TcpTransport(1, 2, SECRET, streams=STREAMS) as transport:
         rank = Rank(transport, CHUNKS * MIB)
         pipe.send(transport.port)
-        transport.connect({0: ("127.0.0.1", pipe.recv())}, timeout=60)
+        transport.connect({0: ("127.0.0.1", pipe.recv())}, timeout=HANG)
         pipe.send("connected")
         while True:
             number = pipe.recv()
@@ -36,7 +37,7 @@ def receive(pipe) -> None:
                 time.sleep(0.002)
                 rank.proxy.check()
             pipe.send(number)
-        assert rank.proxy.stop(10), rank.proxy.error
+        assert rank.proxy.stop(HANG), rank.proxy.error
 
 
 class Sender:
@@ -46,7 +47,7 @@ class Sender:
         self.rank = Rank(self.transport, CHUNKS * MIB)
         pipe.recv()
         pipe.send(self.transport.port)
-        self.transport.connect({1: ("127.0.0.1", 0)}, timeout=60)
+        self.transport.connect({1: ("127.0.0.1", 0)}, timeout=HANG)
         pipe.recv()
         self.number = 0
 
@@ -61,7 +62,7 @@ class Sender:
                 time.sleep(0.002)  # this thread shall not take time from the proxy's
                 self.rank.proxy.check()
         # a request behind all of them: its signal may come before theirs, so it waits until they were sent
-        self.rank.producer.wait_sent(ticket, 60)
+        self.rank.producer.wait_sent(ticket)
         self.rank.put(1, 0, 0, 0, signal=0, value=self.number)
         self.pipe.send(self.number)
         assert self.pipe.recv() == self.number
@@ -69,7 +70,7 @@ class Sender:
 
     def end(self) -> None:
         self.pipe.send(None)
-        assert self.rank.proxy.stop(10), self.rank.proxy.error
+        assert self.rank.proxy.stop(HANG), self.rank.proxy.error
         self.transport.close()
 
 
@@ -81,7 +82,7 @@ def iperf() -> float:
     try:
         client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-P", str(STREAMS), "-l", "1M", "-t", str(SECONDS), "-J"]
         for _ in range(50):  # until the server listens
-            done = subprocess.run(client, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(client, capture_output=True, text=True, timeout=HANG)
             report = json.loads(done.stdout)
             if done.returncode == 0 and "error" not in report:
                 return report["end"]["sum_received"]["bits_per_second"] / 8
@@ -92,6 +93,7 @@ def iperf() -> float:
         server.wait()
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed: apt-get install iperf3")
 def test_rate_beside_iperf3():
     ours, theirs = multiprocessing.Pipe()
@@ -107,7 +109,7 @@ def test_rate_beside_iperf3():
         pairs.append((sender.rate(), iperf()))
         ratio = max(rate for rate, _ in pairs) / max(beside for _, beside in pairs)
     sender.end()
-    other.join(30)
+    other.join(HANG)
     assert other.exitcode == 0
     figures = ", ".join(f"{rate / 1e9:.2f} beside {beside / 1e9:.2f} GB/s" for rate, beside in pairs)
     print(f"tcp with {STREAMS} streams: {figures}; best beside best {ratio:.2f}")

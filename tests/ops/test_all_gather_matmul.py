@@ -22,6 +22,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from patience import HANG
 
 import mkernel as mk
 from mkernel.runtime.group import set_current
@@ -650,8 +651,8 @@ def test_explain_is_what_runs():
 # -- time
 
 
-def test_the_usual_timeout_ends_too():
-    """The clock is simulated: 30 seconds must not take 30 seconds, let alone longer."""
+def test_a_timeout_of_hours_ends_too():
+    """The clock is simulated: a timeout must not take as long as it says, let alone longer."""
 
     def work(group):
         call(group, Case(4, 3, 8))
@@ -659,8 +660,8 @@ def test_the_usual_timeout_ends_too():
             with pytest.raises(mk.CommTimeout):
                 call(group, Case(4, 3, 8))
 
-    with time_limit(10):
-        run(work, cluster=(1, 2), timeout=30.0)
+    with time_limit():
+        run(work, cluster=(1, 2), timeout=100 * HANG)
 
 
 # -- anything

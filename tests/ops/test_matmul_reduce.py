@@ -8,6 +8,7 @@ import torch
 from helpers import CLUSTERS, DTYPES, LAYOUTS, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from patience import HANG
 from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
 
 import mkernel as mk
@@ -423,8 +424,8 @@ def test_small_results_go_in_one_shot():
 # -- time
 
 
-def test_the_usual_timeout_ends_too(way):
-    """The clock is simulated: 30 seconds must not take 30 seconds, let alone longer."""
+def test_a_timeout_of_hours_ends_too(way):
+    """The clock is simulated: a timeout must not take as long as it says, let alone longer."""
 
     def work(group):
         call(group, way, Sum(4, 3, 8))
@@ -432,8 +433,8 @@ def test_the_usual_timeout_ends_too(way):
             with pytest.raises(mk.CommTimeout):
                 call(group, way, Sum(4, 3, 8))
 
-    with time_limit(30):
-        run(work, cluster=(1, 2), timeout=30.0)
+    with time_limit():
+        run(work, cluster=(1, 2), timeout=100 * HANG)
 
 
 # -- anything

@@ -323,5 +323,5 @@ def any_layer(draw):
 @given(any_layer())
 def test_any_layer(case):
     cluster, layer, seed = case
-    with time_limit(120):
+    with time_limit():
         run(lambda group: combine(group, layer), cluster=cluster, seed=seed)

@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import HANG
+
 PACKAGES = Path(__file__).with_name("packages.txt")
 PROGRAMS = ("qemu-system-x86_64", "busybox", "cpio", "modprobe", "depmod", "tc", "rdma", "xz", "apt-get", "dpkg")
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "veth", "crc32_generic", "crc32_pclmul", "rdma_rxe")
 MODULES += ("rdma_ucm", "sch_netem", "virtio_net")
 MEMORY_MIB = 2048
-PREPARE_SECONDS = 180
 
 INIT = """#!/bin/busybox sh
 B=/bin/busybox
@@ -98,7 +99,7 @@ def _cache() -> Path:
 
 
 def _call(*command: str | Path, directory: Path | None = None, data: bytes | None = None) -> bytes:
-    done = subprocess.run(command, cwd=directory, input=data, capture_output=True, timeout=PREPARE_SECONDS)
+    done = subprocess.run(command, cwd=directory, input=data, capture_output=True, timeout=HANG)
     if done.returncode != 0:
         raise OSError(f"{shlex.join(map(str, command))}: {done.stderr.decode(errors='replace')[-500:]}")
     return done.stdout

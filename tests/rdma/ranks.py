@@ -6,15 +6,14 @@ Importing torch takes half a minute there, so it is done once, before the ranks 
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 
 import torch
+from patience import WAIT
 
 import mkernel as mk
-from mkernel.net import Verbs, devices
-from mkernel.net.connect import wish_of
+from mkernel.net import Verbs, connect, devices
 from mkernel.runtime.errors import ArgumentError, TransportError
 
 
@@ -42,10 +41,11 @@ def choices() -> None:
 
 
 def rank_main(rank: int) -> None:
+    connect.TRIAL_SECONDS = WAIT  # the emulated machine has little time for all that runs in it
     wish = Verbs(devices=("rxe0",) if rank == 0 else ("mlx5_3",))
-    refusal = refused(TransportError, lambda: mk.init(transport=wish, timeout=60.0, gpus_per_node=1))
+    refusal = refused(TransportError, lambda: mk.init(transport=wish, timeout=WAIT, gpus_per_node=1))
     assert "rank 1: there is no RDMA device 'mlx5_3' here" in refusal, refusal  # on both: none can go on alone
-    group = mk.init(transport=Verbs(devices=(f"rxe{rank}",)), timeout=60.0, gpus_per_node=1)
+    group = mk.init(transport=Verbs(devices=(f"rxe{rank}",)), timeout=WAIT, gpus_per_node=1)
     assert (group.size, group.nodes) == (2, 2)
     m, n, k = 33, 20, 17
     torch.manual_seed(rank)
@@ -60,20 +60,23 @@ def rank_main(rank: int) -> None:
         group.barrier()
         del x
     group.close()
-    auto = mk.init(timeout=60.0, gpus_per_node=1)  # both devices, as two rails
+    auto = mk.init(timeout=WAIT, gpus_per_node=1)  # both devices, as two rails
     transport = auto.world.connection(auto).transport
     assert transport.kind == "verbs"
     assert [port[0] for port in transport.ports] == ["rxe0", "rxe1"]
     assert [port[2] for port in transport.ports] == [1, 1]
     auto.close()
     print("right over verbs: rank", rank, flush=True)
+    store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 0:
-        time.sleep(3.0)  # the store is in this process: the other may still be reading
+        store.wait(["done"])  # it is in this process: the other may still be reading
+    else:
+        store.set("done", "1")
 
 
 def main() -> int:
     choices()
-    assert "'verbs'" in refused(ArgumentError, lambda: wish_of("infiniband"))
+    assert "'verbs'" in refused(ArgumentError, lambda: connect.wish_of("infiniband"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

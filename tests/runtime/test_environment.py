@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import HANG
 
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MKERNEL_CHOSE_CONNECTIONS", "RANK", "WORLD_SIZE")
 
@@ -14,7 +15,7 @@ def connections(**variables):
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | variables
     program = "import mkernel, os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, env=environment, check=True
     )
     return done.stdout.strip()
 
@@ -40,5 +41,7 @@ def test_what_a_program_that_starts_torchrun_hands_down():
         "subprocess.run([sys.executable, '-c', child], env=dict(os.environ, RANK='0', WORLD_SIZE='4'), check=True)"
     )
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, env=environment
+    )
     assert done.stdout.strip() == "None", done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from patience import HANG
 
 import mkernel as mk
 from mkernel.runtime.group import current, set_current
@@ -221,7 +222,7 @@ def without(packages: list[str], source: str) -> subprocess.CompletedProcess:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from patience import HANG
 
 import mkernel as mk
 from mkernel.lang.order import grouped
@@ -325,7 +326,7 @@ def in_a_new_process(source: str, **environment: str) -> subprocess.CompletedPro
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from patience import HANG
 
 import mkernel as mk
 
@@ -21,13 +22,13 @@ def workspace_of(group):
     return workspace
 
 
-def in_a_new_process(source: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
+def in_a_new_process(source: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANG,
         check=False,
     )
 
@@ -203,7 +204,7 @@ def test_polling_with_plain_loads_ends_too(tmp_path):
     script = tmp_path / "spin.py"
     script.write_text(textwrap.dedent(SPIN))
     try:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=False)
     except subprocess.TimeoutExpired:
         pytest.fail("the simulator hangs")
     assert "rank 0" in done.stdout, done.stderr

@@ -11,6 +11,7 @@ import subprocess
 import browser as browsers
 import pytest
 import torch
+from patience import HANG
 
 import mkernel as mk
 from mkernel.tracing import page
@@ -90,7 +91,7 @@ def test_in_a_browser(trace, tmp_path):
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--enable-logging=stderr", "--window-size=1200,800", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=HANG, check=True,
     )  # fmt: skip
     assert "Uncaught" not in done.stderr, done.stderr
     found = json.loads(re.search(r"RESULT(.*?)END", done.stdout).group(1))

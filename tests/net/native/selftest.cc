@@ -56,7 +56,7 @@ void ring() {
       flying.pop_back();
     }
     return taken == kProducers * kEach && flying.empty();
-  }, milliseconds(200000)));  // five threads that take turns: slow where other programs want the cores, too
+  }));
   for (auto& thread : threads) thread.join();
   CHECK(producer.words[layout::kCompleted] == kProducers * kEach);
 }
@@ -106,7 +106,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
         for (uint64_t i = 0; i < static_cast<uint64_t>(blocks); ++i) {
           uint64_t block = which * static_cast<uint64_t>(blocks) + i;
           auto* signal = reinterpret_cast<int64_t*>(bytes + block * 8);
-          CHECK(eventually([&] { return look(signal) == static_cast<int64_t>(block) + 1; }, milliseconds(60000)));
+          CHECK(eventually([&] { return look(signal) == static_cast<int64_t>(block) + 1; }));
           const uint8_t* came = bytes + signals + half + block * largest;
           for (uint64_t k = 0; k < size_of(block); ++k) CHECK(came[k] == fill_of(1 - rank, block));
           if (size_of(block) < largest) CHECK(came[size_of(block)] == 0);
@@ -116,7 +116,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
   }
   for (auto& thread : threads) thread.join();
   for (auto& proxy : proxies) {
-    CHECK(proxy->stop(milliseconds(20000)));
+    CHECK(proxy->stop(kHang));
     CHECK(proxy->error().empty());
     CHECK(proxy->statistics().completions == kProducers * blocks);
   }
@@ -137,7 +137,7 @@ void tcp() {
     Pair pair(streams);
     exchange(pair.ranks[0], pair.ranks[1], 300, 600);
     exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000);
-    for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+    for (auto& rank : pair.ranks) rank->stop(kHang);
   }
 }
 
@@ -346,7 +346,7 @@ Calls burst(LoopbackOptions options, int target_device = 0) {
   }
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   CHECK(options.bytes_per_s == 0 || seconds >= kBlocks * kBytes / options.bytes_per_s);
-  CHECK(proxy.stop(milliseconds(20000)));
+  CHECK(proxy.stop(kHang));
   CHECK(proxy.statistics().completions == kBlocks);
   return Calls() - before;
 }
@@ -389,7 +389,7 @@ void odd_places() {
     producer.post(request);
   }
   Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
-  CHECK(proxy.stop(milliseconds(20000)));
+  CHECK(proxy.stop(kHang));
   std::vector<uint8_t> expected(kData + kCount * kRoom);
   for (const Request& request : requests) {
     std::memcpy(expected.data() + request.signal, &request.value, 8);
@@ -424,7 +424,7 @@ void one_word_for_many() {
       }
       return seen == highest;
     }));
-    CHECK(proxy.stop(milliseconds(20000)));
+    CHECK(proxy.stop(kHang));
     CHECK(proxy.statistics().completions == 200);
     CHECK(std::equal(highest.begin(), highest.end(), sending.memory[1].begin()));
     Calls made = Calls() - before;  // signals alone need no SM
@@ -502,7 +502,7 @@ void on_device() {
   Pair pair(3);
   exchange(pair.ranks[0], pair.ranks[1], 200, 600, 0);
   exchange(pair.ranks[0], pair.ranks[1], 3, 2'500'000, 1);
-  for (auto& rank : pair.ranks) rank->stop(milliseconds(2000));
+  for (auto& rank : pair.ranks) rank->stop(kHang);
   bursts();
   odd_places();
   one_word_for_many();

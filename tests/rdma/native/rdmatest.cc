@@ -40,7 +40,7 @@ RdmaOptions options_of(int rank, milliseconds peer_timeout, int queues = 3) {
 
 // Two ranks, connected, each with a segment of signals and data, and a proxy.
 struct Job {
-  explicit Job(uint64_t data_bytes, milliseconds peer_timeout = milliseconds(8000)) {
+  explicit Job(uint64_t data_bytes, milliseconds peer_timeout = milliseconds(30000)) {
     for (int rank = 0; rank < 2; ++rank) {
       transports.push_back(make_verbs_transport(options_of(rank, peer_timeout)));
       memory.emplace_back(kSignals + data_bytes / 8 + 8);
@@ -78,7 +78,7 @@ struct Job {
     return producers[from]->post(request);
   }
   // Without spinning: the emulated machine has little time for all that runs in it.
-  bool wait(int rank, uint64_t number, int64_t value, milliseconds patience = milliseconds(25000)) {
+  bool wait(int rank, uint64_t number, int64_t value, milliseconds patience = kHang) {
     int64_t* word = signal(rank, number);
     auto deadline = Clock::now() + patience;
     while (look(word) < value) {
@@ -180,7 +180,7 @@ void many(Job& job, int64_t count, uint64_t largest) {
     CHECK(job.wait(0, 1000, round + 1));
   }
   job.check_errors();
-  for (auto& proxy : job.proxies) CHECK(proxy->stop(milliseconds(20000)));
+  for (auto& proxy : job.proxies) CHECK(proxy->stop(kHang));
   CHECK(job.proxies[0]->statistics().completions == count);
 }
 
@@ -192,7 +192,7 @@ void writes() {
 }
 
 void disturbed(const std::string& how, int64_t count) {
-  Job job(250 * 8192, milliseconds(4000));  // a lost last packet is sent again after half a second
+  Job job(250 * 8192, milliseconds(8000));  // a lost last packet is sent again after a second
   netem(how);
   auto start = Clock::now();
   many(job, count, 8192);
@@ -218,7 +218,7 @@ void growth() {
 
 // A cable that is pulled for five seconds, or a little more, in the middle.
 void cut() {
-  Job job(16 * 65536, milliseconds(20000));  // seven tries, two seconds apart
+  Job job(16 * 65536, milliseconds(40000));  // seven tries, four seconds apart
   auto start = Clock::now();
   std::thread cutter([&] {
     std::this_thread::sleep_for(milliseconds(500));
@@ -231,7 +231,7 @@ void cut() {
   int64_t round = 0;
   double longest = 0;
   while (seconds_since(start) < 7 || longest < 4) {
-    CHECK(seconds_since(start) < 50);
+    CHECK(Clock::now() - start < kHang);
     auto before = Clock::now();
     ++round;
     for (uint64_t slot = 0; slot < 16; ++slot) {
@@ -252,13 +252,13 @@ void cut() {
 
 // A cable that stays cut: an error for who sends, a timeout for who waits.
 void silence() {
-  Job job(1 << 16, milliseconds(1500));
+  Job job(1 << 16, milliseconds(5000));
   job.put(0, 0, 0, 100, 0, 1);
   CHECK(job.wait(1, 0, 1));
   netem("loss 100%");
   auto start = Clock::now();
   job.put(0, 0, 0, 5000, 1, 1);
-  CHECK(eventually([&] { return !job.proxies[0]->error().empty(); }, milliseconds(15000)));
+  CHECK(eventually([&] { return !job.proxies[0]->error().empty(); }));
   std::printf("after %.1f s: %s\n", seconds_since(start), job.proxies[0]->error().c_str());
   CHECK(contains(job.proxies[0]->error(), "network proxy of rank 0: rank 1, by rxe0, queue pair "));
   CHECK(contains(job.proxies[0]->error(), "transport retry counter exceeded (status 12"));
