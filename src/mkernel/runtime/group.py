@@ -362,7 +362,11 @@ class Group:
     def confirm(self) -> None:
         """Raise, on all ranks, unless all of them are ready for the call that they agreed on: then nothing is launched.
         The last thing that a rank does before its launch; a call that has nothing to launch does it, too."""
-        self.world.confirm(self, self._call)
+        try:
+            self.world.confirm(self, self._call)
+        except CommTimeout as late:
+            self.out_of_step(late)
+            raise
         self._confirmed = True
 
     def differs(self, called: Sequence[Any]) -> None:
