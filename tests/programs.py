@@ -3,7 +3,7 @@
 A seed decides everything: the cluster, the groups, the calls and their order. All ranks draw the same program, and each
 carries out what concerns it. A failure names the seed and the step. To replay it:
 
-    MKERNEL_TEST_SEED=17 pytest tests/ops/test_random_groups.py tests/cluster/test_random_groups.py
+    MKERNEL_TEST_SEED=17 pytest tests/ops/test_random_groups.py tests/cluster/test_random_process_groups.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from processes import run, run_ranks
 
 
 def test_threads():
-    output = run([sys.executable, "-c", PROGRAM + "\nhost_time.main()"], seconds=300)
+    output = run([sys.executable, "-c", PROGRAM + "\nhost_time.main()"])
     assert "1 threads, 8 x 16 x 8, bf16: all_gather_matmul" in output
     assert "torch.mm" in output
 
@@ -19,7 +19,7 @@ host_time.M, host_time.N, host_time.K, host_time.CALLS, host_time.WARM_UP = 8, 1
 
 
 def test_processes():
-    (zero, code), (one, other) = run_ranks(PROGRAM + "sys.argv[1:] = []\nhost_time.main()", 2, seconds=300)
+    (zero, code), (one, other) = run_ranks(PROGRAM + "sys.argv[1:] = []\nhost_time.main()", 2)
     assert (code, other) == (0, 0), zero + one
     assert "2 processes, 8 x 16 x 8, bf16: all_gather_matmul" in zero
     assert "us" not in one

@@ -8,6 +8,7 @@ WATCHED = """
     import torch
     import torch.distributed as dist
     import mkernel as mk
+    from patience import WAIT
 
     def trap(*_):
         print("code ran", flush=True)
@@ -37,7 +38,7 @@ WATCHED = """
 """
 
 READ = """
-    group = mk.init(timeout=60.0, gpus_per_node=1)
+    group = mk.init(timeout=WAIT, gpus_per_node=1)
     a = torch.ones(16, 16)
     assert (mk.all_gather_matmul(a, a) == 16).all()
     world = group.world
@@ -64,7 +65,7 @@ def test_the_secret_is_not_in_the_store(environment):
 
 
 FORGED = """
-    group = mk.init(timeout=60.0)
+    group = mk.init(timeout=WAIT)
     a = torch.ones(16, 16)
     assert (mk.all_gather_matmul(a, a) == 16).all()
     group.barrier()
@@ -103,8 +104,9 @@ def test_ranks_with_another_secret_are_named():
         import os
         os.environ["MKERNEL_SECRET"] = "a secret of rank " + os.environ["RANK"]
         import mkernel as mk
+        from patience import WAIT
         try:
-            mk.init(timeout=60.0)
+            mk.init(timeout=WAIT)
         except mk.MKernelError as refusal:
             print("refused:", refusal, flush=True)
         import torch

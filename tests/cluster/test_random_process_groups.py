@@ -17,6 +17,7 @@ PROGRAM = """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     import mkernel as mk
+    from patience import WAIT
     from programs import Program
 
     torch.set_num_threads(1)
@@ -30,7 +31,7 @@ PROGRAM = """
     def make(process_group, members, gpus_per_node):
         if rank not in members:
             return None
-        group = mk.init(process_group, timeout=120.0, gpus_per_node=gpus_per_node if len(members) > 1 else None)
+        group = mk.init(process_group, timeout=WAIT, gpus_per_node=gpus_per_node if len(members) > 1 else None)
         assert (group.size, group.rank) == (len(members), members.index(rank)), (group, members)
         return group
 
@@ -56,7 +57,7 @@ PROGRAM = """
                 yield row, mine if rank in row else None, f"mk.init of {{dim}} of a mesh {{shape}}"
 
     rng = random.Random({seed})
-    whole = mk.init(timeout=120.0, gpus_per_node=nodes_of(rng, size))
+    whole = mk.init(timeout=WAIT, gpus_per_node=nodes_of(rng, size))
     bits = Program(whole, {seed}, {steps}, make_more).run()
     print("bits", json.dumps(bits))
     dist.barrier()
@@ -66,7 +67,7 @@ PROGRAM = """
 def run_program(seed, ranks=4, steps=STEPS):
     program = PROGRAM.format(tests=str(TESTS), seed=seed, steps=steps)
     bits = []
-    for output, code in run_ranks(program, ranks, seconds=300):
+    for output, code in run_ranks(program, ranks):
         assert code == 0, output
         bits.append(json.loads(output.rpartition("bits ")[2].splitlines()[0]))
     compare_bits(bits)
