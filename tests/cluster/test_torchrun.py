@@ -72,6 +72,7 @@ def test_long_exchanges(tmp_path):
 def test_a_trace_over_processes(tmp_path):
     program = """
         import torch
+        from patience import WAIT
         import mkernel as mk
         from mkernel.tracing.links import arrivals
 

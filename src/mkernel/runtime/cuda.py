@@ -59,10 +59,7 @@ class CudaRanks(Networked):
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
         self._loaded: set[Hashable] = set()
-        self._aborting = {
-            rank: (torch.cuda.Stream(device), torch.ones(1, dtype=torch.int64).pin_memory())
-            for rank, device in devices.items()
-        }
+        self._aborting: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
 
     # -- places
 
@@ -89,9 +86,16 @@ class CudaRanks(Networked):
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
 
+    def be_able_to_abort(self, rank: int) -> None:
+        """Have a stream for `abort`: to make one waits for kernels that spin."""
+        if rank not in self._aborting:
+            one = torch.ones(1, dtype=torch.int64).pin_memory()
+            self._aborting[rank] = torch.cuda.Stream(self._devices[rank]), one
+
     def abort(self, group: Group) -> None:
-        """Let the group's kernels on this rank end, which may be spinning now: by a copy on a stream that is there
-        already, since making one waits for them."""
+        """Let the group's kernels on this rank end, which may be spinning now: by a copy on a stream of its own."""
+        if group.world_rank not in self._aborting:
+            return  # no group was opened yet
         stream, one = self._aborting[group.world_rank]
         with torch.cuda.device(group.device), torch.cuda.stream(stream):
             group._control.memory[:8].view(torch.int64).copy_(one, non_blocking=True)
@@ -298,6 +302,7 @@ class CudaWorld(CudaRanks):
         return exchange_addresses(group, memory.data_ptr())
 
     def opened(self, group: Group) -> None:
+        self.be_able_to_abort(group.world_rank)
         self.groups[group.world_rank].add(group)
 
     # -- the network

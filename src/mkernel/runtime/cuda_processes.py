@@ -130,6 +130,10 @@ class CudaProcessWorld(Processes, CudaRanks):
 
     # -- ranks that are lost
 
+    def opened(self, group: Group) -> None:
+        self.be_able_to_abort(group.world_rank)
+        Processes.opened(self, group)
+
     def abort(self, group: Group) -> None:
         CudaRanks.abort(self, group)
 
