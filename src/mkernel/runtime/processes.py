@@ -199,10 +199,6 @@ class Processes(Networked):
 
     def _look_after(self, key: Hashable, members: Sequence[int], missing: Sequence[int], waits: CommTimeout) -> None:
         """Raise if it is known that the missing will not come."""
-        for i in missing:
-            if self._watch is not None and members[i] in self._watch.gone:
-                why = self._watch.gone[members[i]]
-                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
         name = key[0] if isinstance(key, tuple) else None
         identity = self._identity_of(name)
         if self._is_here(f"broken/{identity}"):
@@ -210,6 +206,10 @@ class Processes(Networked):
             if i >= 0:
                 raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
             raise CommTimeout(f"{why}. {waits}", waits.records)
+        for i in missing:
+            if self._watch is not None and members[i] in self._watch.gone:
+                why = self._watch.gone[members[i]]
+                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
         connection = self._connections.get((name, self.rank))
         if connection is not None and connection.proxy.error is not None:
             raise TransportError(f"{connection.proxy.error}. What waited for it: {waits}") from waits
