@@ -116,8 +116,9 @@ IN_A_ROW = """
     assert counts[3] == counts[-1], counts
     group = made_of(None)
     a, b = torch.ones(2, 16, device=group.device), torch.ones(16, 2, device=group.device)
+    config = mk.Config(ctas=2)
     for _ in range({calls}):
-        assert (mk.all_gather_matmul(a, b, group=group) == 16).all()
+        assert (mk.all_gather_matmul(a, b, group=group, config=config) == 16).all()
     group.close()
     assert counts[-1] == open_files_and_threads(), (counts[-1], open_files_and_threads())
     assert not [name for name in os.listdir("/dev/shm") if "mkernel" in name]
@@ -127,7 +128,7 @@ IN_A_ROW = """
 
 
 def test_groups_in_a_row_leave_nothing_behind():
-    check(run_ranks(WORKS + IN_A_ROW.format(calls=125), 4))
+    check(run_ranks(WORKS + IN_A_ROW.format(calls=500), 4))
 
 
 def check(results):
