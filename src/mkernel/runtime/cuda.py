@@ -47,8 +47,6 @@ VARIANTS_KNOWN = 4096
 class CudaRanks(Networked):
     """What ranks on GPUs have in common, be they threads or processes: memory, streams and launches."""
 
-    gathers_launches = False
-
     def __init__(self, size: int, links: Links, devices: Mapping[int, torch.device], shares: Mapping[int, int]):
         """`shares`: how many CTAs of one launch a rank may have."""
         Networked.__init__(self)
@@ -186,8 +184,6 @@ class CudaRanks(Networked):
 
 class CudaWorld(CudaRanks):
     """The world of one process with CUDA; see runtime/world.py for what each method promises."""
-
-    gathers_launches = True
 
     def __init__(self, nodes: int, gpus_per_node: int, links: Links):
         size = nodes * gpus_per_node

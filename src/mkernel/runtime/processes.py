@@ -59,7 +59,6 @@ class Processes(Networked):
         timeout: float,
     ):
         Networked.__init__(self)
-        self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         size = dist.get_world_size(process_group)
         self.job = _job_name(process_group)

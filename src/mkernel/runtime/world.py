@@ -75,7 +75,6 @@ class World(Protocol):
 
     size: int
     links: Links
-    gathers_launches: bool  # launches wait for those of all ranks, and are compared then
 
     def device(self, rank: int) -> torch.device:
         """The device that the tensors of a rank of this process live on."""

@@ -128,7 +128,6 @@ class SimWorld:
     """The simulator's world; see runtime/world.py for what each method promises."""
 
     scheduler_type = Scheduler
-    gathers_launches = False
 
     def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
         self.size = nodes * gpus_per_node
