@@ -200,18 +200,29 @@ class Processes(Networked):
         """Raise if it is known that the missing will not come."""
         name = key[0] if isinstance(key, tuple) else None
         identity = self._identity_of(name)
-        if self._is_here(f"broken/{identity}"):
-            i, why = self._why_broken(identity)
-            if i >= 0:
-                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
-            raise CommTimeout(f"{why}. {waits}", waits.records)
+        lost, told = self._why_broken(identity) if self._is_here(f"broken/{identity}") else (-1, "")
+        if told and lost < 0:
+            self._wait_for_the_watch([members[i] for i in missing])  # which may know better who it was
+        gone = self._watch.gone if self._watch is not None else {}
         for i in missing:
-            if self._watch is not None and members[i] in self._watch.gone:
-                why = self._watch.gone[members[i]]
-                raise RankLost(f"rank {i} is lost: {why}. {waits}", waits.records, i, why)
+            if lost < 0 and members[i] in gone:
+                lost, told = i, gone[members[i]]
+        if lost >= 0:
+            raise RankLost(f"rank {lost} is lost: {told}. {waits}", waits.records, lost, told)
+        if told:
+            raise CommTimeout(f"{told}. {waits}", waits.records)
         connection = self._connections.get((name, self.rank))
         if connection is not None and connection.proxy.error is not None:
             raise TransportError(f"{connection.proxy.error}. What waited for it: {waits}") from waits
+
+    def _wait_for_the_watch(self, missing: Sequence[int]) -> None:
+        """Give the system the time to tell that one of these ranks of this machine has ended."""
+        deadline = time.monotonic() + TELL_SECONDS
+        watched = self._peers_here.keys() & set(missing)
+        while watched and self._watch is not None and not watched & self._watch.gone.keys():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LONGEST_PAUSE)
 
     def _is_here(self, name: str) -> bool:
         try:
@@ -305,14 +316,18 @@ class Processes(Networked):
 
     def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
         identity = self._identity_of(group.name)
-        known = self._lost.get(identity)
-        if known is not None or timed_out:
-            return known
+        if timed_out:
+            return self._lost.get(identity)
         # another rank has given up before, and knows why: it tells when it finds out
         deadline = time.monotonic() + TELL_SECONDS
-        while not self._is_here(f"broken/{identity}") and time.monotonic() < deadline:
+        told = None
+        while identity not in self._lost and time.monotonic() < deadline:
+            if self._is_here(f"broken/{identity}"):
+                told = self._why_broken(identity)
+                if told[0] >= 0:
+                    return told
             time.sleep(LONGEST_PAUSE)
-        return self._why_broken(identity) if self._is_here(f"broken/{identity}") else None
+        return self._lost.get(identity, told)
 
     def _why_broken(self, identity: str) -> tuple[int, str]:
         rank, why = self._get([f"broken/{identity}"])[0]
