@@ -65,7 +65,7 @@ class ProcessWorld(Processes, InlineWorld):
 
     def _map(self, handle: int, nbytes: int) -> torch.Tensor:
         memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-        self._allow(memory)
+        self._allow(memory, None)
         return memory
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:

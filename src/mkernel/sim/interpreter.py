@@ -124,29 +124,41 @@ class Builder(base.InterpreterBuilder):
 
     # memory; newer Tritons pass one cache policy where older ones pass two hints
 
-    def create_masked_load(self, ptrs, mask, other, *hints, descriptor=False, **named_hints):
+    def create_masked_load(self, ptrs, mask, other, *hints, descriptor=False, volatile=False, **named_hints):
         element = ptrs.get_element_ty()
         dtype = base._get_np_dtype(element)
         fill = np.zeros((), dtype=dtype) if other is None else other.data
         if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
             mask = base.TensorHandle(mask, tl.int1)
         chosen = _as_bools(mask.data)
-        return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor), element)
+        return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor, volatile), element)
 
     def create_masked_store(self, ptrs, value, mask, *hints, descriptor=False):
         plain = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
         element = base._get_np_dtype(ptrs.get_element_ty())
         self.running().store(ptrs.data, value.data.astype(element, copy=False), plain, descriptor)
 
-    def create_load(self, ptr, *hints):
-        return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
+    def create_load(self, ptr, cache, eviction, volatile=False):
+        return self.create_masked_load(
+            ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None, volatile=volatile
+        )
 
     def create_store(self, ptr, val, *hints):
         self.create_masked_store(ptr, val, np.ones_like(ptr.data, dtype=bool))
 
     def create_descriptor_load(self, desc, indices, *hints):
         ptrs, mask = desc.materialize_pointers(indices)
-        return self.create_masked_load(ptrs, mask, None, descriptor=True)
+        end = self.running().unused_from.get(int(desc.base.data[0]))
+        mask = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
+        if end is None:
+            return self.create_masked_load(ptrs, mask, None, descriptor=True)
+        used = max(end - int(indices[-2].data[0]), 0)
+        mask = np.array(np.broadcast_to(mask, ptrs.data.shape))
+        unused = mask[..., used:, :].copy()
+        mask[..., used:, :] = False
+        block = self.create_masked_load(ptrs, mask, None, descriptor=True)
+        block.data[..., used:, :].view(np.uint8)[...] = np.where(np.repeat(unused, block.data.itemsize, -1), 255, 0)
+        return block
 
     def create_descriptor_store(self, desc, value, indices):
         ptrs, mask = desc.materialize_pointers(indices)
@@ -154,6 +166,13 @@ class Builder(base.InterpreterBuilder):
 
     def create_barrier(self, *scope):
         self.running().barrier()
+
+    def waited_for(self, signals, mask, expected):
+        pointers, chosen, wanted = (semantic.to_tensor(x).handle.data for x in (signals, mask, expected))
+        self.running().waited_for(pointers, _as_bools(chosen), wanted)
+
+    def used_below(self, descriptor, row):
+        self.running().unused_from[int(descriptor.handle.base.data[0])] = int(semantic.to_tensor(row).handle.data[0])
 
     # atomics
 
@@ -312,6 +331,8 @@ _python_functions: dict[Any, Callable] = {}
 def python_function(jit: Any) -> Callable:
     """The Python function that does what a @triton.jit function does."""
     function = jit.fn
+    if function.__name__ in ("waited_for", "used_below"):  # of lang/hints.py
+        return getattr(builder, function.__name__)
     if function not in _python_functions:
         lines, first = inspect.getsourcelines(function)
         start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
