@@ -25,7 +25,7 @@ from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
-from mkernel.sim.interpreter import Builder
+from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory, View
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
@@ -154,14 +154,10 @@ class CtaTask(Task):
         self.spins = 0
 
     def run(self) -> None:
-        self.launch.function(**self.launch.arguments)
+        run_kernel(self, self.launch.function, self.launch.arguments)
 
     def ready(self) -> bool:
         return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
-
-    def resume(self) -> None:
-        self.scheduler.builder.cta = self
-        self.greenlet.switch()
 
     def where(self) -> str:
         polls = ", ".join(
@@ -171,7 +167,10 @@ class CtaTask(Task):
 
     # what the interpreter calls
 
-    def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool,
+        volatile: bool = False,
+    ) -> np.ndarray:  # fmt: skip
         path = DESCRIPTOR if descriptor else PLAIN
         result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, path)
         if not descriptor:  # those are loaded while the CTA does something else
@@ -300,10 +299,9 @@ class CtaTask(Task):
 class Scheduler:
     """Runs tasks until the ranks' Python code has ended everywhere."""
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
+    def __init__(self, seed: int, options: Options):
         self.rng = random.Random(seed)
         self.options = options
-        self.builder = builder
         self.memory = Memory(self.rng)
         self.clock = START_OF_TIME
         self.steps = 0
@@ -414,8 +412,8 @@ class RealTimeScheduler(Scheduler):
     turn. The words that its CTAs wait for are watched from outside, without running the CTAs, so that
     a waiting rank leaves the processor to those that work; the clock is the real one."""
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
-        super().__init__(seed, options, builder)
+    def __init__(self, seed: int, options: Options):
+        super().__init__(seed, options)
         self.clock = time.monotonic_ns()
         self.on_idle: Callable[[], None] = lambda: None
 

@@ -19,7 +19,7 @@ from mkernel.runtime.group import RING_CAPACITY, Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
 from mkernel.sim.ahead import Ahead
-from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
+from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
@@ -129,13 +129,13 @@ class SimWorld:
 
     scheduler_type = Scheduler
 
-    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
+    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options):
         self.size = nodes * gpus_per_node
         self.gpus_per_node = gpus_per_node
         self.links = Links()
         self.seed = seed
         self.options = options
-        self.scheduler = self.scheduler_type(seed, options, builder)
+        self.scheduler = self.scheduler_type(seed, options)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
         self._calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
@@ -410,12 +410,10 @@ class SimWorld:
 
     def _lend(self, running: RunningLaunch, arguments: dict[str, Any]) -> None:
         """The kernel may touch the tensors it was given, while it runs."""
-        for value in arguments.values():
-            tensor = getattr(value, "base", value)
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
-                running.borrowed.append(storage.data_ptr())
+        for tensor in _tensors_in(list(arguments.values())):
+            storage = tensor.untyped_storage()
+            self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
+            running.borrowed.append(storage.data_ptr())
 
     def synchronize(self, rank: int) -> None:
         def idle() -> bool:
@@ -459,6 +457,17 @@ class SimWorld:
         self._ahead.done(running)
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a kernel's arguments: in tuples, and of descriptors, too."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+    else:
+        tensor = getattr(value, "base", value)
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
 class InlineWorld(SimWorld):
     """One simulated rank in the caller's own code, with no tasks around it: for mk.init()."""
 
@@ -475,8 +484,7 @@ class InlineWorld(SimWorld):
 
     def launch(self, rank: int, launch: Launch) -> None:
         launch.group.confirm()
-        with interpreting() as builder, noted() as self.scheduler.look_for_interrupt:
-            self.scheduler.builder = builder
+        with noted() as self.scheduler.look_for_interrupt:
             self.scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self, rank, launch)
             self._lend(running, launch.arguments)
@@ -495,7 +503,7 @@ class InlineWorld(SimWorld):
 
 def single_rank(timeout: float) -> Group:
     """A group of one simulated rank."""
-    world = InlineWorld(1, 1, 0, Options(), None)
+    world = InlineWorld(1, 1, 0, Options())
     return Group(world, [0], 0, timeout=timeout, name="world")
 
 
@@ -510,27 +518,26 @@ def spawn(
     options: Options | None,
 ) -> list[Any]:
     """Run function(group, *args) on every rank of a simulated cluster; results by rank."""
-    with interpreting() as builder:
-        world = SimWorld(nodes, gpus_per_node, seed, options or Options(), builder)
-        everyone = range(world.size)
+    world = SimWorld(nodes, gpus_per_node, seed, options or Options())
+    everyone = range(world.size)
 
-        def of(rank: int) -> Callable[[], Any]:
-            def run() -> Any:
-                group = Group(world, everyone, rank, timeout=timeout, name="world")
-                set_current(group)
-                return function(group, *args)
+    def of(rank: int) -> Callable[[], Any]:
+        def run() -> Any:
+            group = Group(world, everyone, rank, timeout=timeout, name="world")
+            set_current(group)
+            return function(group, *args)
 
-            return run
+        return run
 
-        try:
-            with (  # as they were, when the last rank has ended
-                torch.set_grad_enabled(torch.is_grad_enabled()),
-                torch.inference_mode(torch.is_inference_mode_enabled()),
-            ):
-                return world.run([of(rank) for rank in everyone])
-        except Exception as failure:
-            how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
-            print(how, file=sys.stderr)
-            if hasattr(failure, "add_note"):
-                failure.add_note(how)
-            raise
+    try:
+        with (  # as they were, when the last rank has ended
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.inference_mode(torch.is_inference_mode_enabled()),
+        ):
+            return world.run([of(rank) for rank in everyone])
+    except Exception as failure:
+        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
+        print(how, file=sys.stderr)
+        if hasattr(failure, "add_note"):
+            failure.add_note(how)
+        raise
