@@ -18,8 +18,7 @@ import inspect
 import os
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -33,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
-from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, native, running
+from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, device_assert, native, running
 from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, PointerType, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
@@ -130,7 +129,7 @@ class _Compiler(ast.NodeTransformer):
         self.names: dict[str, Any] = {
             _MARK: True, "__builtins__": {}, "(assigned)": tensors.assigned, "(refuse)": _refuse,
             "(chosen)": tensors.chosen, "(not)": tensors.negated, "(decides)": tensors.decides,
-            "(combined)": tensors.combined, "(value)": _value_of, "(assert)": BUILTINS_ASSERT,
+            "(combined)": tensors.combined, "(value)": _value_of, "(assert)": device_assert,
             "(tuple)": tuple,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
@@ -330,15 +329,6 @@ class _Compiler(ast.NodeTransformer):
         return self.generic_visit(node)  # type: ignore[return-value]
 
 
-def _assert(condition: Any, message: Any) -> None:
-    holds = condition._data.all() if type(condition) is Tensor else condition
-    if not holds:
-        raise KernelError(f"assertion failed{f': {message}' if message else ''}")
-
-
-BUILTINS_ASSERT = _assert
-
-
 class _Compiled:
     """A Python function, and what it was compiled from."""
 
@@ -409,15 +399,14 @@ def _place_in_kernel(error: BaseException) -> str:
     return place
 
 
-@contextmanager
-def _as(cta: Cta) -> Iterator[None]:
-    """Inside, kernel functions can be called, by this CTA."""
+def run(cta: Cta, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a Python function of a kernel, as one CTA."""
     token = running.set(cta)
     try:
         with np.errstate(all="ignore"):  # infinities and NaN are values like others, as on a GPU
-            yield
+            return function(*args, **kwargs)
     except KernelError as error:
-        error.args = (_place_in_kernel(error) + str(error), *error.args[1:])
+        error.args = (_place_in_kernel(error) + str(error),)
         raise
     except MKernelError:
         raise
@@ -425,12 +414,6 @@ def _as(cta: Cta) -> Iterator[None]:
         raise KernelError(f"{_place_in_kernel(error)}{type(error).__name__}: {error}") from error
     finally:
         running.reset(token)
-
-
-def run(cta: Cta, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A kernel, from its first line to its last, as one CTA."""
-    with _as(cta):
-        return function(**arguments)
 
 
 # -- arguments

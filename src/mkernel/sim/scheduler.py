@@ -154,7 +154,7 @@ class CtaTask(Task):
         self.spins = 0
 
     def run(self) -> None:
-        run_kernel(self, self.launch.function, self.launch.arguments)
+        run_kernel(self, self.launch.function, **self.launch.arguments)
 
     def ready(self) -> bool:
         return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
