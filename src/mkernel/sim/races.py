@@ -31,7 +31,6 @@ FRAMES = 5  # kernel functions that are noted, from the innermost
 WAITS = 16  # and waits
 RELEASES = 64  # of a thread that are remembered, to tell which of them would have ordered an access
 _PACKAGE = Path(__file__).parent.parent
-_NOT_KERNELS = (str(_PACKAGE / "sim"), "/triton/", "/numpy/", "/greenlet/")
 
 Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
 
@@ -73,8 +72,7 @@ class Sites:
             code = frame.f_code
             is_kernel = self._is_kernel.get(code)
             if is_kernel is None:
-                name = code.co_filename
-                is_kernel = self._is_kernel[code] = not any(part in name for part in _NOT_KERNELS)
+                is_kernel = self._is_kernel[code] = "__mkernel_kernel__" in frame.f_globals
             if is_kernel:
                 found.append((code, frame.f_lineno))
             frame = frame.f_back

@@ -24,7 +24,7 @@ from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
-from mkernel.sim.interpreter import Builder
+from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory
 from mkernel.sim.order import Cta
 from mkernel.sim.races import Races
@@ -159,14 +159,10 @@ class CtaTask(Task):
         self.spins = 0
 
     def run(self) -> None:
-        self.launch.function(**self.launch.arguments)
+        run_kernel(self, self.launch.function, **self.launch.arguments)
 
     def ready(self) -> bool:
         return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
-
-    def resume(self) -> None:
-        self.scheduler.builder.cta = self
-        self.greenlet.switch()
 
     def where(self) -> str:
         polls = ", ".join(
@@ -335,10 +331,9 @@ class Scheduler:
 
     sees_all = True  # that is done to memory: so it can tell what races
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
+    def __init__(self, seed: int, options: Options):
         self.rng = random.Random(seed)
         self.options = options
-        self.builder = builder
         self.memory = Memory(self.rng, Races() if options.races and self.sees_all else None)
         self.clock = START_OF_TIME
         self.steps = 0
@@ -444,8 +439,8 @@ class RealTimeScheduler(Scheduler):
 
     sees_all = False
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
-        super().__init__(seed, options, builder)
+    def __init__(self, seed: int, options: Options):
+        super().__init__(seed, options)
         self.clock = time.monotonic_ns()
         self.on_idle: Callable[[], None] = lambda: None
 

@@ -20,7 +20,7 @@ from mkernel.runtime.group import RING_CAPACITY, Group, set_current
 from mkernel.runtime.network import drained
 from mkernel.runtime.world import Launch, Links, Part, Transfer, exchange_addresses
 from mkernel.sim.ahead import Ahead
-from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
+from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
@@ -167,13 +167,13 @@ class SimWorld:
 
     scheduler_type = Scheduler
 
-    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
+    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options):
         self.size = nodes * gpus_per_node
         self.gpus_per_node = gpus_per_node
         self.links = Links()
         self.seed = seed
         self.options = options
-        self.scheduler = self.scheduler_type(seed, options, builder)
+        self.scheduler = self.scheduler_type(seed, options)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
         self._calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
@@ -599,8 +599,7 @@ class InlineWorld(SimWorld):
 
     def launch(self, rank: int, launch: Launch) -> None:
         launch.group.confirm()
-        with interpreting() as builder, noted() as self.scheduler.look_for_interrupt:
-            self.scheduler.builder = builder
+        with noted() as self.scheduler.look_for_interrupt:
             self.scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self, rank, launch)
             self._lend(running, "default")
@@ -620,7 +619,7 @@ class InlineWorld(SimWorld):
 
 def single_rank(timeout: float) -> Group:
     """A group of one simulated rank."""
-    world = InlineWorld(1, 1, 0, Options(), None)
+    world = InlineWorld(1, 1, 0, Options())
     return Group(world, [0], 0, timeout=timeout, name="world")
 
 
@@ -635,27 +634,26 @@ def spawn(
     options: Options | None,
 ) -> list[Any]:
     """Run function(group, *args) on every rank of a simulated cluster; results by rank."""
-    with interpreting() as builder:
-        world = SimWorld(nodes, gpus_per_node, seed, options or Options(), builder)
-        everyone = range(world.size)
+    world = SimWorld(nodes, gpus_per_node, seed, options or Options())
+    everyone = range(world.size)
 
-        def of(rank: int) -> Callable[[], Any]:
-            def run() -> Any:
-                group = Group(world, everyone, rank, timeout=timeout, name="world")
-                set_current(group)
-                return function(group, *args)
+    def of(rank: int) -> Callable[[], Any]:
+        def run() -> Any:
+            group = Group(world, everyone, rank, timeout=timeout, name="world")
+            set_current(group)
+            return function(group, *args)
 
-            return run
+        return run
 
-        try:
-            with (  # as they were, when the last rank has ended
-                torch.set_grad_enabled(torch.is_grad_enabled()),
-                torch.inference_mode(torch.is_inference_mode_enabled()),
-            ):
-                return world.run([of(rank) for rank in everyone])
-        except Exception as failure:
-            how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
-            print(how, file=sys.stderr)
-            if hasattr(failure, "add_note"):
-                failure.add_note(how)
-            raise
+    try:
+        with (  # as they were, when the last rank has ended
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.inference_mode(torch.is_inference_mode_enabled()),
+        ):
+            return world.run([of(rank) for rank in everyone])
+    except Exception as failure:
+        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
+        print(how, file=sys.stderr)
+        if hasattr(failure, "add_note"):
+            failure.add_note(how)
+        raise
