@@ -58,6 +58,7 @@ class Proxy(Task):
         on_arrival: Callable[[InFlight], None] = lambda request: None,
     ):
         super().__init__(scheduler, rank, f"rank {rank}, network proxy")
+        self.label = f"{rank}.net"
         self.ring = ring
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
@@ -96,11 +97,12 @@ class Proxy(Task):
         return bool(self.flying) or self._due()
 
     def run(self) -> None:
+        choices = self.scheduler.choices
         while True:
-            if self._due() and (not self.flying or self.rng.random() < 0.5):
+            if self._due() and (not self.flying or choices.takes()):
                 self._take()
             elif self.flying:
-                self._progress(self.rng.choice(self.flying))
+                self._progress(choices.moves(self.flying))
             self.scheduler.hub.switch()
 
     def _set_word(self, tensor: torch.Tensor, value: int) -> None:

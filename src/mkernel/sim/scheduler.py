@@ -1,8 +1,8 @@
-"""Cooperative tasks in a seeded order: CTAs, the ranks' own Python code, and network proxies.
+"""Cooperative tasks in an order that can be repeated: CTAs, the ranks' own Python code, and network proxies.
 
 One task runs at a time. Every atomic operation of a CTA, every read of the clock and every blocking
-call of a rank's Python code is a point where another task may run, chosen by a generator that was
-seeded: the same seed gives the same order, so any failure can be replayed.
+call of a rank's Python code is a point where another task may run. Choices are made by `sim/choices.py`, from a
+seed or by the name of a schedule: the same one gives the same order, so any failure can be replayed.
 
 A task that polls and sees nothing new is not run again until memory, or the clock, has changed. When
 no task can run, what is left in store buffers is let through; then ranks that were told to start
@@ -13,7 +13,6 @@ rank that is slow, but alive, never times out.
 from __future__ import annotations
 
 import ctypes
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
+from mkernel.sim.choices import ONE_CTA, Choices, Schedule, choices_of
 from mkernel.sim.interpreter import Builder
 from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory, View
 
@@ -50,9 +50,12 @@ class Options:
     resident: how many CTAs of a launch may run at the same time; None is all of them.
     ctas: how many CTAs a launch has by default.
     multicast: is there multicast between the ranks of a node?
+    schedule: the name of a schedule (see sim/choices.py), in place of the seed.
     """
 
     def __post_init__(self) -> None:
+        if self.schedule is not None and Schedule.parse(self.schedule).kind == ONE_CTA:
+            object.__setattr__(self, "resident", 1)
         for rank, share in self.slow.items():
             if not share > 0:
                 raise ArgumentError(f"slow[{rank}] must be more than 0 (a rank that never runs), got {share}")
@@ -62,10 +65,14 @@ class Options:
     resident: int | None = None
     ctas: int = 6
     multicast: bool = False
+    schedule: str | None = None
 
 
 class Task:
     """Something that can be run for a while."""
+
+    label = ""  # in the names of schedules: the rank and what the task is
+    number = 0  # tasks are numbered as they are added
 
     def __init__(self, scheduler: Scheduler, rank: int, name: str):
         self.scheduler = scheduler
@@ -101,6 +108,7 @@ class HostTask(Task):
 
     def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], Any]):
         super().__init__(scheduler, rank, f"rank {rank}, Python")
+        self.label = f"{rank}.host"
         self.function = function
         self.result: Any = None
         self.condition: Callable[[], bool] = lambda: True
@@ -140,6 +148,7 @@ class CtaTask(Task):
         self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int, time: float = 0.0
     ):
         super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
+        self.label = f"{rank}.cta{program_id}"
         self.time = time  # see Scheduler.stamp
         self.launch = launch
         self.program_id = program_id
@@ -301,7 +310,8 @@ class Scheduler:
     """Runs tasks until the ranks' Python code has ended everywhere."""
 
     def __init__(self, seed: int, options: Options, builder: Builder):
-        self.rng = random.Random(seed)
+        self.choices: Choices = choices_of(options.schedule, seed)
+        self.rng = self.choices.rng
         self.options = options
         self.builder = builder
         self.memory = Memory(self.rng)
@@ -310,9 +320,7 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.late = dict(options.late)
         self.hub = greenlet.getcurrent()
-        # some seeds let a task run on for long, some switch at nearly every point
-        self.stay = self.rng.choice((0.1, 0.5, 0.9))
-        self.leak = self.rng.choice((0.0, 0.1, 0.5))
+        self._added = 0
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
         self.look_for_interrupt: Callable[[], None] = lambda: None
@@ -333,6 +341,8 @@ class Scheduler:
         self.times[address] = max(time, self.times.get(address, 0.0))
 
     def add(self, task: Task) -> None:
+        task.number = self._added
+        self._added += 1
         self.tasks.append(task)
 
     def remove(self, task: Task) -> None:
@@ -352,9 +362,9 @@ class Scheduler:
     def pause(self, task: CtaTask) -> None:
         """A point where another task may run."""
         self.steps += 1
-        if self.leak and self.rng.random() < self.leak:
+        if self.choices.leaks():
             self.memory.leak(task.view)
-        if task.ready() and self.rng.random() < self.stay:
+        if task.ready() and self.choices.stays(task):
             return
         self.hub.switch()
 
@@ -367,18 +377,12 @@ class Scheduler:
             if not ready:
                 self._nothing_can_run()
                 continue
-            task = self._choose(ready)
+            task = self.choices.pick(ready, self.options.slow)
             self.steps += 1
             task.resume()
             if task.done:
                 self.tasks.remove(task)
                 on_done(task)
-
-    def _choose(self, ready: list[Task]) -> Task:
-        if not self.options.slow:
-            return ready[int(self.rng.random() * len(ready))]
-        weights = [self.options.slow.get(task.rank, 1.0) for task in ready]
-        return self.rng.choices(ready, weights)[0]
 
     def _nothing_can_run(self) -> None:
         ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
