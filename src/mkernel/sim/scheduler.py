@@ -157,6 +157,8 @@ class CtaTask(Task):
         self.view = View(now, now, now)
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
+        self.looked_at: tuple[int, int] | None = None
+        self.looks_now = 0  # with memory and clock as they are
         self.looks = 0  # how often it was let look again with the clock standing still
         self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
         self.last_load: tuple[int, bytes] | None = None
@@ -284,9 +286,14 @@ class CtaTask(Task):
         return bool((now[mask] == before[mask]).all())
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
-        if all(self.polled.get(address) == value for address, value in seen.items()):
-            self.seen_nothing_new = (self.scheduler.memory.writes, self.scheduler.clock)
+        now = (self.scheduler.memory.writes, self.scheduler.clock)
+        self.looks_now = self.looks_now + 1 if now == self.looked_at else 1
+        self.looked_at = now
+        same = all(self.polled.get(address) == value for address, value in seen.items())
         self.polled.update(seen)
+        # of several words that it polls, another one may have changed: it gets to look at each of them
+        if same and (self.looks_now > len(self.polled) or not self.sees_a_change()):
+            self.seen_nothing_new = now
 
     def sees_a_change(self) -> bool:
         """Has a word that the CTA waits for another value now? It may run again then."""
