@@ -290,6 +290,8 @@ class CtaTask(Task):
         self.looks_now = self.looks_now + 1 if now == self.looked_at else 1
         self.looked_at = now
         same = all(self.polled.get(address) == value for address, value in seen.items())
+        if any(self.polled.get(address, value) != value for address, value in seen.items()):
+            self.polled.clear()  # this is new: it may do something else now
         self.polled.update(seen)
         # of several words that it polls, another one may have changed: it gets to look at each of them
         if same and (self.looks_now > len(self.polled) or not self.sees_a_change()):
