@@ -40,7 +40,7 @@ class Memory:
             races.describe = self.describe
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
         self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
-        self.changed_at: Callable[[int, int], None] = lambda low, high: None  # told what range was written
+        self.on_change: Callable[[Sequence[int] | range | None], None] = lambda where: None  # see `changed`
         self._starts: list[int] = []
         self._pieces: list[Shadow] = []
         self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start of a range -> its end, and where members begin
@@ -279,17 +279,17 @@ class Memory:
         """Values reach memory."""
         addresses, values = np.ascontiguousarray(addresses), np.ascontiguousarray(values)
         _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
-        self.changed(True, int(addresses.min()), int(addresses.max()) + values.itemsize)
+        self.changed(True, range(int(addresses.min()), int(addresses.max()) + values.itemsize))
 
     def write_bytes(self, address: int, data: np.ndarray) -> None:
         """Bytes that something other than a CTA writes: the network."""
         self.write(np.arange(address, address + data.size, dtype=np.uint64), data)
 
-    def changed(self, progress: bool, low: int = 0, high: int = 1 << 63) -> None:
-        """Memory between these addresses was changed."""
+    def changed(self, progress: bool, where: Sequence[int] | range | None = None) -> None:
+        """Memory was changed: these words, bytes of this range, or anything."""
         self.writes += 1
         self.progress += progress
-        self.changed_at(low, high)
+        self.on_change(where)
 
 
 def _clock(cta: Cta, path: str) -> np.ndarray:
