@@ -480,7 +480,7 @@ class SimWorld:
         launch = running.spec
         tensors = dict(_tensors(launch.arguments))
         running.loans = self.scheduler.memory.lend(
-            tensors, running.rank, lambda name: launch.writes is None or name in launch.writes
+            tensors, running.rank, lambda name: name != "context" and name not in launch.inputs
         )
 
     def _returned(self, running: RunningLaunch) -> None:
