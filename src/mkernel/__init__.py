@@ -23,6 +23,7 @@ from mkernel.runtime.errors import (
     CommTimeout,
     Deadlock,
     MKernelError,
+    RaceError,
     RankLost,
     RoutingError,
     SimulatorError,

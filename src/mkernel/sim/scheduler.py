@@ -474,7 +474,7 @@ class Scheduler:
     def pause(self, task: CtaTask) -> None:
         """A point where another task may run."""
         self.steps += 1
-        if task.ready() and self.choices.stays(task):
+        if not task.asleep and task.ready() and self.choices.stays(task):
             return
         self.hub.switch()
 
