@@ -157,7 +157,7 @@ class CtaTask(Task):
         self.view = View(now, now, now)
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
-        self.looked_at: tuple[int, int] | None = None
+        self.last_look: tuple[int, int] | None = None
         self.looks_now = 0  # with memory and clock as they are
         self.looks = 0  # how often it was let look again with the clock standing still
         self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
@@ -287,8 +287,8 @@ class CtaTask(Task):
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
         now = (self.scheduler.memory.writes, self.scheduler.clock)
-        self.looks_now = self.looks_now + 1 if now == self.looked_at else 1
-        self.looked_at = now
+        self.looks_now = self.looks_now + 1 if now == self.last_look else 1
+        self.last_look = now
         same = all(self.polled.get(address) == value for address, value in seen.items())
         if any(self.polled.get(address, value) != value for address, value in seen.items()):
             self.polled.clear()  # this is new: it may do something else now
