@@ -409,47 +409,41 @@ def test_a_failure_says_how_to_see_it_again(capsys):
 # -- what was covered
 
 
-class Races:
-    """As the race detector records them."""
-
-    def __init__(self):
-        self.record_orders = False
-        self.orders = {("a.py:1 f", "b.py:2 g"): 3, ("c.py:3 h", "c.py:3 h"): 1}
-        self.waits = {"a.py:9 wait": [5, 0], "b.py:8 wait": [2, 1]}
+def world_with(orders, waits):
+    """A world that has run, with what its race detector recorded."""
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(choices=Choices(0)), races=SimpleNamespace(orders=orders, waits=waits)
+    )
 
 
-def test_a_report_adds_up_what_the_race_detector_saw(monkeypatch):
-    made = []
-
-    def races(world):
-        made.append(Races())
-        if len(made) == 2:
-            made[-1].orders[("b.py:2 g", "a.py:1 f")] = 1
-            made[-1].orders[("d.py:4 k", "e.py:5 l")] = 2
-            made[-1].waits["a.py:9 wait"] = [0, 4]
-            made[-1].waits["d.py:7 wait"] = [6, 0]
-        return made[-1]
-
-    init = SimWorld.__init__
-
-    def with_races(self, *args):
-        init(self, *args)
-        self.races = races(self)
-
-    monkeypatch.setattr(SimWorld, "__init__", with_races)
-    report = check(small, gpus_per_node=1, schedules=2)
-    assert [each.record_orders for each in made] == [True, True]
+def test_a_report_adds_up_what_the_race_detector_saw():
+    orders, waits = {("a.py:1 f", "b.py:2 g"): 3, ("c.py:3 h", "c.py:3 h"): 1}, {"a.py:9 w": [5, 0], "b.py:8 w": [2, 1]}
+    report = Report(1, 2)
+    report.add(world_with(orders, waits))
+    assert report.both_orders == [("c.py:3 h", "c.py:3 h")]
+    assert report.never_waited == ["a.py:9 w"]
+    more = {("b.py:2 g", "a.py:1 f"): 1, ("d.py:4 k", "e.py:5 l"): 2}
+    report.add(world_with(orders | more, {"a.py:9 w": [0, 4], "d.py:7 w": [6, 0]}))
     assert report.orders[("a.py:1 f", "b.py:2 g")] == 6
     assert report.both_orders == [("a.py:1 f", "b.py:2 g"), ("c.py:3 h", "c.py:3 h")]
     assert report.one_order == [("d.py:4 k", "e.py:5 l")]
-    assert report.waits["a.py:9 wait"] == [5, 4]
-    assert report.waited == ["a.py:9 wait", "b.py:8 wait"]
-    assert report.never_waited == ["d.py:7 wait"]
+    assert report.waits["a.py:9 w"] == [5, 4]
+    assert report.waited == ["a.py:9 w", "b.py:8 w"]
+    assert report.never_waited == ["d.py:7 w"]
     text = str(report)
     assert "2 pairs of lines seen in both orders, 1 in one order only" in text
     assert "d.py:4 k, then e.py:5 l (2 times)" in text
     assert "waits: 2 lines had to wait, 1 never had to" in text
-    assert "d.py:7 wait (6 times)" in text
+    assert "d.py:7 w (6 times)" in text
+
+
+def test_the_race_detector_is_told_to_record_orders(monkeypatch):
+    if not hasattr(SimWorld, "races"):
+        fake = SimpleNamespace(record_orders=False, orders={}, waits={})
+        monkeypatch.setattr(SimWorld, "races", fake, raising=False)
+    seen = []
+    check(lambda group: seen.append(group.world.races.record_orders), schedules=1)
+    assert seen == [True, True]
 
 
 def test_a_long_report_is_cut():
@@ -457,8 +451,7 @@ def test_a_long_report_is_cut():
     assert "and 30 more" in str(report)
 
 
-def test_a_report_without_a_race_detector_says_so(monkeypatch):
-    monkeypatch.setattr(SimWorld, "races", None, raising=False)
+def test_a_report_without_a_race_detector_says_so():
     report = Report(1, 2)
     report.add(SimpleNamespace(scheduler=SimpleNamespace(choices=Choices(0)), races=None))
     assert "not recorded, since the race detector is off" in str(report)

@@ -171,7 +171,7 @@ class CtaTask(Task):
         self.looks_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
-        self.looked_at: tuple[int, int] | None = None
+        self.last_look: tuple[int, int] | None = None
         self.looks_now = 0  # with memory and clock as they are
         self.looks = 0  # how often it was let look again with the clock standing still
         self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
@@ -333,8 +333,8 @@ class CtaTask(Task):
         """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing is
         new, it sleeps."""
         now = (self.scheduler.memory.writes, self.scheduler.clock)
-        self.looks_now = self.looks_now + 1 if now == self.looked_at else 1
-        self.looked_at = now
+        self.looks_now = self.looks_now + 1 if now == self.last_look else 1
+        self.last_look = now
         same = all(self.polled.get(address) == value for address, value in seen.items())
         if any(self.polled.get(address, value) != value for address, value in seen.items()):
             self.polled.clear()  # this is new: it may do something else now
