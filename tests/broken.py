@@ -13,6 +13,7 @@ from mutation import mutated
 
 import mkernel as mk
 from mkernel.runtime import group as runtime_group
+from mkernel.sim.scheduler import CtaTask, Scheduler
 
 SEEDS = 20
 WRONG = AssertionError  # a wrong result
@@ -23,18 +24,41 @@ RELAXED_WAIT = [("signals", 'tl.atomic_add(signal, 0, sem="acquire"', 'tl.atomic
 NO_BARRIER = [("signals", "    tl.debug_barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
 
 
+def run_last(patch, rank, cta):
+    """Let a CTA run only when nothing else can, and then up to the next point where others may."""
+    choose, pause = Scheduler._choose, Scheduler.pause
+
+    def is_last(task):
+        return isinstance(task, CtaTask) and (task.rank, task.program_id) == (rank, cta)
+
+    def choose_others(scheduler, ready):
+        return choose(scheduler, [task for task in ready if not is_last(task)] or ready)
+
+    def pause_at_once(scheduler, task):
+        if is_last(task):
+            scheduler.steps += 1
+            scheduler.hub.switch()
+        else:
+            pause(scheduler, task)
+
+    patch.setattr(Scheduler, "_choose", choose_others)
+    patch.setattr(Scheduler, "pause", pause_at_once)
+
+
 @dataclass(frozen=True)
 class SimulatedCalls:
     """Calls on a simulated cluster. A kind of scenario says which operator it is about, `op`, and what a rank
     does with it, `work(group, function)`.
 
-    slow: a rank that hardly runs; resident, ctas: options of the simulator; ring: requests that it holds.
+    slow: a rank that hardly runs; last: (rank, CTA) that runs only when nothing else can; resident, ctas: options of
+    the simulator; ring: requests that it holds.
     """
 
     cluster: tuple[int, int]
     _: KW_ONLY
     calls: int = 2
     slow: int | None = None
+    last: tuple[int, int] | None = None
     resident: int | None = None
     ctas: int = 6
     ring: int = 256
@@ -43,6 +67,8 @@ class SimulatedCalls:
         """What `work` returns on each rank, with the operator of `module`: mkernel's, or that of a copy."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runtime_group, "RING_CAPACITY", self.ring)
+            if self.last is not None:
+                run_last(patch, *self.last)
             self.prepare(module, patch)
             return run(
                 self.work, getattr(module, self.op), cluster=self.cluster, seed=seed, timeout=1e-4,

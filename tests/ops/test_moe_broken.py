@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from broken import ANY, RELAXED_NOTIFY, RELAXED_WAIT, Broken, SimulatedCalls, failure_of
+from broken import ANY, RELAXED_NOTIFY, RELAXED_WAIT, Broken, failure_of
 from experts import Layer, combine, dispatch, ffn
 from helpers import run
 from mutation import mutated
+from scenarios import EXPERT_CALLS, Routes
 
 import mkernel as mk
-from mkernel.sim.network import Proxy
 
 # an address or a count that is nonsense
 ASTRAY = (*ANY, mk.RoutingError, OverflowError)
 
-CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
-
-
-LITTLE = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
-
-
-def last_in_first_out(proxy):
-    """What a proxy does when its network takes its time and lets later requests overtake earlier ones."""
-    while True:
-        if proxy._due():
-            proxy._take()
-        elif proxy.flying and proxy.rng.random() < 0.01:
-            proxy._progress(proxy.flying[-1])
-        proxy.scheduler.hub.switch()
-
-
-@dataclass(frozen=True)
-class Scenario(SimulatedCalls):
-    """lazy: with a network that delivers late, the newest first."""
-
-    op: str
-    lazy: bool = False
-    layer: Layer = LITTLE
-
-    def prepare(self, module, patch):
-        if self.lazy:
-            patch.setattr(Proxy, "run", last_in_first_out)
-
-    def work(self, group, function):
-        # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
-        arguments = dict(
-            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(20, *self.layer.tokens)
-        )
-        for turn in range(self.calls):
-            CALLS[self.op](group, self.layer, turn, op=function, **arguments)
-
-
-NODE = Scenario((1, 2), "moe_dispatch_matmul")
-NETWORK = Scenario((2, 1), "moe_dispatch_matmul")
+NODE = Routes((1, 2), "moe_dispatch_matmul")
+NETWORK = Routes((2, 1), "moe_dispatch_matmul")
 # of many tokens some are still being staged, which is done before anything else, when others are fetched
-MANY = Scenario((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
-BACK = Scenario((1, 2), "moe_combine")
-BACK_FAR = Scenario((2, 1), "moe_combine")
-LAYER = Scenario((1, 2), "moe_ffn")
-LAYER_FAR = Scenario((2, 1), "moe_ffn")
-ALONE = Scenario((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
+MANY = Routes((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
+BACK = Routes((1, 2), "moe_combine")
+BACK_FAR = Routes((2, 1), "moe_combine")
+LAYER = Routes((1, 2), "moe_ffn")
+LAYER_FAR = Routes((2, 1), "moe_ffn")
+ALONE = Routes((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
 
 HELD = "            notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
 PARITY = "parity = (epoch % 2).to(tl.int32)"
@@ -144,14 +105,14 @@ BROKEN = {
     ),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(
-        Scenario((1, 2), "moe_dispatch_matmul", calls=5, slow=1),
+        Routes((1, 2), "moe_dispatch_matmul", calls=5, slow=1),
         [("routing", PARITY, PARITY.replace("%", "* 0 *")), ("dispatching", PARITY, PARITY.replace("%", "* 0 *"))],
         ASTRAY,
     ),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
         # the second rank has no tokens, so the first does not need to hear of it before it goes on
-        Scenario((2, 1), "moe_dispatch_matmul", calls=6, lazy=True, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
+        Routes((2, 1), "moe_dispatch_matmul", calls=6, lazy=True, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
         [("routing", "parity.to(tl.int64) * signals", "parity.to(tl.int64) * 0")],
         ASTRAY,
     ),
@@ -204,6 +165,12 @@ BROKEN = {
     "tiles of the layer do not wait for their rows": Broken(
         LAYER, [("moe_ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
     ),
+    "tokens are collected before those that departed are numbered": Broken(
+        # no token leaves its node, so a number that is none is waited for in vain
+        Routes((2, 1), "moe_ffn", calls=1, last=(0, 0), layer=Layer((8, 2), (2, 0), hidden=16, out=16)),
+        [("moe_ffn", "GPUS), epoch, COMPUTE, NUMBERED", "GPUS), 0, COMPUTE, NUMBERED")],
+        ASTRAY,
+    ),
     "sums of the layer are collected before they are here": Broken(
         LAYER_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
     ),
@@ -237,10 +204,10 @@ def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
         run(work, broken, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", EXPERT_CALLS)
 def test_an_unbroken_copy_passes(op, tmp_path):
     """Copying alone breaks nothing."""
-    Scenario((1, 2), op, calls=1).run(mutated(tmp_path, op), seed=0)
+    Routes((1, 2), op, calls=1).run(mutated(tmp_path, op), seed=0)
 
 
 # -- peers that never come
