@@ -45,6 +45,7 @@ __all__ = [
     "Group",
     "Links",
     "MKernelError",
+    "RaceError",
     "RankLost",
     "RoutingError",
     "SimulatorError",

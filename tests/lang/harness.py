@@ -12,7 +12,7 @@ import triton.language as tl
 import mkernel as mk
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.world import Launch
-from mkernel.sim.interpreter import interpreting, semantic
+from mkernel.sim.interpreter import argument, python_function, run
 from mkernel.sim.scheduler import Options
 
 OP = "all_gather_matmul"
@@ -45,12 +45,10 @@ def as_cta(program_id: int = 0, num_programs: int = 1) -> Iterator[Callable[...,
 
     Numbers that a kernel knows when it is compiled are given as tl.constexpr, or by name.
     """
-    with interpreting() as builder:
-        builder.cta = SimpleNamespace(program_id=program_id, num_programs=num_programs)
+    cta = SimpleNamespace(program_id=program_id, num_programs=num_programs)
 
-        def call(function: Any, *numbers: int, **constants: Any) -> Any:
-            arguments = (x.value if isinstance(x, tl.constexpr) else semantic.to_tensor(x) for x in numbers)
-            result = function(*arguments, **constants)
-            return tuple(int(part) for part in result) if isinstance(result, tuple) else int(result)
+    def call(function: Any, *numbers: int, **constants: Any) -> Any:
+        result = run(cta, python_function(function), *map(argument, numbers), **constants)
+        return tuple(int(part._data) for part in result) if isinstance(result, tuple) else int(result._data)
 
-        yield call
+    yield call

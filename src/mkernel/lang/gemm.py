@@ -11,6 +11,8 @@ part does not reach into the next one.
 import triton
 import triton.language as tl
 
+from mkernel.lang.hints import used_below
+
 
 @triton.jit
 def masked_block(
@@ -61,6 +63,7 @@ def multiply_step(
     """One step of `multiply_tile`: accumulator + the product of TILE_K columns of a and rows of b from
     `depth`. Operators whose loop over tiles and steps is one loop call it themselves."""
     if A_DESCRIPTOR:
+        used_below(a, rows)
         x = a.load([part, row, depth]).reshape(TILE_M, TILE_K)
     else:
         x = masked_block(

@@ -36,6 +36,7 @@ from mkernel.lang.context import (
     state_of,
 )
 from mkernel.lang.device import barrier, now
+from mkernel.lang.hints import waited_for
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.trace import ENDED, LAUNCHES, WAIT, trace, trace_time
 
@@ -89,6 +90,7 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
+    waited_for(signal, True, expected)
     if KIND == RING_SPACE or KIND == SENT:
         # several warps of a CTA may ask the network for something, whatever their role
         trace(context, SEND, WAIT + KIND, peer, index, since)
@@ -106,6 +108,7 @@ def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
         since = trace_time(context)
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
         trace(context, ROLE, WAIT + KIND, peer, index, since)
+    waited_for(signal, True, expected)
     return seen >= expected
 
 
@@ -169,6 +172,7 @@ def _wait_all(
             late = tl.max(tl.where(seen == least, peers, -1))  # one of those that are furthest behind
             _record(context, reason, ROLE, KIND, late, index, least, expected, now(context) - start)
             _raise_abort(context)
+    waited_for(signals, mask, expected)
     tl.debug_barrier()  # what one thread has acquired all may read
     trace(context, ROLE, WAIT + KIND, -1, index, since)
     return least >= expected

@@ -72,6 +72,7 @@ from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_rows, store_rows, store_rows_through_pointers
+from mkernel.lang.hints import used_below
 from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
     BLOCKS,
@@ -117,6 +118,7 @@ def multiply_block(
     column = column_block * TILE_N
     here = wait_again(context, placed + block, rows, COMPUTE, PLACED, -1, block)
     acquire_for_descriptors()
+    used_below(packed, row + rows)
     since = trace_time(context)
     if rows > (SHORT_M if SHORT_M < TILE_M else 0):
         accumulator = multiply_rows(

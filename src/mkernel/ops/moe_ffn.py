@@ -63,6 +63,7 @@ from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.dispatching import dispatch, fill_with_nan
 from mkernel.lang.grouped import multiply_gated, multiply_rows, store_rows, store_rows_through_pointers
+from mkernel.lang.hints import used_below
 from mkernel.lang.order import interleaved, interleaved_until
 from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.routing import (
@@ -141,6 +142,7 @@ def _compute(
             here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
             since = trace_time(context)
             acquire_for_descriptors()
+            used_below(inner, row + rows)
             accumulator = multiply_rows(
                 inner, row, w_down, expert, column_block * TILE_N, hidden, inter,
                 down_expert_stride, down_row_stride, down_column_stride,
@@ -153,6 +155,7 @@ def _compute(
             here = wait_again(context, counters, rows, COMPUTE, PLACED, -1, block)
             since = trace_time(context)
             acquire_for_descriptors()
+            used_below(packed, row + rows)
             gated = multiply_gated(
                 packed, row, w_gate_up, expert, column_block * half, inter, hidden,
                 gate_expert_stride, gate_row_stride, gate_column_stride,

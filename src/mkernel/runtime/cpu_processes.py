@@ -37,7 +37,7 @@ class ProcessWorld(Processes, InlineWorld):
         self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
     ):
         seed = dist.get_rank(process_group)
-        InlineWorld.__init__(self, dist.get_world_size(process_group), 1, seed, Options(), None)
+        InlineWorld.__init__(self, dist.get_world_size(process_group), 1, seed, Options())
         Processes.__init__(self, process_group, gpus_per_node, transport, timeout)
         self._files: dict[int, int] = {}  # address of shared memory -> its file descriptor
         self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
@@ -65,7 +65,7 @@ class ProcessWorld(Processes, InlineWorld):
 
     def _map(self, handle: int, nbytes: int) -> torch.Tensor:
         memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-        self._allow(memory)
+        self._allow(memory, None)
         return memory
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:

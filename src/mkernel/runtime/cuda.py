@@ -38,7 +38,7 @@ from mkernel.runtime import chains, records
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
-from mkernel.runtime.world import Launch, Links, exchange_addresses
+from mkernel.runtime.world import Launch, Links, Part, exchange_addresses
 
 CLOCK_READINGS = 20  # of which the quickest counts
 VARIANTS_KNOWN = 4096
@@ -80,6 +80,9 @@ class CudaRanks(Networked):
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64).pin_memory()
+
+    def name(self, memory: torch.Tensor, parts: Sequence[Part]) -> None:
+        pass  # only the simulator looks
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])

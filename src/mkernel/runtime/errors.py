@@ -91,5 +91,10 @@ class SimulatorError(MKernelError, RuntimeError):
     """The simulator found a kernel doing something that no GPU would forgive."""
 
 
+class RaceError(SimulatorError):
+    """Two accesses to the same memory, at least one of which stores, that nothing orders: on a GPU either may come
+    first. The message names both lines, who ran them, and what would have ordered them."""
+
+
 class Deadlock(SimulatorError):
     """Every task of the simulated cluster waits for another one, and none of them looks at the clock."""

@@ -20,7 +20,7 @@ from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.printable import printable
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
-from mkernel.runtime.world import Launch, World
+from mkernel.runtime.world import Launch, Part, World
 
 RING_CAPACITY = 256  # requests; a power of two
 PLANS_KEPT = 1024
@@ -429,7 +429,11 @@ class Group:
         # Ranks that have mixed up their calls may ask for as many bytes by chance, for something else.
         cut = (f"workspace of {op}", (("signal_words", signal_words), ("half_bytes", half_bytes)))
         nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
-        segment = self.heap.allocate(nbytes, cut, replaces)
+        start = nbytes - 2 * half_bytes
+        parts = [Part(f"half {i} of the workspace of {op}", start + i * half_bytes, start + (i + 1) * half_bytes, "buffer")
+                 for i in (0, 1)]  # fmt: skip
+        parts.append(Part(f"the signals of {op}", 0, signal_words * 8, "signals"))
+        segment = self.heap.allocate(nbytes, cut, replaces, parts)
         state = self.world.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank

@@ -11,13 +11,14 @@ is closed).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.world import Part
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
@@ -50,9 +51,11 @@ class Heap:
         return sum(segment.memory.numel() for segment in self._segments.values())
 
     @torch.inference_mode(False)  # outside of it, too, the memory will be written to
-    def allocate(self, nbytes: int, call: Hashable = None, replaces: Segment | None = None) -> Segment:
+    def allocate(
+        self, nbytes: int, call: Hashable = None, replaces: Segment | None = None, parts: Sequence[Part] = ()
+    ) -> Segment:
         """A new segment of zeroed bytes. Collective. `call`: what it is for, the same on every rank. `replaces`: what
-        is dropped for it, as soon as all ranks have agreed."""
+        is dropped for it, as soon as all ranks have agreed. `parts`: what it consists of."""
         group = self._group
         dropped = self._dropped | ({replaces.number} if replaces is not None else set())
         wishes = group.exchange("heap", (nbytes, sorted(dropped)), call)
@@ -69,6 +72,8 @@ class Heap:
         self._dropped |= dropped
         self._give_back(set.intersection(*(set(theirs) for _, theirs in wishes)))
         memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
+        if parts:
+            group.world.name(memory, parts)
         addresses = group.world.map(group, memory)
         segment = Segment(number, memory, addresses, group.world.multicast(group, memory, addresses))
         self._segments[segment.number] = segment
@@ -89,11 +94,12 @@ class Heap:
         count = 1
         for size in shape:
             count *= size
-        segment = self.allocate(count * dtype.itemsize)
+        nbytes = count * dtype.itemsize
+        segment = self.allocate(nbytes, parts=[Part("a tensor of mk.empty", 0, nbytes, "tensor")])
         # another storage object over the same memory, so that its end can be seen
         alias = torch.from_dlpack(segment.memory)
         weakref.finalize(alias.untyped_storage(), _drop, weakref.ref(self), segment.number)
-        return alias[: count * dtype.itemsize].view(dtype).view(shape)
+        return alias[:nbytes].view(dtype).view(shape)
 
     def segments(self) -> list[tuple[int, torch.Tensor]]:
         """This rank's segments: their numbers and their memory."""

@@ -56,6 +56,21 @@ class Launch:
     variant: Hashable = None
     scratch: Scratch | None = None
     call: Hashable = None  # what all ranks must have called
+    # For the simulator: the arguments that the kernel stores to (None: any of them), and those of which it writes every
+    # element.
+    writes: Sequence[str] | None = None
+    results: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What bytes start..end-1 of a segment are. kind: "signals"; "buffer", in which kernels leave things for each other; or
+    "tensor", which belongs to the user."""
+
+    name: str
+    start: int
+    end: int
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,10 @@ class World(Protocol):
 
     def synchronize(self, rank: int) -> None:
         """Wait until everything that the rank has queued is done."""
+
+    def name(self, memory: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Say what a segment consists of: the simulator checks that kernels keep to it, and uses the names."""
+        ...
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An output tensor on the rank's device."""

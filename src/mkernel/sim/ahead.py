@@ -97,6 +97,10 @@ class Ahead:
             for workspace in each._workspaces.values():
                 workspace.segment.memory[: workspace.data_start] = 0
                 workspace.state.zero_()
+                self._world.scheduler.memory.made_as_new(workspace.segment.memory.data_ptr())
+                self._world.scheduler.memory.made_as_new(workspace.state.data_ptr())
+            self._world.scheduler.memory.made_as_new(each._control.memory.data_ptr())
+        self._world.given_up.discard(group.name)
         del self._spoiled[group.name], self._launches[key], self._differ[key]
         self._world.scheduler.memory.changed(progress=True)
 

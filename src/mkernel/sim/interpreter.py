@@ -1,399 +1,471 @@
 """Triton functions as Python functions: the same kernel source, run on numpy.
 
-Triton brings an interpreter, which runs the CTAs of one kernel one after the other. This module
-takes its arithmetic (`InterpreterBuilder`) and replaces what the simulator needs to be different:
+`python_function` compiles the source of a @triton.jit function, once, into a Python function with names of its own:
+Triton's language stands for language.py there, other @triton.jit functions for their Python functions, and
+tl.constexpr for plain values. Nothing of Triton is patched, so a process can compile for a GPU while it simulates. File
+names and line numbers are those of the kernel.
 
-- memory operations go to the running CTA's view of memory, atomics are points where another task
-  may run, and the few inline-assembly strings of lang/device.py are known;
-- bf16 is right: Triton's interpreter multiplies its raw 16-bit integers in `tl.dot` and truncates
-  where the GPU rounds to nearest even;
-- scalars work with every numpy (int() of a one-element array is an error since 2.4);
-- infinities and NaN are values like others, as on a GPU: numpy does not warn of them. Each operation sees to that for
-  itself, since other tasks, and the user's own code, run between two of them;
-- any @triton.jit function can be run, whether or not TRITON_INTERPRET was set when it was defined,
-  so a process with a GPU can simulate too.
-
-While `interpreting()` is active, Triton's language is patched process-wide: no kernel can be
-compiled for a GPU meanwhile.
+Statements mean what they mean to Triton's compiler: `x = 3` makes a tensor, `range` counts in tensors, `and` and `or`
+of conditions are conditions. What the compiler refuses is refused: a kernel that reads a global variable which is not
+tl.constexpr, calls a Python function, or asks for a tensor's value fails with `mk.SimulatorError`, as it would fail to
+compile for a GPU.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
+import os
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import triton
-import triton.compiler.code_generator  # keeps functions of the language: must not see patched ones
 import triton.language as tl
-import triton.runtime.interpreter as base
-from triton._C.libtriton import interpreter as _native
-from triton._C.libtriton import ir as _ir
-from triton.language.semantic import TritonSemantic
-from triton.runtime.jit import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mkernel.runtime.errors import SimulatorError
-
-SEMANTIC = "__mkernel_semantic__"
-silently = np.errstate(all="ignore")  # a decorator, of functions in which no other task can run
-
-
-class Cta(Protocol):
-    """What a running CTA must provide; the simulator's tasks do."""
-
-    program_id: int
-    num_programs: int
-
-    def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray: ...
-    def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None: ...
-    def barrier(self) -> None: ...
-    def atomic(
-        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
-        act: Callable[[], Any],
-    ) -> Any: ...  # fmt: skip
-    def clock(self) -> int: ...
-    def acquire_for_descriptors(self) -> None: ...
-    def complete_descriptor_stores(self) -> None: ...
-    def store_everywhere(self, addresses: np.ndarray, values: np.ndarray) -> None: ...
-    def load_from_all(self, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]: ...
-    def fence_aliases(self) -> None: ...
-    def stamp(self) -> int: ...
-    def on_dot(self, products: int) -> None: ...
-
-
-def _bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
-def _to_fp32(data: np.ndarray, element: Any) -> np.ndarray:
-    return _bf16_to_fp32(data) if element == tl.bfloat16 else data.astype(np.float32)
-
-
-def _words_of(pieces: np.ndarray) -> np.ndarray:
-    """The addresses of the 32-bit words of pieces of 16 bytes."""
-    if (pieces % 16).any():
-        raise SimulatorError("a multicast access is not aligned to 16 bytes")
-    return (pieces.reshape(-1, 1) + np.arange(0, 16, 4)).reshape(-1)
-
-
-def _as_bools(mask: np.ndarray) -> np.ndarray:
-    """A mask that was made from a scalar condition comes as integers."""
-    return mask.astype(bool, copy=False)
-
-
-class _Results:
-    """What `create_inline_asm` gives back."""
-
-    def __init__(self, *handles: base.TensorHandle):
-        self.handles = handles
-
-    def get_result(self, index: int) -> base.TensorHandle:
-        return self.handles[index]
-
-
-class Builder(base.InterpreterBuilder):
-    """Triton's interpreter with memory, atomics and bf16 replaced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # checking every integer operation for overflow takes half of the time
-        self.options = base.InterpreterOptions(sanitize_overflow=False)
-        self.cta: Cta | None = None
-
-    def running(self) -> Cta:
-        assert self.cta is not None
-        return self.cta
-
-    def create_get_program_id(self, axis):
-        return base.TensorHandle(np.array([self.running().program_id if axis == 0 else 0], dtype=np.int32), tl.int32)
-
-    def create_get_num_programs(self, axis):
-        return base.TensorHandle(np.array([self.running().num_programs if axis == 0 else 1], dtype=np.int32), tl.int32)
-
-    # memory; newer Tritons pass one cache policy where older ones pass two hints
-
-    def create_masked_load(self, ptrs, mask, other, *hints, descriptor=False, **named_hints):
-        element = ptrs.get_element_ty()
-        dtype = base._get_np_dtype(element)
-        fill = np.zeros((), dtype=dtype) if other is None else other.data
-        if isinstance(mask, np.ndarray):  # descriptors of older Tritons bring a plain array
-            mask = base.TensorHandle(mask, tl.int1)
-        chosen = _as_bools(mask.data)
-        return base.TensorHandle(self.running().load(ptrs.data, chosen, fill, dtype, descriptor), element)
-
-    def create_masked_store(self, ptrs, value, mask, *hints, descriptor=False):
-        plain = _as_bools(mask if isinstance(mask, np.ndarray) else mask.data)
-        element = base._get_np_dtype(ptrs.get_element_ty())
-        self.running().store(ptrs.data, value.data.astype(element, copy=False), plain, descriptor)
-
-    def create_load(self, ptr, *hints):
-        return self.create_masked_load(ptr, base.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1), None)
-
-    def create_store(self, ptr, val, *hints):
-        self.create_masked_store(ptr, val, np.ones_like(ptr.data, dtype=bool))
-
-    def create_descriptor_load(self, desc, indices, *hints):
-        ptrs, mask = desc.materialize_pointers(indices)
-        return self.create_masked_load(ptrs, mask, None, descriptor=True)
-
-    def create_descriptor_store(self, desc, value, indices):
-        ptrs, mask = desc.materialize_pointers(indices)
-        self.create_masked_store(ptrs, value, mask, descriptor=True)
-
-    def create_barrier(self, *scope):
-        self.running().barrier()
-
-    # atomics
-
-    def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
-        operation = self.ir_rmw_op_to_interpreter_rmw_op[rmwOp]
-        # waiting CTAs read by adding nothing, and keep the newest time by a maximum
-        only_looks = (rmwOp == _ir.ATOMIC_OP.ADD and not val.data.any()) or rmwOp == _ir.ATOMIC_OP.MAX
-        order = self.ir_sem_to_interpreter_sem[sem]
-
-        chosen = _as_bools(mask.data)
-
-        def act():
-            return _native.atomic_rmw(operation, ptr.data, val.data, chosen, order)
-
-        return base.TensorHandle(self._atomic(ptr, chosen, sem, only_looks, act), val.dtype.scalar)
-
-    def create_atomic_cas(self, ptr, cmp, val, sem, scope):
-        order = self.ir_sem_to_interpreter_sem[sem]
-
-        def act():
-            return _native.atomic_cas(ptr.data, cmp.data, val.data, order)
-
-        everything = np.ones(ptr.data.shape, dtype=bool)
-        return base.TensorHandle(self._atomic(ptr, everything, sem, False, act), cmp.dtype.scalar)
-
-    def _atomic(self, ptr, mask, sem, only_looks, act):
-        both = sem == _ir.MEM_SEMANTIC.ACQUIRE_RELEASE
-        acquire = both or sem == _ir.MEM_SEMANTIC.ACQUIRE
-        release = both or sem == _ir.MEM_SEMANTIC.RELEASE
-        size = base._get_np_dtype(ptr.get_element_ty()).itemsize
-        return self.running().atomic(ptr.data, mask, size, acquire, release, only_looks, act)
-
-    def create_inline_asm(self, inlineAsm, constraints, values, type, isPure, pack):
-        if "/* trace */" in inlineAsm:
-            return _Results(base.TensorHandle(np.array([self.running().stamp()], dtype=np.int64), tl.int64))
-        if "%globaltimer" in inlineAsm:
-            return _Results(base.TensorHandle(np.array([self.running().clock()], dtype=np.int64), tl.int64))
-        if "cp.async.bulk.wait_group" in inlineAsm:
-            self.running().complete_descriptor_stores()
-            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
-        if "multimem.st" in inlineAsm:
-            pieces, *words = (value.data for value in values)
-            self.running().store_everywhere(_words_of(pieces), np.stack(words, axis=-1).reshape(-1))
-            return _Results(base.TensorHandle(np.zeros(pieces.shape, dtype=np.int32), tl.int32))
-        if "multimem.ld_reduce" in inlineAsm:
-            return _Results(*(base.TensorHandle(words, tl.int32) for words in self._sums(inlineAsm, values[0].data)))
-        if "fence.proxy.alias" in inlineAsm:
-            self.running().fence_aliases()
-            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
-        if "fence.proxy.async" in inlineAsm:
-            self.running().acquire_for_descriptors()
-            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
-        if "bar.sync" in inlineAsm:
-            self.running().barrier()
-            return _Results(base.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32))
-        if "prefetch" in inlineAsm:
-            return _Results(base.TensorHandle(np.zeros(values[0].data.shape, dtype=np.int32), tl.int32))
-        raise NotImplementedError(f"the simulator does not know the instruction {inlineAsm!r}")
-
-    @silently
-    def _sums(self, instruction: str, pieces: np.ndarray) -> list[np.ndarray]:
-        """The four words of each piece of 16 bytes that multimem.ld_reduce loads: sums over all members."""
-        kind = {"bf16x2": tl.bfloat16, "f16x2": tl.float16, "v4.f32": tl.float32}
-        element = next(kind[name] for name in kind if f"{name} " in instruction)
-        parts = self.running().load_from_all(_words_of(pieces), np.dtype(np.uint32))
-        widened = [_to_fp32(part.view(base._get_np_dtype(element)), element) for part in parts]
-        total = widened[0]
-        for more in widened[1:]:
-            total = total + more
-        rounded = _fp32_to_bf16(total) if element == tl.bfloat16 else total.astype(base._get_np_dtype(element))
-        words = rounded.view(np.int32).reshape(*pieces.shape, 4)
-        return [np.ascontiguousarray(words[..., place]) for place in range(4)]
-
-    # numbers
-
-    @silently
-    def cast_impl(self, src, dst_type):
-        source, target = src.dtype.scalar, dst_type.scalar
-        data = src.data
-        if source == target:
-            return base.TensorHandle(data, target)
-        if source == tl.bfloat16:
-            data = _bf16_to_fp32(data)
-        if target == tl.bfloat16:
-            return base.TensorHandle(_fp32_to_bf16(data.astype(np.float32, copy=False)), target)
-        return base.TensorHandle(data.astype(base._get_np_dtype(dst_type)), target)
-
-    @silently
-    def binary_op(self, lhs, rhs, op):
-        if lhs.dtype.scalar != tl.bfloat16:
-            return super().binary_op(lhs, rhs, op)
-        result = op(_bf16_to_fp32(lhs.data), _bf16_to_fp32(rhs.data))
-        return base.TensorHandle(result if result.dtype == bool else _fp32_to_bf16(result), tl.bfloat16)
-
-    @silently
-    def unary_op(self, arg, op):
-        if arg.dtype.scalar != tl.bfloat16:
-            return super().unary_op(arg, op)
-        return base.TensorHandle(_fp32_to_bf16(op(_bf16_to_fp32(arg.data))), tl.bfloat16)
-
-    ternary_op = silently(base.InterpreterBuilder.ternary_op)
-    create_idiv = silently(base.InterpreterBuilder.create_idiv)
-    create_fma = silently(base.InterpreterBuilder.create_fma)
-    create_erf = silently(base.InterpreterBuilder.create_erf)
-    create_rsqrt = silently(base.InterpreterBuilder.create_rsqrt)
-    create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = cast_impl
-    create_fp_ext = create_fp_trunc = cast_impl
-
-    def create_int_cast(self, src, dst_type, is_signed):
-        return self.cast_impl(src, dst_type)
-
-    def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        return self.cast_impl(src, dst_type)
-
-    @silently
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        """Products and their sum are exact, like a tensor core's; the accumulator is rounded once."""
-
-        def widen(operand):
-            data = _bf16_to_fp32(operand.data) if operand.dtype.scalar == tl.bfloat16 else operand.data
-            return data.astype(np.float64)
-
-        self.running().on_dot(a.data.size * b.data.shape[-1])
-        total = (np.matmul(widen(a), widen(b)) + d.data).astype(d.data.dtype)
-        return base.TensorHandle(total, d.dtype.scalar)
-
-
-# numpy's own functions warn, by themselves, where all elements are NaN
-_WITHOUT_NAN = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-
-
-def _min_max(self, input, val_reduce_op, idx_reduce_op=None, plain=base.ReduceOps.min_max):
-    """`ReduceOps.min_max`; NaN is left out, unless there is nothing else."""
-    return plain(self, input, _WITHOUT_NAN.get(val_reduce_op, val_reduce_op), idx_reduce_op)
-
-
-builder = Builder()
-semantic = TritonSemantic(builder)
-
-
-class _Rewriter(ast.NodeTransformer):
-    """`x = value` becomes `x = to_tensor(value)`, as Triton's compiler does it."""
-
-    def visit_Assign(self, node):
-        self.generic_visit(node)
-        if isinstance(node.targets[0], ast.Tuple):
-            return node
-        wrapper = ast.Attribute(value=ast.Name(id=SEMANTIC, ctx=ast.Load()), attr="to_tensor", ctx=ast.Load())
-        node.value = ast.Call(func=wrapper, args=[node.value, ast.Constant(value=False)], keywords=[])
-        return node
-
-
-_python_functions: dict[Any, Callable] = {}
-
-
-def python_function(jit: Any) -> Callable:
-    """The Python function that does what a @triton.jit function does."""
-    function = jit.fn
-    if function not in _python_functions:
-        lines, first = inspect.getsourcelines(function)
-        start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
-        tree = ast.parse(textwrap.dedent("".join(lines[start:])))
-        tree = ast.fix_missing_locations(_Rewriter().visit(tree))
-        ast.increment_lineno(tree, first + start - 1)
-        names: dict[str, Any] = {}
-        around = function.__globals__
-        enclosing = inspect.getclosurevars(function).nonlocals
-        if enclosing:
-            around = {**around, **enclosing}
-        around[SEMANTIC] = semantic
-        exec(compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec"), around, names)
-        _python_functions[function] = names[function.__name__]
-    return _python_functions[function]
-
-
-def kernel_arguments(jit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a launch as the kernel sees them: tensors become pointers, integers scalars."""
-    annotations = inspect.get_annotations(jit.fn)
-    constants = {name for name, kind in annotations.items() if kind is tl.constexpr or "constexpr" in str(kind)}
-    return {name: value if name in constants else _convert(value) for name, value in arguments.items()}
-
-
-def _convert(value: Any) -> Any:
-    if isinstance(value, TensorDescriptor):
-        strides = [_convert(stride) for stride in value.strides]
-        strides[-1] = tl.constexpr(1)
-        return semantic.make_tensor_descriptor(
-            base=_convert(value.base),
-            shape=[_convert(size) for size in value.shape],
-            strides=strides,
-            block_shape=[tl.constexpr(size) for size in value.block_shape],
-            padding_option=value.padding,
-        )
-    if isinstance(value, bool):
-        return tl.tensor(base.TensorHandle(np.array([value]), tl.int1), tl.int1)
-    if isinstance(value, (int, np.integer)) or hasattr(value, "data_ptr"):
-        return base._implicit_cvt(value)
+from mkernel.runtime.errors import MKernelError
+from mkernel.sim import tensors
+from mkernel.sim.language import BUILTINS, GIVES_TENSOR, HINTS, Cta, Descriptor, device_assert, native, running
+from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, PointerType, Tensor, same_dtype, to_tensor
+
+JIT = (JITFunction, InterpretedFunction)
+_MARK = "__mkernel_kernel__"  # in the globals of compiled functions
+_TRITON = os.path.dirname(triton.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_RANGES = (tensors.counted, tensors.unrolled)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+# -- names
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
+
+
+def _host_function(name: str, function: Callable) -> Callable:
+    """A Python function that a kernel reaches through a module: as in Triton, it may work with constants."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, (Tensor, Descriptor)) for arg in (*args, *kwargs.values())):
+            raise KernelError(f"`{name}` is a Python function, which a kernel cannot call with tensors: "
+                              "use triton.language, or make it a @triton.jit function")  # fmt: skip
+        return function(*args, **kwargs)
+
+    return call
+
+
+_REFUSED = object()
+
+
+def _translated(value: Any) -> Any:
+    """What a global of a kernel's module is to the kernel; _REFUSED if Triton's compiler refuses it."""
+    if isinstance(value, tl.constexpr):
+        return _constant(value)
+    if isinstance(value, tl.dtype):
+        return same_dtype(value)
+    found = native(value)
+    if found is not None:
+        return found
+    if isinstance(value, JIT):
+        return HINTS.get(value.fn.__name__) or _compiled(value).function
+    if isinstance(value, ConstexprFunction):
+        return value.fn
+    if isinstance(value, ModuleType) or _is_named_tuple(value):
+        return value
+    if getattr(value, "__triton_aggregate__", False):
+        return value
+    if str(getattr(value, "__module__", "")).startswith("triton.language"):
+        return value
+    return _REFUSED
+
+
+def _constant(value: Any) -> Any:
+    """A compile-time constant as kernels see it."""
+    if isinstance(value, tl.constexpr):
+        return _constant(value.value)
+    if isinstance(value, tl.dtype):
+        return same_dtype(value)
+    if isinstance(value, (tuple, list)):
+        return _tuple_like(value, [_constant(part) for part in value])
+    if isinstance(value, JIT):
+        return _compiled(value).function
     return value
 
 
-def _scalar(tensor: tl.tensor) -> Any:
-    return tensor.handle.data.reshape(-1)[0].item()
+def _tuple_like(value: Any, parts: list[Any]) -> tuple[Any, ...]:
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
-_one_thread = threading.RLock()
+def _refuse(message: str) -> Any:
+    raise KernelError(message)
 
 
-@contextlib.contextmanager
-def interpreting() -> Iterator[Builder]:
-    """Inside, Triton's language acts on numpy arrays, and jit functions can be called: everywhere in the process, so
-    one thread at a time can be inside."""
-    scope = base._LangPatchScope()
+def _value_of(value: Any) -> Any:
+    """`x.value`: of a constant, which Triton would have in a tl.constexpr, that is the constant."""
+    return value if isinstance(value, (*_PLAIN, tl.dtype)) else value.value
 
-    def patch_builtins(owner: Any) -> None:
-        for name, member in inspect.getmembers(owner):
-            if tl.core.is_builtin(member):
 
-                def call(*args, member=member, **kwargs):
-                    kwargs.pop("_semantic", None)
-                    return member(*args, **kwargs, _semantic=semantic)
+# -- source
 
-                scope.set_attr(owner, name, call)
 
-    with _one_thread:
-        try:
-            for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
-                patch_builtins(owner)
-            for module in (tl, tl.core):
-                base._patch_lang_core(module, scope)
-            base._patch_lang_tensor(tl.tensor, scope)
-            scope.set_attr(base.ReduceOps, "min_max", _min_max)
-            scope.set_attr(base.ReduceScanOpInterface, "apply", silently(base.ReduceScanOpInterface.apply))
-            scope.set_attr(tl.tensor, "__index__", lambda self: int(_scalar(self)))
-            scope.set_attr(tl.tensor, "__bool__", lambda self: bool(_scalar(self)))
-            for kind in (JITFunction, base.InterpretedFunction):
-                scope.set_attr(kind, "__call__", lambda self, *args, **kwargs: python_function(self)(*args, **kwargs))
-            yield builder
-        finally:
-            scope.restore()
-            builder.cta = None
+class _Compiler(ast.NodeTransformer):
+    """Rewrites the body of a @triton.jit function; collects what its names stand for."""
+
+    def __init__(self, function: FunctionType, definition: ast.FunctionDef):
+        self.around: dict[str, Any] = function.__globals__
+        self.enclosing = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        self.trusted = function.__code__.co_filename.startswith(_TRITON)
+        self.local = {node.id for node in ast.walk(definition)
+                      if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}  # fmt: skip
+        self.local |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
+        self.names: dict[str, Any] = {
+            _MARK: True, "__builtins__": {}, "(assigned)": tensors.assigned, "(refuse)": _refuse,
+            "(chosen)": tensors.chosen, "(not)": tensors.negated, "(decides)": tensors.decides,
+            "(combined)": tensors.combined, "(value)": _value_of, "(assert)": device_assert,
+            "(tuple)": tuple,
+        }  # fmt: skip
+        self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
+        self.temporaries = 0
+
+    def _call(self, node: ast.AST, name: str, *args: ast.expr) -> ast.Call:
+        function = ast.Name(id=name, ctx=ast.Load())
+        return ast.copy_location(ast.Call(func=ast.copy_location(function, node), args=list(args), keywords=[]), node)
+
+    def _refusal(self, node: ast.AST, message: str) -> ast.Call:
+        return self._call(node, "(refuse)", ast.copy_location(ast.Constant(value=message), node))
+
+    def _temporary(self, node: ast.expr) -> tuple[ast.NamedExpr, ast.Name]:
+        """An expression that keeps its value, and the value."""
+        self.temporaries += 1
+        name = f"({self.temporaries})"
+        kept = ast.NamedExpr(target=ast.copy_location(ast.Name(id=name, ctx=ast.Store()), node), value=node)
+        return ast.copy_location(kept, node), ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+
+    # names
+
+    def _look_up(self, node: ast.expr) -> tuple[str, Any] | None:
+        """What a name, or an attribute of a module, is outside of the function: its source and Triton's object."""
+        if isinstance(node, ast.Name) and node.id not in self.local:
+            if node.id in self.enclosing:
+                return node.id, self.enclosing[node.id]
+            if node.id in self.around:
+                self.uses.append((self.around, node.id, self.around[node.id]))
+                return node.id, self.around[node.id]
+            if node.id in BUILTINS:
+                return node.id, None
+            return node.id, _REFUSED
+        if isinstance(node, ast.Attribute):
+            owner = self._look_up(node.value)
+            if owner is not None and isinstance(owner[1], ModuleType):
+                value = getattr(owner[1], node.attr, _REFUSED)
+                self.uses.append((vars(owner[1]), node.attr, value))
+                return f"{owner[0]}.{node.attr}", value
+        return None
+
+    def _resolved(self, node: ast.expr) -> tuple[str, Any] | None:
+        """What a name that is not local stands for in the kernel."""
+        found = self._look_up(node)
+        if found is None:
+            return None
+        name, value = found
+        if value is None and name in BUILTINS and name not in self.around and name not in self.enclosing:
+            return name, BUILTINS[name]
+        if value is _REFUSED:
+            return found
+        meaning = _translated(value)
+        if meaning is _REFUSED and isinstance(node, ast.Attribute) and callable(value):
+            return name, _host_function(name, value)
+        return name, meaning
+
+    def _global(self, node: ast.expr) -> ast.expr | None:
+        found = self._resolved(node)
+        if found is None:
+            return None
+        name, value = found
+        if isinstance(value, ModuleType):
+            return self._refusal(node, f"a module is no value in a kernel: {name}")
+        if value is _REFUSED:
+            known = name.split(".")[0] in self.enclosing or name.split(".")[0] in self.around
+            return self._refusal(
+                node,
+                f"a kernel cannot use the global variable `{name}`: only values that are tl.constexpr, e.g. "
+                f"{name} = tl.constexpr(...), @triton.jit functions, and modules are known to it"
+                if known else f"the name `{name}` is not defined in the kernel, and no builtin that Triton knows",
+            )  # fmt: skip
+        if isinstance(value, _PLAIN):
+            return ast.copy_location(ast.Constant(value=value), node)
+        self.names[name] = value
+        return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load) or node.id in self.local:
+            return node
+        return self._global(node) or node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        found = self._global(node)
+        if found is not None:
+            return found
+        if node.attr == "_data" and not self.trusted:
+            return self._refusal(node, "a kernel cannot use the memory of a tensor on the host")
+        self.generic_visit(node)
+        return self._call(node, "(value)", node.value) if node.attr == "value" else node
+
+    # statements
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.decorator_list = []
+        node.returns = None
+        arguments = node.args
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            argument.annotation = None
+        # the values of defaults are those of the function
+        nothing = [ast.copy_location(ast.Constant(value=None), node) for _ in arguments.defaults]
+        arguments.defaults = list(nothing)
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def _gives_tensor(self, node: ast.expr) -> bool:
+        """Is the value certainly a tensor?"""
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Call):
+            found = self._resolved(node.func)
+            return found is not None and id(found[1]) in GIVES_TENSOR
+        if isinstance(node, ast.BinOp):
+            return self._gives_tensor(node.left) or self._gives_tensor(node.right)
+        return False
+
+    def _assigned(self, node: ast.expr) -> ast.expr:
+        """A visited expression, as it is assigned."""
+        plain = self._gives_tensor(node)
+        visited = self.visit(node)
+        if plain:
+            return visited
+        if isinstance(visited, ast.Constant) and isinstance(visited.value, (bool, int, float)):
+            name = f"({visited.value!r})"
+            self.names[name] = to_tensor(visited.value)
+            return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), visited)
+        return self._call(visited, "(assigned)", visited)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        node.value = self._assigned(node.value)
+        node.targets = [self.visit(target) for target in node.targets]
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        if not isinstance(node.target, ast.Name):
+            return ast.copy_location(ast.Expr(self._refusal(node, "only variables are assigned to in a kernel")), node)
+        read = ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node)
+        changed = ast.copy_location(ast.BinOp(left=read, op=node.op, right=node.value), node)
+        return self.visit(ast.copy_location(ast.Assign(targets=[node.target], value=changed), node))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        found = self._look_up(node.annotation)
+        is_constant = found is not None and found[1] is tl.constexpr
+        value = self.visit(node.value) if is_constant else self._assigned(node.value)
+        return ast.copy_location(ast.Assign(targets=[node.target], value=value), node)
+
+    def visit_Return(self, node: ast.Return) -> ast.stmt:
+        if node.value is not None:
+            node.value = self._assigned(node.value)
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        found = self._resolved(node.iter.func) if isinstance(node.iter, ast.Call) else None
+        if found is None or not any(found[1] is each for each in _RANGES):
+            what = ast.unparse(node.iter)
+            return ast.copy_location(ast.Expr(self._refusal(
+                node.iter, f"a loop of a kernel goes over range, tl.range or tl.static_range, got {what}")), node)  # fmt: skip
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        test = self.visit(node.test)
+        message = self.visit(node.msg) if node.msg is not None else ast.copy_location(ast.Constant(value=""), node)
+        return ast.copy_location(ast.Expr(self._call(node, "(assert)", test, message)), node)
+
+    # expressions
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        self.generic_visit(node)
+        return ast.copy_location(ast.Tuple(elts=node.elts, ctx=node.ctx), node)
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        self.generic_visit(node)
+        return self._call(node, "(tuple)", node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return self._call(node, "(not)", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        conjunction = ast.copy_location(ast.Constant(value=isinstance(node.op, ast.And)), node)
+        result = node.values[0]
+        for value in node.values[1:]:
+            kept, again = self._temporary(result)
+            rest = self._call(node, "(combined)", again, value, conjunction)
+            test = self._call(node, "(decides)", kept, conjunction)
+            result = ast.copy_location(ast.IfExp(test=test, body=again, orelse=rest), node)
+        return result
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        kept, again = self._temporary(node.test)
+        node.test = again
+        return self._call(node, "(chosen)", kept, node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if len(node.ops) > 1:
+            return self._refusal(node, f"write `{ast.unparse(node)}` as two comparisons joined by `&` or `and`")
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+
+class _Compiled:
+    """A Python function, and what it was compiled from."""
+
+    def __init__(self, function: FunctionType):
+        self.function = function
+        self.uses: list[tuple[dict[str, Any], str, Any]] = []
+
+    def current(self) -> bool:
+        return all(owner.get(name, _REFUSED) is value for owner, name, value in self.uses)
+
+
+_cache: dict[Any, _Compiled] = {}
+_lock = threading.RLock()
+
+
+def _compiled(jit: Any) -> _Compiled:
+    function = jit.fn
+    found = _cache.get(function)
+    if found is not None:
+        return found
+    lines, first = inspect.getsourcelines(function)
+    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+    tree = ast.parse(textwrap.dedent("".join(lines[start:])))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    ast.increment_lineno(tree, first + start - 1)
+    compiler = _Compiler(function, definition)
+    names = compiler.names
+    # it may call itself, and be called by what it calls: the function is there before its names are
+    result = _Compiled(FunctionType(_EMPTY, names))
+    _cache[function] = result
+    try:
+        tree.body = [compiler.visit_FunctionDef(definition)]
+        ast.fix_missing_locations(tree)
+        module = compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec")
+        result.function.__code__ = next(code for code in module.co_consts if isinstance(code, CodeType))
+        result.function.__defaults__ = tuple(_constant(default) for default in function.__defaults__ or ()) or None
+        result.function.__name__ = result.function.__qualname__ = function.__name__
+        result.uses = compiler.uses
+    except BaseException:
+        del _cache[function]
+        raise
+    return result
+
+
+def _nothing() -> None: ...
+
+
+_EMPTY = _nothing.__code__
+
+
+def python_function(jit: Any) -> Callable[..., Any]:
+    """The Python function that does what a @triton.jit function does, for `run`."""
+    with _lock:
+        if not all(compiled.current() for compiled in _cache.values()):
+            _cache.clear()  # a global of some kernel was replaced
+        return _compiled(jit).function
+
+
+def _place_in_kernel(error: BaseException) -> str:
+    """The line of the innermost kernel function, Triton's own left out."""
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _MARK in traceback.tb_frame.f_globals and not code.co_filename.startswith(_TRITON):
+            place = f"{code.co_filename}:{traceback.tb_lineno}: "
+        traceback = traceback.tb_next
+    return place
+
+
+def run(cta: Cta, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a Python function of a kernel, as one CTA."""
+    token = running.set(cta)
+    try:
+        with np.errstate(all="ignore"):  # infinities and NaN are values like others, as on a GPU
+            return function(*args, **kwargs)
+    except KernelError as error:
+        error.args = (_place_in_kernel(error) + str(error),)
+        raise
+    except MKernelError:
+        raise
+    except Exception as error:
+        raise KernelError(f"{_place_in_kernel(error)}{type(error).__name__}: {error}") from error
+    finally:
+        running.reset(token)
+
+
+# -- arguments
+
+
+def kernel_arguments(jit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a launch as the kernel sees them: tensors become pointers, numbers scalars."""
+    annotations = inspect.get_annotations(jit.fn)
+    constants = {name for name, kind in annotations.items() if kind is tl.constexpr or "constexpr" in str(kind)}
+    with _lock:
+        return {name: _constant(value) if name in constants else argument(value) for name, value in arguments.items()}
+
+
+def argument(value: Any) -> Any:
+    """A value from the host as a kernel sees it."""
+    if isinstance(value, TensorDescriptor):
+        sizes = [Tensor(np.int32(size), INT32) for size in value.shape]
+        strides = [Tensor(np.int64(stride), INT64) for stride in value.strides]
+        return Descriptor(argument(value.base), sizes, strides, value.block_shape, value.padding)
+    if hasattr(value, "data_ptr"):
+        dtype = tl.str_to_ty(triton.runtime.jit.mangle_type(value), None)
+        return Tensor(np.uint64(value.data_ptr()), same_dtype(dtype))
+    if isinstance(value, (tuple, list)):
+        return _tuple_like(value, [argument(part) for part in value])
+    if isinstance(value, (bool, np.bool_)):
+        return to_tensor(bool(value))
+    if isinstance(value, (int, np.integer)):
+        number = int(value)
+        if -(2**31) <= number < 2**31:
+            return Tensor(np.int32(number), INT32)
+        if number < 2**63:
+            return Tensor(np.int64(number), INT64)
+        return Tensor(np.uint64(number), UINT64)
+    if isinstance(value, (float, np.floating)):
+        return Tensor(np.float32(value), tensors.FLOAT32)
+    return _constant(value)
+
+
+# -- methods of tensors that Triton has written in its own language
+
+
+def _method_of_triton(name: str, *args: Any, **kwargs: Any) -> Any:
+    with _lock:
+        function = _translated(getattr(tl, name))
+    return function(*args, **kwargs)
+
+
+for _name in dir(tl.tensor):
+    if not _name.startswith("_") and hasattr(tl, _name) and _name not in tensors.methods:
+        if _name not in Tensor.__dict__ and callable(getattr(tl, _name)) and not isinstance(getattr(tl, _name), type):
+            tensors.methods[_name] = partial(_method_of_triton, _name)
 
 
 assert triton.__version__ >= "3.6"
+assert int(np.__version__.split(".")[0]) >= 2, "the interpreter relies on the promotion rules of numpy 2"

@@ -1,136 +1,130 @@
-"""Memory as weak as a GPU's, for CTAs that run one at a time.
+"""The memory of a simulated cluster: what kernels may touch, and what they find there.
 
-A CTA's stores wait in its own store buffer. They reach memory at a release by that CTA, or piece by
-piece, in random order, at any time before. A release covers what was stored before the CTA's last
-barrier: the thread that releases speaks for the others only if a barrier stands between their
-stores and its release. Stores through a tensor descriptor (TMA) must have been waited for before that.
+Memory comes in pieces, each allocated as one (`Shadow`), with named parts (`Region`). Every element that a kernel touches
+must lie in one of them; one that does not is an error here, instead of a corrupted process.
 
-Loads may be old, too: a plain load sees what was in memory when its CTA last acquired, or anything
-newer. A load through a tensor descriptor (TMA) takes another path and may be as old as the last
-fence for that path. So a missing release, barrier, acquire or fence shows up as old data, which in
-a poisoned workspace is NaN.
+A store is in memory at once, and a load sees the newest value. A GPU is weaker than that, but what a weaker memory would
+show is always a race, and those are found as such (`races.py`).
 
-Multicast addresses are ranges of their own: a store there is one store to each member, and like one through a
-descriptor it is covered by a release only after its fence; a load may be as old as the last fence, does not see what
-the CTA itself has stored and not released, and adds the members in random order, since the switch promises none.
-
-Every access must lie inside memory that the launch was given; one that does not is an error here,
-instead of a corrupted process.
+Multicast addresses are ranges of their own: a store there is one store to each member; a load adds the members in
+random order, since the switch promises none.
 """
 
 from __future__ import annotations
 
 import bisect
 import random
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import SimulatorError
-
-HISTORY = 256  # how many writes back a load may look
-SCATTERED = 64  # elements of a load that may lie in different tensors
-BUFFERED = 32  # how many stores a CTA may keep to itself
+from mkernel.runtime.world import Part
+from mkernel.sim.order import Cta
+from mkernel.sim.races import Actor, Races
+from mkernel.sim.shadow import GIVEN, UNWRITTEN, Access, Region, Shadow
 
 PLAIN, DESCRIPTOR, MULTICAST = "plain", "descriptor", "multicast"  # paths to memory
 
 
-@dataclass(eq=False)
-class Store:
-    """A block of values on its way to memory."""
-
-    addresses: np.ndarray
-    values: np.ndarray
-    low: int
-    high: int
-    behind_barrier: bool = False
-    path: str = PLAIN
-    completed: bool = True  # a store on another path is not, until the CTA has waited for it, or fenced it
-
-
-@dataclass(eq=False)
-class Overwritten:
-    """What was in memory before a write, for loads that may still see it."""
-
-    number: int
-    addresses: np.ndarray
-    values: np.ndarray
-    low: int
-    high: int
-    writer: View | None
-
-
-@dataclass(eq=False)
-class View:
-    """How one CTA sees memory: its store buffer, and how new its loads are."""
-
-    acquired: int = 0
-    acquired_for_descriptors: int = 0
-    acquired_for_multicast: int = 0
-    buffer: list[Store] = field(default_factory=list)
-
-
-def _native_load(addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    everything = np.ones(addresses.shape, dtype=bool)
-    return _native.load(addresses, everything, np.zeros(addresses.shape, dtype=dtype), dtype)
-
-
 class Memory:
-    """All memory that simulated CTAs share."""
+    """All memory that simulated CTAs share. `races` is None where nobody looks for them."""
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random, races: Races | None = None):
         self.rng = rng
+        self.races = races
+        if races is not None:
+            races.describe = self.describe
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
         self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
-        self.history: deque[Overwritten] = deque(maxlen=HISTORY)
+        self.changed_at: Callable[[int, int], None] = lambda low, high: None  # told what range was written
         self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._users: dict[int, int] = {}
+        self._pieces: list[Shadow] = []
         self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start of a range -> its end, and where members begin
+        self._fresh: set[int] = set()  # where tensors begin that nobody has written yet
 
     # -- what may be touched
 
-    def allow(self, start: int, size: int) -> None:
-        """Let kernels touch `size` bytes from `start`, until `forbid` was called as often."""
-        if size <= 0:
-            return
-        self._users[start] = self._users.get(start, 0) + 1
+    def add(self, start: int, size: int, owner: int | None = None, *regions: Region) -> None:
+        """Memory that kernels may touch until it is removed: all of it, or these parts."""
+        piece = Shadow(start, start + size, owner, GIVEN if start not in self._fresh else UNWRITTEN)
+        piece.regions = list(regions) or [Region("memory", start, start + size)]
         place = bisect.bisect_left(self._starts, start)
-        if self._users[start] > 1:
-            self._ends[place] = max(self._ends[place], start + size)
-        else:
-            self._starts.insert(place, start)
-            self._ends.insert(place, start + size)
+        self._starts.insert(place, start)
+        self._pieces.insert(place, piece)
 
-    def forbid(self, start: int) -> None:
-        """Take back what `allow` gave."""
-        if start not in self._users:
-            return
-        self._users[start] -= 1
-        if self._users[start] == 0:
-            del self._users[start]
-            place = bisect.bisect_left(self._starts, start)
-            del self._starts[place], self._ends[place]
+    def remove(self, start: int) -> None:
+        place = bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start:
+            piece = self._pieces.pop(place)
+            del self._starts[place]
+            if self.races is not None:
+                self.races.forget(piece)
 
-    def check(self, low: int, high: int, what: str) -> None:
-        place = bisect.bisect_right(self._starts, low) - 1
-        while place >= 0:
-            if high <= self._ends[place]:
-                return
-            place -= 1
-        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given")
+    def piece_of(self, address: int) -> Shadow | None:
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place >= 0 and address < self._pieces[place].end:
+            return self._pieces[place]
+        return None
 
-    def check_each(self, addresses: np.ndarray, size: int, what: str) -> None:
-        """Addresses that may lie in different tensors, as the tables of several ranks do."""
-        low, high = int(addresses.min()), int(addresses.max()) + size
-        if low + size * addresses.size == high:
-            self.check(low, high, what)
-        else:
-            for address in addresses.reshape(-1).tolist():
-                self.check(address, address + size, what)
+    def name(self, start: int, parts: Sequence[Part]) -> None:
+        """Say what a piece of memory consists of."""
+        piece = self.piece_of(start)
+        assert piece is not None
+        piece.regions = [Region(part.name, start + part.start, start + part.end) for part in parts]
+        piece.is_user_s = any(part.kind == "tensor" for part in parts)
+        for part in parts:
+            if part.kind == "buffer" and part.end > part.start:
+                piece.set(start + part.start, start + part.end, UNWRITTEN)
+
+    def fresh(self, tensor: torch.Tensor) -> None:
+        """Nobody has written this tensor: a kernel that loads of it before it has stored to it is wrong."""
+        self._fresh.add(tensor.untyped_storage().data_ptr())
+
+    def lend(self, tensors: Mapping[str, torch.Tensor], owner: int, writable: Callable[[str], bool]) -> list[Any]:
+        """Kernels may touch these tensors, until `take_back` gets what this returns."""
+        loans = []
+        for name, tensor in tensors.items():
+            if not tensor.numel():
+                continue
+            low, high = extent(tensor)
+            piece = self.piece_of(low)
+            if piece is None:
+                storage = tensor.untyped_storage()
+                self.add(storage.data_ptr(), storage.nbytes(), owner)
+                piece = self.piece_of(low)
+                assert piece is not None
+                piece.regions = []
+            self._fresh.discard(piece.start)
+            strides = [stride * tensor.element_size() for stride in tensor.stride()]
+            region = Region(name, low, high, tuple(tensor.shape), strides, writable(name), _gaps(tensor))
+            piece.regions.append(region)
+            loans.append((piece, region))
+        return loans
+
+    def take_back(self, loans: Sequence[Any]) -> None:
+        for piece, region in loans:
+            piece.regions.remove(region)
+            if not piece.regions:
+                self.remove(piece.start)
+
+    def made_as_new(self, start: int) -> None:
+        """A piece of memory was made as new, while nobody used it."""
+        piece = self.piece_of(start)
+        assert piece is not None
+        fresh = Shadow(piece.start, piece.end, piece.owner, GIVEN)
+        fresh.regions, fresh.is_user_s = piece.regions, piece.is_user_s
+        self._pieces[self._pieces.index(piece)] = fresh
+        if self.races is not None:
+            self.races.forget(piece)
+
+    def describe(self, address: int) -> str:
+        """An address, for people."""
+        piece = self.piece_of(address)
+        return piece.describe(address) if piece is not None else f"{address:#x}"
 
     def allow_multicast(self, start: int, size: int, members: Sequence[int]) -> None:
         """Let kernels touch all members' memory through one range of addresses, until `forbid_multicast`."""
@@ -145,195 +139,189 @@ class Memory:
         for start, (end, members) in self._multicasts.items():
             if start <= low and high <= end:
                 return [(addresses - start + member).astype(np.uint64) for member in members]
-        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every multicast range")
+        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every multicast range{self._here()}")
 
-    # -- a CTA's loads and stores
+    def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:
+        """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them is
+        outside of what may be touched."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        piece = self.piece_of(low)
+        if piece is not None and high <= piece.end:
+            self._check_inside(piece, addresses, size, low, high, what, stores)
+            return [Access(piece, addresses, size, low, high)]
+        found = []
+        left = addresses.reshape(-1)
+        while left.size:
+            low = int(left.min())
+            piece = self.piece_of(low)
+            if piece is None:
+                raise self._outside(what, low, low + size)
+            here = left < piece.end
+            some, left = left[here], left[~here]
+            high = int(some.max()) + size
+            self._check_inside(piece, some, size, low, high, what, stores)
+            found.append(Access(piece, some, size, low, high))
+        return found
 
-    def store(self, view: View, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, path: str = PLAIN) -> None:
-        """Put a block of values into the CTA's store buffer."""
-        addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
-        chosen = mask.reshape(-1)
-        addresses = addresses.reshape(-1)[chosen]
-        values = values.reshape(-1)[chosen]
-        if addresses.size == 0:
+    def _check_inside(
+        self, piece: Shadow, addresses: np.ndarray, size: int, low: int, high: int, what: str, stores: bool
+    ) -> None:
+        region = piece.region_of(low, high)
+        if region is not None and region.inside is None and (region.writable or not stores):
             return
-        low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
-        self.check(low, high, "a store")
-        values = np.ascontiguousarray(values)
-        view.buffer.append(Store(addresses, values, low, high, path=path, completed=path == PLAIN))
-        if len(view.buffer) > BUFFERED:
-            self._commit(view, view.buffer[0])
+        # one by one: the elements of a tensor with gaps, or of several
+        for address in np.unique(addresses).tolist():
+            regions = [each for each in piece.regions if each.holds(address, address + size)]
+            if not any(each.inside is None or each.inside[address - each.start] for each in regions):
+                raise self._outside(what, address, address + size)
+            if stores and not any(each.writable for each in regions):
+                raise SimulatorError(f"{what} to an input: {piece.describe(address)}{self._here()}")
 
-    def store_everywhere(self, view: View, addresses: np.ndarray, values: np.ndarray) -> None:
+    def _outside(self, what: str, low: int, high: int) -> SimulatorError:
+        regions = [(region, piece) for piece in self._pieces for region in piece.regions]
+        where = ""
+        if regions:
+            region, piece = min(regions, key=lambda pair: abs(pair[0].distance(low, high)))
+            name = f"{region.name}" + (f" of rank {piece.owner}" if piece.owner is not None else "")
+            if low >= region.end:
+                where = f": {low - region.end} bytes behind the end of {name}"
+            elif high <= region.start:
+                where = f": {region.start - low} bytes before the beginning of {name}"
+            elif region.holds(low, high):
+                where = f": between the elements of {name}, at byte {low - region.start}"
+            else:
+                where = f": across the edge of {name}"
+        return SimulatorError(
+            f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given{where}{self._here()}"
+        )
+
+    def _here(self) -> str:
+        return f"\n    {self.races.sites.long(self.races.sites.here())}" if self.races is not None else ""
+
+    def span(self, start: int, size: int, what: str) -> Access:
+        """An access to all bytes of a range, which lies in one piece of memory."""
+        unit = next(unit for unit in (8, 4, 2, 1) if not (start | size) & (unit - 1))
+        return self.accesses(np.arange(start, start + size, unit, dtype=np.uint64), unit, what)[0]
+
+    def copy_undefined(self, source: int, target: int, size: int) -> None:
+        """What was copied is as undefined as it was where it came from."""
+        origin, copy = self.piece_of(source), self.piece_of(target)
+        if self.races is not None and origin is not None and copy is not None and origin.may_be_undefined:
+            undefined = origin.undefined(source, source + size)
+            for start, end in undefined:
+                copy.set(target + start, target + end, UNWRITTEN)
+
+    # -- loads and stores of a CTA
+
+    def load(
+        self, cta: Cta | None, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype,
+        path: str = PLAIN, volatile: bool = False,
+    ) -> tuple[np.ndarray, list[Access]]:  # fmt: skip
+        """The values of a block, and what was touched."""
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        if mask.all():
+            touched = addresses
+        elif mask.any():
+            touched = addresses[mask]
+        else:
+            return np.broadcast_to(other, addresses.shape).astype(dtype), []
+        found = self.accesses(touched, dtype.itemsize, "a load")
+        if self.races is not None and cta is not None:
+            for access in found:
+                if volatile:
+                    for word in _words(access):
+                        self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes=False)
+                else:
+                    self.races.load(Actor(cta.main, _clock(cta, path), cta), access)
+        result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
+                              np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
+        return result, found
+
+    def store(
+        self, cta: Cta | None, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, path: str = PLAIN
+    ) -> list[Access]:
+        """Store a block. Returns what was touched."""
+        addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
+        if not mask.all():
+            addresses, values = addresses[mask], values[mask]
+        if addresses.size == 0:
+            return []
+        found = self.accesses(addresses, values.itemsize, "a store", stores=True)
+        if self.races is not None and cta is not None:
+            thread = {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path]
+            for access in found:
+                self.races.store(Actor(thread, _clock(cta, path), cta), access)
+        self.write(addresses, values)
+        return found
+
+    def store_everywhere(self, cta: Cta | None, addresses: np.ndarray, values: np.ndarray) -> None:
         """A store through multicast addresses: one to each member."""
         for places in self._members(addresses, values.itemsize, "a multicast store"):
-            self.store(view, places, values, np.ones(places.shape, dtype=bool), MULTICAST)
+            self.store(cta, places, values, np.ones(places.shape, dtype=bool), MULTICAST)
 
-    def load_from_all(self, view: View, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
+    def load_from_all(self, cta: Cta | None, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
         """What each member has at multicast addresses, the members in random order."""
         members = self._members(addresses, dtype.itemsize, "a multicast load")
         self.rng.shuffle(members)
-        other = np.zeros((), dtype=dtype)
-        return [self.load(view, places, np.ones(places.shape, bool), other, dtype, MULTICAST) for places in members]
+        zero = np.zeros((), dtype=dtype)
+        return [self.load(cta, places, np.ones(places.shape, bool), zero, dtype, MULTICAST)[0] for places in members]
 
-    def load(
-        self, view: View, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype,
-        path: str = PLAIN,
-    ) -> np.ndarray:  # fmt: skip
-        """Load a block: memory, or something older, under the CTA's own stores."""
-        addresses, mask = np.broadcast_arrays(addresses, mask)
-        if not mask.any():
-            return np.broadcast_to(other, addresses.shape).astype(dtype)
-        touched = addresses if mask.all() else addresses[mask]
-        low, high = int(touched.min()), int(touched.max()) + dtype.itemsize
-        if touched.size <= SCATTERED:
-            self.check_each(touched, dtype.itemsize, "a load")
-        else:
-            self.check(low, high, "a load")
-        result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
-                              np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
-        newest = {
-            PLAIN: view.acquired, DESCRIPTOR: view.acquired_for_descriptors, MULTICAST: view.acquired_for_multicast
-        }[path]  # fmt: skip
-        for old in reversed(self.history):
-            if old.number <= newest:
-                break
-            if old.low < high and low < old.high:
-                if old.writer is view and path != MULTICAST:
-                    break  # what was there before its own store it will not see again
-                if self.rng.random() < 0.5:
-                    self._overlay(result, addresses, mask, old.addresses, old.values)
-        for mine in view.buffer if path != MULTICAST else ():
-            if mine.low < high and low < mine.high:
-                self._overlay(result, addresses, mask, mine.addresses, mine.values)
-        return result
-
-    @staticmethod
-    def _overlay(
-        result: np.ndarray, addresses: np.ndarray, mask: np.ndarray, at: np.ndarray, values: np.ndarray
-    ) -> None:
-        if values.dtype.itemsize != result.dtype.itemsize:
-            # another element size: compare byte by byte
-            step = np.arange(values.dtype.itemsize, dtype=np.uint64)
-            at = (at[:, None] + step).reshape(-1)
-            raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-            step = np.arange(result.dtype.itemsize, dtype=np.uint64)
-            places = (addresses.reshape(-1, 1) + step).reshape(-1)
-            wanted = np.repeat(mask.reshape(-1), result.dtype.itemsize)
-            target = result.reshape(-1).view(np.uint8)
-            Memory._overlay(target, places, wanted, at, raw)
-            return
-        order = np.argsort(at, kind="stable")
-        sorted_at = at[order]
-        flat = addresses.reshape(-1)
-        # the last store to an address wins
-        place = np.searchsorted(sorted_at, flat, side="right") - 1
-        hit = (place >= 0) & mask.reshape(-1)
-        hit &= sorted_at[np.maximum(place, 0)] == flat
-        out = result.reshape(-1)
-        out[hit] = values.view(out.dtype)[order[place[hit]]]
-
-    # -- order
-
-    def barrier(self, view: View) -> None:
-        """A CTA barrier: a later release speaks for what was stored up to here."""
-        for store in view.buffer:
-            store.behind_barrier = store.completed
-
-    def complete_descriptor_stores(self, view: View) -> None:
-        """Stores through descriptors are done: a later barrier and release speak for them, too."""
-        self._complete(view, DESCRIPTOR)
-
-    def fence_aliases(self, view: View) -> None:
-        """Later multicast loads are as new as plain loads; multicast stores are covered by a later barrier and
-        release."""
-        view.acquired_for_multicast = view.acquired
-        self._complete(view, MULTICAST)
-
-    @staticmethod
-    def _complete(view: View, path: str) -> None:
-        for store in view.buffer:
-            store.completed |= store.path == path
-
-    def release(self, view: View) -> None:
-        """Everything that was stored before the last barrier reaches memory now."""
-        for store in list(view.buffer):
-            if store.behind_barrier:
-                self._commit(view, store)
-
-    def acquire(self, view: View) -> None:
-        """Later loads see at least what is in memory now."""
-        view.acquired = self.writes
-
-    def acquire_for_descriptors(self, view: View) -> None:
-        """Later loads through descriptors are as new as plain loads."""
-        view.acquired_for_descriptors = view.acquired
-
-    def drain(self, view: View) -> None:
-        """The launch is over: all that its CTAs stored is in memory."""
-        while view.buffer:
-            self._commit(view, view.buffer[0])
-
-    def leak(self, view: View) -> bool:
-        """Let a random piece of a random buffered store reach memory. False if there is none."""
-        if not view.buffer:
-            return False
-        place = self.rng.randrange(len(view.buffer))
-        store = view.buffer[place]
-        if self._overlaps_earlier(view, place):
-            self._commit(view, view.buffer[0])
-            return True
-        size = store.addresses.size
-        start = self.rng.randrange(size)
-        end = min(size, start + self.rng.randint(1, max(1, size // 2)))
-        self.write(store.addresses[start:end], store.values[start:end], view)
-        rest = np.ones(size, dtype=bool)
-        rest[start:end] = False
-        if rest.any():
-            store.addresses, store.values = store.addresses[rest], store.values[rest]
-        else:
-            del view.buffer[place]
-        return True
-
-    def commit_stores_to(self, view: View, address: int, size: int) -> None:
-        """The CTA's own stores to an address come before its atomic on that address."""
-        for store in list(view.buffer):
-            if store.low < address + size and address < store.high:
-                self._commit(view, store)
-
-    def _overlaps_earlier(self, view: View, place: int) -> bool:
-        store = view.buffer[place]
-        return any(other.low < store.high and store.low < other.high for other in view.buffer[:place])
-
-    def _commit(self, view: View, store: Store) -> None:
-        """Write one buffered store to memory, after earlier ones that it overlaps, and so on."""
-        if store not in view.buffer:
-            return
-        for earlier in view.buffer[: view.buffer.index(store)]:
-            if earlier.low < store.high and store.low < earlier.high:
-                self._commit(view, earlier)
-        view.buffer.remove(store)
-        self.write(store.addresses, store.values, view)
+    def atomic(self, cta: Cta | None, addresses: np.ndarray, size: int, changes: bool) -> None:
+        """Words are changed, or looked at, by an atomic operation."""
+        for access in self.accesses(addresses, size, "an atomic operation", stores=changes):
+            if self.races is not None and cta is not None:
+                for word in _words(access):
+                    self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes)
 
     # -- memory itself
 
-    def write(self, addresses: np.ndarray, values: np.ndarray, writer: View | None = None) -> None:
-        """Values reach memory; what they replace may still be seen by loads that are older."""
-        addresses = np.ascontiguousarray(addresses)
-        values = np.ascontiguousarray(values)
-        before = _native_load(addresses, values.dtype)
+    def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Values reach memory."""
+        addresses, values = np.ascontiguousarray(addresses), np.ascontiguousarray(values)
         _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
-        self.writes += 1
-        self.progress += 1
-        low, high = int(addresses.min()), int(addresses.max()) + values.itemsize
-        self.history.append(Overwritten(self.writes, addresses, before, low, high, writer))
+        self.changed(True, int(addresses.min()), int(addresses.max()) + values.itemsize)
 
     def write_bytes(self, address: int, data: np.ndarray) -> None:
         """Bytes that something other than a CTA writes: the network."""
-        places = np.arange(address, address + data.size, dtype=np.uint64)
-        self.write(places, np.ascontiguousarray(data))
+        self.write(np.arange(address, address + data.size, dtype=np.uint64), data)
 
-    def changed(self, progress: bool) -> None:
-        """An atomic changed memory."""
+    def changed(self, progress: bool, low: int = 0, high: int = 1 << 63) -> None:
+        """Memory between these addresses was changed."""
         self.writes += 1
         self.progress += progress
+        self.changed_at(low, high)
+
+
+def _clock(cta: Cta, path: str) -> np.ndarray:
+    """What accesses on a path know of."""
+    return {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path].clock
+
+
+def _words(access: Access) -> list[Access]:
+    """The single words of an access."""
+    if access.addresses.size == 1:
+        return [access]
+    size = access.size
+    return [
+        Access(access.shadow, np.array([word], dtype=np.uint64), size, word, word + size)
+        for word in access.addresses.reshape(-1).tolist()
+    ]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _gaps(tensor: torch.Tensor) -> np.ndarray | None:
+    """By byte of its extent, whether it belongs to the tensor; None if all do."""
+    low, high = extent(tensor)
+    size = tensor.element_size()
+    if tensor.numel() * size == high - low:
+        return None
+    inside = torch.zeros(high - low, dtype=torch.bool)
+    strides = [stride * size for stride in tensor.stride()]
+    inside.as_strided((*tensor.shape, size), (*strides, 1)).fill_(True)
+    return inside.numpy()

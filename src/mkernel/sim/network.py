@@ -18,9 +18,12 @@ import torch
 from mkernel.lang import requests as layout
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim.memory import Memory
+from mkernel.sim.order import NOTHING, Clock, Thread, joined
+from mkernel.sim.races import Actor
 from mkernel.sim.scheduler import Scheduler, Task
 
 AT_ONCE = 8  # requests in flight per proxy
+REQUESTS = 32  # of a proxy that the race detector tells apart
 HEADER = layout.HEADER_WORDS.value
 WORDS = layout.REQUEST_WORDS.value
 
@@ -42,6 +45,7 @@ class InFlight:
     pieces: list[tuple[int, int]]
     posted: float  # times of a trace, in nanoseconds
     arrives: float
+    thread: Thread | None  # as the race detector knows it; requests in flight know nothing of each other
 
 
 class Proxy(Task):
@@ -56,6 +60,7 @@ class Proxy(Task):
         segment: Callable[[int, int], torch.Tensor | None],
         on_delivery: Callable[[int, int], None],
         on_arrival: Callable[[InFlight], None] = lambda request: None,
+        given_up: Callable[[], bool] = lambda: False,
     ):
         super().__init__(scheduler, rank, f"rank {rank}, network proxy")
         self.ring = ring
@@ -63,11 +68,12 @@ class Proxy(Task):
         self.segment = segment  # (rank in the group, segment) -> its bytes
         self.on_delivery = on_delivery  # (peer, bytes)
         self.on_arrival = on_arrival
+        self.given_up = given_up
+        self._ended: dict[int, Clock] = {}  # ticket -> what is known once the request is completed
         self.free = 0.0  # when the link has sent what it was given, in the time of a trace
         self.group_rank = group_rank
         self.flying: list[InFlight] = []
         self.consumed = 0
-        self.completed: set[int] = set()
         self.completed_in_order = 0
 
     @property
@@ -90,7 +96,7 @@ class Proxy(Task):
         self.words[:] = 0
         self.words[layout.CAPACITY.value] = capacity
         self.consumed = self.completed_in_order = 0
-        self.completed.clear()
+        self._ended.clear()
 
     def ready(self) -> bool:
         return bool(self.flying) or self._due()
@@ -103,8 +109,29 @@ class Proxy(Task):
                 self._progress(self.rng.choice(self.flying))
             self.scheduler.hub.switch()
 
-    def _set_word(self, tensor: torch.Tensor, value: int) -> None:
-        self.memory.write(np.array([tensor.data_ptr()], dtype=np.uint64), np.array([value], dtype=np.int64))
+    def _set_word(self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock) -> None:
+        """Give a word a value, by a release that tells what the clock knows."""
+        word = tensor.data_ptr()
+        address = np.array([word], dtype=np.uint64)
+        self.memory.write(address, np.array([value], dtype=np.int64))
+        races = self.memory.races
+        if races is not None and thread is not None:
+            site = races.sites.named("the network's signal")
+            for access in self.memory.accesses(address, 8, "a signal of the network"):
+                races.atomic(Actor(thread, thread.clock), access, True, site)
+            races.release(thread, clock, word, value, site)
+
+    def _touch(self, thread: Thread | None, tensor: torch.Tensor, stores: bool) -> None:
+        """The network reads or writes this memory."""
+        races = self.memory.races
+        if races is None or thread is None or not tensor.numel() or self.given_up():
+            return
+        access = self.memory.span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), "an access of the network")
+        site = races.sites.named("the network writes what arrives" if stores else "the network reads what it sends")
+        if stores:
+            races.store(Actor(thread, thread.clock), access, site)
+        else:
+            races.load(Actor(thread, thread.clock), access, site, may_be_undefined=True)
 
     def _bytes_of(self, rank: int, segment: int, offset: int, size: int, what: str) -> torch.Tensor:
         memory = self.segment(rank, segment)
@@ -121,6 +148,7 @@ class Proxy(Task):
         capacity = int(self.words[layout.CAPACITY.value])
         slot = HEADER + self.consumed % capacity * WORDS
         word = [int(x) for x in self.words[slot : slot + WORDS]]
+        thread = self._start_thread(slot)
         addressee = word[layout.PEER_AND_SEGMENTS.value]
         peer, segment, source_segment = addressee & 0xFFFF, addressee >> 16 & 0xFFFFFF, addressee >> 40
         size = word[layout.BYTES.value]
@@ -134,27 +162,49 @@ class Proxy(Task):
         self.free = max(self.free, posted) + size / BYTES_PER_NANOSECOND
         value = word[layout.VALUE.value]
         self.flying.append(
-            InFlight(self.consumed, peer, source, target, signal, value, pieces, posted, self.free + LATENCY)
+            InFlight(self.consumed, peer, source, target, signal, value, pieces, posted, self.free + LATENCY, thread)
         )
         self.consumed += 1
-        self._set_word(self.ring[layout.CONSUMED.value :], self.consumed)
+        self._set_word(
+            self.ring[layout.CONSUMED.value :], self.consumed, thread, thread.told() if thread is not None else NOTHING
+        )
         self.scheduler.signalled(self.ring[layout.CONSUMED.value :].data_ptr(), posted)
+
+    def _start_thread(self, slot: int) -> Thread | None:
+        """A request is a thread of its own, which knows what was known when it was posted. So many are told apart that
+        those of the same number are never in flight together."""
+        races = self.memory.races
+        if races is None:
+            return None
+        key = ("request", self.rank, self.ring.data_ptr(), self.consumed % REQUESTS)
+        thread = races.thread(key, f"rank {self.rank}, request {self.consumed} to the network")
+        thread.begin(races.clock_of(self.ring[slot + layout.TURN.value :].data_ptr()))
+        self._touch(thread, self.ring[slot + 1 : slot + WORDS], stores=False)
+        return thread
 
     def _progress(self, request: InFlight) -> None:
         if request.pieces:
             start, end = request.pieces.pop()
+            self._touch(request.thread, request.source[start:end], stores=False)
+            self._touch(request.thread, request.target[start:end], stores=True)
+            self.memory.copy_undefined(
+                request.source.data_ptr() + start, request.target.data_ptr() + start, end - start
+            )
             self.memory.write_bytes(request.target.data_ptr() + start, request.source[start:end].numpy().copy())
             self.on_delivery(request.peer, end - start)
             return
         assert request.signal is not None
         before = int(request.signal.view(torch.int64).item())
-        self._set_word(request.signal, max(before, request.value))
+        thread = request.thread
+        clock = thread.told() if thread is not None else NOTHING
+        self._set_word(request.signal, max(before, request.value), thread, clock)
         self.scheduler.signalled(request.signal.data_ptr(), request.arrives)
         self.on_arrival(request)
         self.flying.remove(request)
-        self.completed.add(request.ticket)
-        while self.completed_in_order in self.completed:
-            self.completed.remove(self.completed_in_order)
+        self._ended[request.ticket] = thread.told() if thread is not None else NOTHING
+        known = NOTHING
+        while self.completed_in_order in self._ended:
+            known = joined(known, self._ended.pop(self.completed_in_order))
             self.completed_in_order += 1
-        self._set_word(self.ring[layout.COMPLETED.value :], self.completed_in_order)
+        self._set_word(self.ring[layout.COMPLETED.value :], self.completed_in_order, thread, known)
         self.scheduler.signalled(self.ring[layout.COMPLETED.value :].data_ptr(), request.arrives)

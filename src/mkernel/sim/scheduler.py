@@ -5,9 +5,8 @@ call of a rank's Python code is a point where another task may run, chosen by a 
 seeded: the same seed gives the same order, so any failure can be replayed.
 
 A task that polls and sees nothing new is not run again until memory, or the clock, has changed. When
-no task can run, what is left in store buffers is let through; then ranks that were told to start
-late start; then the clock advances, so that timeouts run out. The clock stands still otherwise: a
-rank that is slow, but alive, never times out.
+no task can run, ranks that were told to start late start; then the clock advances, so that timeouts run
+out. The clock stands still otherwise: a rank that is slow, but alive, never times out.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
-from mkernel.sim.interpreter import Builder
-from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory, View
+from mkernel.sim.interpreter import run as run_kernel
+from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory
+from mkernel.sim.order import Cta
+from mkernel.sim.races import Races
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
@@ -50,6 +51,7 @@ class Options:
     resident: how many CTAs of a launch may run at the same time; None is all of them.
     ctas: how many CTAs a launch has by default.
     multicast: is there multicast between the ranks of a node?
+    races: are accesses that nothing orders an error? It costs time; see docs/testing.md.
     """
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class Options:
     resident: int | None = None
     ctas: int = 6
     multicast: bool = False
+    races: bool = True
 
 
 class Task:
@@ -137,15 +140,17 @@ class CtaTask(Task):
     """One CTA of a launch; what an interpreted kernel does to the world goes through here."""
 
     def __init__(
-        self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int, time: float = 0.0
-    ):
+        self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int, time: float = 0.0,
+        order: Cta | None = None,
+    ):  # fmt: skip
         super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
         self.time = time  # see Scheduler.stamp
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
-        now = scheduler.memory.writes
-        self.view = View(now, now, now)
+        self.order = order  # what it knows of others; None where nobody looks for races
+        self.unused_from: dict[int, int] = {}  # descriptor -> the first of its rows that is not used
+        self.looked_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
         self.looks = 0  # how often it was let look again with the clock standing still
@@ -154,36 +159,40 @@ class CtaTask(Task):
         self.spins = 0
 
     def run(self) -> None:
-        self.launch.function(**self.launch.arguments)
+        run_kernel(self, self.launch.function, **self.launch.arguments)
 
     def ready(self) -> bool:
         return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
 
-    def resume(self) -> None:
-        self.scheduler.builder.cta = self
-        self.greenlet.switch()
-
     def where(self) -> str:
         polls = ", ".join(
-            f"[{a:#x}] = {v}{self.launch.place_of(a)}" for a, v in self.polled.items() if isinstance(a, int)
+            f"{self.scheduler.memory.describe(a)} = {v}" for a, v in self.polled.items() if isinstance(a, int)
         )
         return f"{self.name} polls {polls}" if polls else self.name
 
     # what the interpreter calls
 
-    def load(self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool) -> np.ndarray:
+    @property
+    def checked(self) -> Cta | None:
+        """What it knows of others. Once its group has given up, all its waits end at once, and nothing is in order."""
+        return None if self.launch.given_up() else self.order
+
+    def load(
+        self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool, volatile: bool = False
+    ) -> np.ndarray:
         path = DESCRIPTOR if descriptor else PLAIN
-        result = self.scheduler.memory.load(self.view, addresses, mask, other, dtype, path)
+        result, touched = self.scheduler.memory.load(self.checked, addresses, mask, other, dtype, path, volatile)
         if not descriptor:  # those are loaded while the CTA does something else
             self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
             self._loaded_one(int(np.ravel(addresses)[0]), result)
         else:
-            self.launch.on_load(addresses, mask, dtype.itemsize)
+            self.launch.on_load(touched)
         return result
 
     def _loaded_one(self, address: int, result: np.ndarray) -> None:
         """A kernel that polls with plain loads, which it should not, must not hang the simulator."""
+        self.launch.on_load_one(address)
         same = self.last_load == (address, result.tobytes())
         self.spins = self.spins + 1 if same else 0
         self.last_load = (address, result.tobytes())
@@ -194,8 +203,8 @@ class CtaTask(Task):
 
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
         self._stores(np.size(addresses) * values.itemsize)
-        self.launch.on_store(addresses, values, mask)
-        self.scheduler.memory.store(self.view, addresses, values, mask, DESCRIPTOR if descriptor else PLAIN)
+        path = DESCRIPTOR if descriptor else PLAIN
+        self.launch.on_store(self.scheduler.memory.store(self.checked, addresses, values, mask, path))
 
     def _stores(self, nbytes: int) -> None:
         self.polled.clear()
@@ -205,25 +214,38 @@ class CtaTask(Task):
     def store_everywhere(self, addresses: np.ndarray, values: np.ndarray) -> None:
         self._stores(values.nbytes)
         self.launch.on_store_everywhere(values.nbytes)
-        self.scheduler.memory.store_everywhere(self.view, addresses, values)
+        self.scheduler.memory.store_everywhere(self.checked, addresses, values)
 
     def load_from_all(self, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
         nbytes = addresses.size * dtype.itemsize
         self.time += nbytes / BYTES_PER_NANOSECOND
         self.launch.on_load_sum(nbytes)
-        return self.scheduler.memory.load_from_all(self.view, addresses, dtype)
+        return self.scheduler.memory.load_from_all(self.checked, addresses, dtype)
 
     def fence_aliases(self) -> None:
-        self.scheduler.memory.fence_aliases(self.view)
+        if self.order is not None:
+            self.order.fence_multicast()
 
     def barrier(self) -> None:
-        self.scheduler.memory.barrier(self.view)
+        if self.order is not None:
+            self.order.barrier()
 
     def acquire_for_descriptors(self) -> None:
-        self.scheduler.memory.acquire_for_descriptors(self.view)
+        if self.order is not None:
+            self.order.fence_descriptors()
 
     def complete_descriptor_stores(self) -> None:
-        self.scheduler.memory.complete_descriptor_stores(self.view)
+        if self.order is not None:
+            self.order.complete_descriptors()
+
+    def waited_for(self, addresses: np.ndarray, mask: np.ndarray, expected: np.ndarray) -> None:
+        """A wait is over: these words have reached what was expected."""
+        races, order = self.scheduler.memory.races, self.checked
+        addresses, mask, expected = np.broadcast_arrays(addresses, mask, expected)
+        words = addresses[mask].tolist()
+        late = any(self.looked_at.pop(word, 1) > 1 for word in words)
+        if races is not None and order is not None:
+            races.waited(order, words, expected[mask].tolist(), late)
 
     def stamp(self) -> int:
         return self.scheduler.stamp(self)
@@ -247,32 +269,39 @@ class CtaTask(Task):
         scheduler, memory = self.scheduler, self.scheduler.memory
         scheduler.pause(self)
         chosen = addresses[mask]  # these may lie in the memory of different ranks
-        if chosen.size:
-            memory.check_each(chosen, size, "an atomic operation")
-        if release:
-            memory.release(self.view)
-        for address in chosen.tolist():
-            memory.commit_stores_to(self.view, address, size)
+        words = chosen.tolist()
+        order = self.checked
+        if words:
+            memory.atomic(order, chosen, size, changes=not only_looks)
         before = act()
-        seen = dict(zip(chosen.tolist(), before[mask].tolist(), strict=True))
-        if self._unchanged(addresses, mask, before):
+        now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)[mask].tolist()
+        seen = dict(zip(words, before[mask].tolist(), strict=True))
+        if order is not None and memory.races is not None:
+            self._orders(memory.races, order, words, now, acquire, release)
+        if now == list(seen.values()):
             self._polled(seen)
         else:
             if release:
                 for address in seen:
                     scheduler.signalled(address, self.time)
-            memory.changed(progress=not only_looks)
+            memory.changed(not only_looks, min(words), max(words) + size)
             if not only_looks:
                 self.polled.clear()
+                self.launch.on_change(words)
         if acquire:
-            memory.acquire(self.view)
             self.time = max(self.time, *(scheduler.times.get(address, 0.0) for address in seen), 0.0)
         return before
 
-    @staticmethod
-    def _unchanged(addresses: np.ndarray, mask: np.ndarray, before: np.ndarray) -> bool:
-        now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)
-        return bool((now[mask] == before[mask]).all())
+    def _orders(self, races: Races, order: Cta, words: list[int], now: list[int], acquire: bool, release: bool) -> None:
+        """What an atomic operation tells the CTA, and what it tells others."""
+        if acquire:
+            for word in words:
+                order.acquired(word, races.clock_of(word), by_all=len(words) == 1)
+                self.looked_at[word] = self.looked_at.get(word, 0) + 1
+        if release:
+            clock = order.released()
+            for word, value in zip(words, now):
+                races.release(order.main, clock, word, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
         if all(self.polled.get(address) == value for address, value in seen.items()):
@@ -300,11 +329,12 @@ class CtaTask(Task):
 class Scheduler:
     """Runs tasks until the ranks' Python code has ended everywhere."""
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
+    sees_all = True  # that is done to memory: so it can tell what races
+
+    def __init__(self, seed: int, options: Options):
         self.rng = random.Random(seed)
         self.options = options
-        self.builder = builder
-        self.memory = Memory(self.rng)
+        self.memory = Memory(self.rng, Races() if options.races and self.sees_all else None)
         self.clock = START_OF_TIME
         self.steps = 0
         self.tasks: list[Task] = []
@@ -312,7 +342,6 @@ class Scheduler:
         self.hub = greenlet.getcurrent()
         # some seeds let a task run on for long, some switch at nearly every point
         self.stay = self.rng.choice((0.1, 0.5, 0.9))
-        self.leak = self.rng.choice((0.0, 0.1, 0.5))
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
         self.look_for_interrupt: Callable[[], None] = lambda: None
@@ -352,8 +381,6 @@ class Scheduler:
     def pause(self, task: CtaTask) -> None:
         """A point where another task may run."""
         self.steps += 1
-        if self.leak and self.rng.random() < self.leak:
-            self.memory.leak(task.view)
         if task.ready() and self.rng.random() < self.stay:
             return
         self.hub.switch()
@@ -382,10 +409,6 @@ class Scheduler:
 
     def _nothing_can_run(self) -> None:
         ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
-        holders = [task for task in ctas if task.view.buffer]
-        if holders:
-            self.memory.leak(self.rng.choice(holders).view)
-            return
         if any([task.may_look_again() for task in ctas]):
             return
         if any(steps > self.steps for steps in self.late.values()):
@@ -414,8 +437,10 @@ class RealTimeScheduler(Scheduler):
     turn. The words that its CTAs wait for are watched from outside, without running the CTAs, so that
     a waiting rank leaves the processor to those that work; the clock is the real one."""
 
-    def __init__(self, seed: int, options: Options, builder: Builder):
-        super().__init__(seed, options, builder)
+    sees_all = False
+
+    def __init__(self, seed: int, options: Options):
+        super().__init__(seed, options)
         self.clock = time.monotonic_ns()
         self.on_idle: Callable[[], None] = lambda: None
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from greenlet import greenlet
 
+from mkernel.lang import context as words
 from mkernel.runtime import chains, records
-from mkernel.runtime.errors import CommTimeout, MKernelError
+from mkernel.runtime.errors import CommTimeout, MKernelError, SimulatorError
 from mkernel.runtime.group import RING_CAPACITY, Group, set_current
 from mkernel.runtime.network import drained
-from mkernel.runtime.world import Launch, Links, Transfer, exchange_addresses
+from mkernel.runtime.world import Launch, Links, Part, Transfer, exchange_addresses
 from mkernel.sim.ahead import Ahead
-from mkernel.sim.interpreter import interpreting, kernel_arguments, python_function
+from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
+from mkernel.sim.order import NOTHING, Clock, Thread, joined
+from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
+from mkernel.sim.shadow import SPENT, Access
 
 MULTICAST = 1 << 56  # where multicast ranges begin: addresses that no memory has
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
@@ -59,18 +63,25 @@ class RunningLaunch:
         self.grid = launch.grid
         self.function = python_function(launch.kernel)
         self.arguments = kernel_arguments(launch.kernel, launch.arguments)
-        self.views: list[Any] = []
+        self.stream: Hashable = "default"
+        self.clock: Clock = NOTHING  # what was known when it was launched
+        self.end: Clock = NOTHING  # what its CTAs know that have ended
+        self.first_event = 0
         self.started = 0
         self.ended = 0
         self.done = False
         self.number = 0  # of the exchange in which its ranks compare what they call
         self.exchange: Hashable = None  # that exchange, if not all had come to it
         self.leaves = False  # its ranks called different things
-        self.borrowed: list[int] = []
+        self.loans: list[Any] = []  # what it was given
+        table = launch.arguments.get("context")
+        self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
+        self._epoch_before: int | None = None  # if the kernel asked for it
 
     def leave(self) -> None:
         """Let all waits of the launch end."""
         self.leaves = True
+        self.world.given_up.add(self.spec.group.name)
         self.spec.group._control.memory[:8].view(torch.int64)[0] = 1
         for task in self.world.scheduler.tasks:
             if isinstance(task, CtaTask) and task.launch is self:
@@ -79,31 +90,58 @@ class RunningLaunch:
     def start_more(self, time: float) -> None:
         """Start as many CTAs as may be resident, at that time of a trace."""
         resident = self.world.options.resident or self.grid
+        races = self.world.races
         while self.started < self.grid and self.started - self.ended < resident:
-            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time)
+            order = None
+            if races is not None:
+                name = f"rank {self.rank}, CTA {self.started} of {self.op}"
+                known = joined(self.clock, self.world.clock_of_stream(self.rank, self.stream))
+                order = races.cta((self.rank, self.stream, self.started), name, known)
+            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time, order)
             task.leaves = self.leaves
-            self.views.append(task.view)
             self.world.scheduler.add(task)
             self.started += 1
 
-    def place_of(self, address: int) -> str:
-        """Whose heap an address is in, for people."""
-        for start, (end, owner) in self.world._owners.items():
-            if start <= address < end:
-                return f" (word {(address - start) // 8} of a segment in rank {owner}'s heap)"
-        return ""
+    def given_up(self) -> bool:
+        """Has its group given up a wait? Then nothing is in order any more."""
+        return self.spec.group.name in self.world.given_up
 
-    def on_store(self, addresses: Any, values: Any, mask: Any) -> None:
+    def on_change(self, changed: Sequence[int]) -> None:
+        """Words were changed by an atomic operation."""
+        for word in changed:
+            if word in self.world.flags:
+                self.world.given_up.add(self.world.flags[word])
+
+    def on_load_one(self, address: int) -> None:
+        if address == self._epoch:
+            self._epoch_before = ctypes.c_int64.from_address(address).value
+
+    def check_epoch(self) -> None:
+        """A kernel that asked for the epoch must have completed it."""
+        if self._epoch_before is not None and ctypes.c_int64.from_address(self._epoch).value == self._epoch_before:
+            raise SimulatorError(
+                f"{self.op}: the launch on rank {self.rank} has ended, but its epoch has not: every CTA must call "
+                f"finish(context, epoch, SIZE) last. The next launch would take old signals for its own"
+            )
+
+    def on_store(self, touched: Sequence[Access]) -> None:
         self.world.traffic.progress()
-        for owner, size in self.world.remote(self.rank, addresses, mask, values.itemsize):
+        for owner, size in self._remote(touched):
             if size > 8:  # more than a signal
                 self.world.traffic.nvlink[self.rank][owner] += size
             self.world.traffic.arrived(owner)
 
-    def on_load(self, addresses: Any, mask: Any, itemsize: int) -> None:
-        for owner, size in self.world.remote(self.rank, addresses, mask, itemsize):
+    def on_load(self, touched: Sequence[Access]) -> None:
+        for owner, size in self._remote(touched):
             self.world.traffic.nvlink[owner][self.rank] += size
             self.world.traffic.arrived(self.rank)
+
+    def _remote(self, touched: Sequence[Access]) -> Iterator[tuple[int, int]]:
+        """Which of it is in other ranks' memory, and how many bytes."""
+        for access in touched:
+            owner = access.shadow.owner
+            if owner is not None and owner != self.rank:
+                yield owner, access.addresses.size * access.size
 
     def on_store_everywhere(self, nbytes: int) -> None:
         traffic = self.world.traffic
@@ -129,13 +167,13 @@ class SimWorld:
 
     scheduler_type = Scheduler
 
-    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options, builder: Any):
+    def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options):
         self.size = nodes * gpus_per_node
         self.gpus_per_node = gpus_per_node
         self.links = Links()
         self.seed = seed
         self.options = options
-        self.scheduler = self.scheduler_type(seed, options, builder)
+        self.scheduler = self.scheduler_type(seed, options)
         self.traffic = Traffic(self.size)
         self._timeouts: list[CommTimeout] = []
         self._calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
@@ -147,11 +185,33 @@ class SimWorld:
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
-        self._owners: dict[int, tuple[int, int]] = {}  # start of a heap segment -> its end and its rank
+        self.flags: dict[int, Hashable] = {}  # address of an abort flag -> its group
+        self.given_up: set[Hashable] = set()  # groups in which a wait was given up
+        self._streams_know: dict[tuple[int, Hashable], Clock] = {}  # rank and stream -> of what was done on it
         self._next_multicast = MULTICAST
         self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
         self._times = [0.0] * self.size  # when each rank's last CTA ended, in the time of a trace
         self._transfers: dict[Hashable, list[Transfer]] = {}  # of groups that are traced
+
+    # -- what comes before what
+
+    @property
+    def races(self) -> Races | None:
+        return self.scheduler.memory.races
+
+    def _host(self, rank: int) -> Thread | None:
+        """A rank's Python code, as the race detector knows it."""
+        return self.races.thread(("host", rank), f"rank {rank}, Python") if self.races is not None else None
+
+    def clock_of_stream(self, rank: int, stream: Hashable) -> Clock:
+        return self._streams_know.get((rank, stream), NOTHING)
+
+    def _waited_for_streams(self, rank: int, *streams: Hashable) -> None:
+        """The rank's Python code has waited for all that was launched on these."""
+        host = self._host(rank)
+        if host is not None:
+            for stream in streams:
+                host.learn(self.clock_of_stream(rank, stream))
 
     # -- places
 
@@ -173,10 +233,15 @@ class SimWorld:
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
         box = self._tell(rank, members, key, value)
+        thread, races = self._host(rank), self.races
+        if races is not None and thread is not None:
+            races.tell(key, thread)
         host = self.scheduler.current_host()
         if not host.block(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
             missing = [place for place, member in enumerate(members) if member not in box]
             raise records.absent(what, members.index(rank), missing, len(members), timeout)
+        if races is not None and thread is not None:
+            races.hear(key, thread)
         self._has_read(key, len(members))
         return [box[member] for member in members]
 
@@ -211,6 +276,8 @@ class SimWorld:
         self._read[key] = self._read.get(key, 0) + 1
         if self._read[key] == members:
             del self._mail[key], self._read[key]
+            if self.races is not None:
+                self.races.forget_mail(key)
 
     def leave(self, group: Group, why: str) -> None:
         pass  # what a rank's code lets through ends all of the simulation
@@ -248,7 +315,7 @@ class SimWorld:
         memory = torch.zeros(nbytes + 16, dtype=torch.uint8)
         start = -memory.data_ptr() % 16
         memory = memory[start : start + nbytes]
-        self._allow(memory)
+        self._allow(memory, rank)
         return memory
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
@@ -271,16 +338,22 @@ class SimWorld:
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return self.allocate(rank, count * 8).view(torch.int64)
 
-    def _allow(self, tensor: torch.Tensor) -> None:
+    def _allow(self, tensor: torch.Tensor, owner: int | None) -> None:
         storage = tensor.untyped_storage()
-        self.scheduler.memory.allow(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        weakref.finalize(storage, self.scheduler.memory.forbid, tensor.data_ptr())
+        self.scheduler.memory.add(tensor.data_ptr(), tensor.numel() * tensor.element_size(), owner)
+        weakref.finalize(storage, self.scheduler.memory.remove, tensor.data_ptr())
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(tuple(shape), float("nan"), dtype=dtype)
+        tensor = torch.full(tuple(shape), float("nan"), dtype=dtype)
+        self.scheduler.memory.fresh(tensor)
+        return tensor
+
+    def name(self, memory: torch.Tensor, parts: Sequence[Part]) -> None:
+        self.scheduler.memory.name(memory.data_ptr(), parts)
 
     def opened(self, group: Group) -> None:
         self._groups.add(group)
+        self.flags[group._control.memory.data_ptr()] = group.name
 
     def closed(self, group: Group) -> None:
         proxy = self._proxies.pop((group.name, group.world_rank), None)
@@ -290,23 +363,9 @@ class SimWorld:
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         key = (group.name, segment, group.world_rank)
         if memory is None:
-            old = self._segments.pop(key)
-            del self._owners[old.data_ptr()]
+            del self._segments[key]
         else:
             self._segments[key] = memory
-            self._owners[memory.data_ptr()] = (memory.data_ptr() + memory.numel(), group.world_rank)
-
-    def remote(self, rank: int, addresses: Any, mask: Any, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Whose memory, of other ranks, these addresses are, and how many bytes of each."""
-        places = np.asarray(addresses)
-        lowest, highest = int(places.min()), int(places.max())
-        for start, (end, owner) in list(self._owners.items()):
-            if owner == rank or highest < start or lowest >= end:
-                continue
-            theirs = np.broadcast_to(mask, places.shape) & (places >= start) & (places < end)
-            count = int(np.count_nonzero(theirs))
-            if count:
-                yield owner, count * itemsize
 
     # -- the network
 
@@ -328,7 +387,7 @@ class SimWorld:
                 self._transfers[name, me].append(Transfer(rank, request.peer, size, request.ticket, start, end))
 
         rank = group.rank
-        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered, arrived)
+        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered, arrived, lambda: name in self.given_up)
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
@@ -337,6 +396,8 @@ class SimWorld:
         ticket and writes no request: the proxy would wait for that one for ever."""
         if group._ring is not None and group._posting is not None:
             self._proxies[group.name, group.world_rank].reset()
+            self.scheduler.memory.made_as_new(group._ring.data_ptr())
+            self.scheduler.memory.made_as_new(group._posting.data_ptr())
             group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
 
     def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
@@ -387,8 +448,8 @@ class SimWorld:
         running.number = last[1]
         if self._not_all_came(last, launch.group):
             self._ahead.launched(last, running)
-        self._lend(running, launch.arguments)
-        key = (rank, self.stream_key(rank))
+        self._lend(running, self.stream_key(rank))
+        key = (rank, running.stream)
         queue = self._queues.setdefault(key, deque())
         queue.append(running)
         if len(queue) == 1:
@@ -396,6 +457,7 @@ class SimWorld:
         host = self.scheduler.current_host()
         if key[1] == "default":
             host.block(lambda: running.done, f"its {launch.op}")
+            self._returned(running)
             launch.group.check()
         else:
             # what is queued next must not run beside what may be taken back
@@ -408,14 +470,31 @@ class SimWorld:
     def _not_all_came(self, exchange: Hashable, group: Group) -> bool:
         return len(self._mail.get(exchange, range(group.size))) < group.size
 
-    def _lend(self, running: RunningLaunch, arguments: dict[str, Any]) -> None:
+    def _lend(self, running: RunningLaunch, stream: Hashable) -> None:
         """The kernel may touch the tensors it was given, while it runs."""
-        for value in arguments.values():
-            tensor = getattr(value, "base", value)
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.scheduler.memory.allow(storage.data_ptr(), storage.nbytes())
-                running.borrowed.append(storage.data_ptr())
+        host = self._host(running.rank)
+        running.stream = stream
+        if host is not None and self.races is not None:
+            running.clock = host.told()
+            running.first_event = self.races.now
+        launch = running.spec
+        tensors = dict(_tensors(launch.arguments))
+        running.loans = self.scheduler.memory.lend(
+            tensors, running.rank, lambda name: launch.writes is None or name in launch.writes
+        )
+
+    def _returned(self, running: RunningLaunch) -> None:
+        """A call has returned: the rank's Python code may do with its tensors what it likes. Those in the symmetric heap
+        other ranks' kernels can reach, too."""
+        self._waited_for_streams(running.rank, running.stream)
+        host = self._host(running.rank)
+        if host is None or self.races is None or running.given_up():
+            return
+        site = self.races.sites.named("Python code, after the call has returned")
+        for piece, region in running.loans:
+            if piece.is_user_s:
+                access = self.scheduler.memory.span(region.start, region.end - region.start, "Python code")
+                self.races.store(Actor(host, host.clock), access, site)
 
     def synchronize(self, rank: int) -> None:
         def idle() -> bool:
@@ -423,6 +502,7 @@ class SimWorld:
 
         if not idle():
             self.scheduler.current_host().block(idle, "its streams")
+        self._waited_for_streams(rank, *(stream for owner, stream in self._queues if owner == rank))
 
     def _task_done(self, task: Task) -> None:
         if task.failure is not None:
@@ -434,22 +514,27 @@ class SimWorld:
             return
         running: RunningLaunch = task.launch
         running.ended += 1
+        if task.order is not None:
+            running.end = joined(running.end, task.order.ended())
         self._times[running.rank] = max(self._times[running.rank], task.time)
         running.start_more(task.time)
         if running.ended == running.grid:
             self._launch_done(running)
 
     def _launch_done(self, running: RunningLaunch) -> None:
-        for view in running.views:
-            self.scheduler.memory.drain(view)
+        if not running.given_up():
+            running.check_epoch()
+            self._check_results(running)
+        self._streams_know[running.rank, running.stream] = running.end
         scratch = running.spec.scratch
         if scratch is not None:
             workspace = scratch.workspace
             used = workspace.data if scratch.whole else workspace.half(int(workspace.state[0]) % 2)
             for start, end in scratch.ranges:
-                used[start:end] = POISON
-        for start in running.borrowed:
-            self.scheduler.memory.forbid(start)
+                if end > start:
+                    used[start:end] = POISON
+                    self._spend(running, used[start:end])
+        self.scheduler.memory.take_back(running.loans)
         running.done = True
         for queue in self._queues.values():
             if queue and queue[0] is running:
@@ -457,6 +542,45 @@ class SimWorld:
                 if queue:
                     queue[0].start_more(self._times[running.rank])
         self._ahead.done(running)
+
+    def _spend(self, running: RunningLaunch, used: torch.Tensor) -> None:
+        """Nobody may rely on this any more, and nobody may still be reading it."""
+        races, start, size = self.races, used.data_ptr(), used.numel()
+        piece = self.scheduler.memory.piece_of(start)
+        if races is None or piece is None or running.given_up():
+            return
+        key = running.rank, running.stream
+        thread = races.thread(("end", key), f"rank {running.rank}, the end of {running.op}")
+        thread.begin(self._streams_know[key])
+        access = self.scheduler.memory.span(start, size, "the end of a launch")
+        site = races.sites.named("what a launch was given for itself is overwritten when it has ended")
+        races.store(Actor(thread, thread.clock), access, site)
+        piece.set(start, start + size, SPENT)
+        self._streams_know[key] = thread.told()
+
+    def _check_results(self, running: RunningLaunch) -> None:
+        """Every element of a result must have been written."""
+        if self.races is None:
+            return
+        for piece, region in running.loans:
+            if region.name in running.spec.results:
+                missing = piece.unwritten_since(region, running.first_event)
+                if missing is not None:
+                    raise SimulatorError(
+                        f"{running.op}: the launch on rank {running.rank} has ended, and nobody has written "
+                        f"{region.name}{region.place(missing)}"
+                    )
+
+
+def _tensors(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among the arguments of a kernel, in structures too, and their names."""
+    for name, value in arguments.items():
+        tensor = getattr(value, "base", value)  # of a descriptor
+        if isinstance(tensor, torch.Tensor):
+            yield prefix + name, tensor
+        elif isinstance(value, tuple):
+            names = getattr(value, "_fields", map(str, range(len(value))))
+            yield from _tensors(dict(zip(names, value)), f"{prefix}{name}.")
 
 
 class InlineWorld(SimWorld):
@@ -475,11 +599,10 @@ class InlineWorld(SimWorld):
 
     def launch(self, rank: int, launch: Launch) -> None:
         launch.group.confirm()
-        with interpreting() as builder, noted() as self.scheduler.look_for_interrupt:
-            self.scheduler.builder = builder
+        with noted() as self.scheduler.look_for_interrupt:
             self.scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self, rank, launch)
-            self._lend(running, launch.arguments)
+            self._lend(running, "default")
             self._queues[(rank, "default")] = deque([running])
             running.start_more(self._times[rank])
             try:
@@ -487,6 +610,7 @@ class InlineWorld(SimWorld):
             except BaseException:
                 self.scheduler.close()  # other groups of this world will use it
                 raise
+        self._returned(running)
         launch.group.check()
 
     def synchronize(self, rank: int) -> None:
@@ -495,7 +619,7 @@ class InlineWorld(SimWorld):
 
 def single_rank(timeout: float) -> Group:
     """A group of one simulated rank."""
-    world = InlineWorld(1, 1, 0, Options(), None)
+    world = InlineWorld(1, 1, 0, Options())
     return Group(world, [0], 0, timeout=timeout, name="world")
 
 
@@ -510,27 +634,26 @@ def spawn(
     options: Options | None,
 ) -> list[Any]:
     """Run function(group, *args) on every rank of a simulated cluster; results by rank."""
-    with interpreting() as builder:
-        world = SimWorld(nodes, gpus_per_node, seed, options or Options(), builder)
-        everyone = range(world.size)
+    world = SimWorld(nodes, gpus_per_node, seed, options or Options())
+    everyone = range(world.size)
 
-        def of(rank: int) -> Callable[[], Any]:
-            def run() -> Any:
-                group = Group(world, everyone, rank, timeout=timeout, name="world")
-                set_current(group)
-                return function(group, *args)
+    def of(rank: int) -> Callable[[], Any]:
+        def run() -> Any:
+            group = Group(world, everyone, rank, timeout=timeout, name="world")
+            set_current(group)
+            return function(group, *args)
 
-            return run
+        return run
 
-        try:
-            with (  # as they were, when the last rank has ended
-                torch.set_grad_enabled(torch.is_grad_enabled()),
-                torch.inference_mode(torch.is_inference_mode_enabled()),
-            ):
-                return world.run([of(rank) for rank in everyone])
-        except Exception as failure:
-            how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
-            print(how, file=sys.stderr)
-            if hasattr(failure, "add_note"):
-                failure.add_note(how)
-            raise
+    try:
+        with (  # as they were, when the last rank has ended
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.inference_mode(torch.is_inference_mode_enabled()),
+        ):
+            return world.run([of(rank) for rank in everyone])
+    except Exception as failure:
+        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
+        print(how, file=sys.stderr)
+        if hasattr(failure, "add_note"):
+            failure.add_note(how)
+        raise

@@ -1,0 +1,187 @@
+"""Happens-before: who knows of what in a simulated cluster.
+
+Everything that acts by itself is a `Thread`: a CTA, its stores through descriptors and those through multicast
+addresses, a request in flight, a proxy, a rank's Python code. Each access to memory is an event with a number; numbers
+grow. A thread's *clock* says, for every thread, up to which of its events this one knows of: they came before whatever
+it does next. It learns by
+
+- an acquire of a word that another has released (a signal, a counter);
+- being started: a launch knows what its rank's Python code, and the launches before it on its stream, knew;
+- waiting for a launch, or for other ranks in an exchange.
+
+A release tells what its CTA did before its last barrier: the thread of the GPU that releases speaks for the others only
+if a barrier stands between their accesses and its release.
+
+What a wait guarantees. `wait(signal, expected)` returns when the signal has reached what was expected; by then it may
+have gone further, and in another schedule it has not. So a wait tells only what was released when the signal first
+reached the expected value (`Word.since`). A wait for the wrong epoch is found in every schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+EVERYTHING = np.iinfo(np.int32).max  # of its own events a thread knows all
+STEPS = 8  # values of a word that are kept apart
+
+Clock = np.ndarray  # int32: by thread, the last of its events that is known; what is not in it is not known
+NOTHING: Clock = np.zeros(0, dtype=np.int32)  # known
+
+
+def joined(mine: Clock, theirs: Clock) -> Clock:
+    """A new clock that knows what either knows."""
+    if len(mine) < len(theirs):
+        mine, theirs = theirs, mine
+    result = mine.copy()
+    known = result[: len(theirs)]
+    np.maximum(known, theirs, out=known)
+    return result
+
+
+@dataclass(eq=False)
+class Step:
+    """A word has got a value, and whoever waited for it knows this much."""
+
+    value: int
+    clock: Clock
+
+
+@dataclass(eq=False)
+class Word:
+    """A word that CTAs synchronise by: what was released to it."""
+
+    clock: Clock = field(default_factory=lambda: NOTHING)
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
+
+    def release(self, value: int, clock: Clock) -> None:
+        self.clock = joined(self.clock, clock)
+        if self.steps and value < self.steps[-1].value:
+            self.steps.clear()
+        self.steps.append(Step(value, self.clock))
+
+    def since(self, expected: int) -> Clock:
+        """What a wait for this value guarantees: what was known when the word first reached it."""
+        for step in self.steps:
+            if step.value >= expected:
+                return step.clock
+        return self.clock
+
+
+class Thread:
+    """One that acts by itself."""
+
+    def __init__(self, number: int, name: str):
+        self.number = number
+        self.name = name
+        self.last = 0  # its last event
+        self.begin(NOTHING)
+
+    def begin(self, clock: Clock) -> None:
+        """The thread starts, or starts again, knowing this."""
+        self.clock = np.zeros(max(len(clock), self.number + 1), dtype=np.int32)
+        self.clock[: len(clock)] = clock
+        self.clock[self.number] = EVERYTHING
+
+    def learn(self, clock: Clock) -> None:
+        self.clock = joined(self.clock, clock)
+
+    def told(self, up_to: int | None = None) -> Clock:
+        """What it tells: all it knows, and its own events up to one of them; None is all."""
+        clock = self.clock.copy()
+        clock[self.number] = self.last if up_to is None else up_to
+        return clock
+
+
+class Cta:
+    """The threads of one CTA: the one that computes, and its stores on other paths, which nobody waits for unless told.
+
+    What loads on other paths may know is less than what the CTA knows, until a fence.
+    """
+
+    def __init__(self, main: Thread, descriptors: Thread, multicast: Thread):
+        self.main, self.descriptors, self.multicast = main, descriptors, multicast
+        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose result
+        # all threads of the GPU have; and by each of them for itself, so that all may rely on it behind a barrier
+        self._by_all: dict[int, Clock] = {}
+        self._by_each: dict[int, Clock] = {}
+        self._behind_barrier: list[Clock] = []
+        self.covered = main.last  # own events that a release speaks for
+        self._covered_others = (0, 0)  # the same, on the other paths
+        self.fence_descriptors()
+        self.fence_multicast()
+
+    @property
+    def others(self) -> tuple[Thread, Thread]:
+        return self.descriptors, self.multicast
+
+    def acquired(self, word: int, clock: Clock, by_all: bool) -> None:
+        """A word was acquired, by a scalar operation or by one of many words."""
+        (self._by_all if by_all else self._by_each)[word] = clock
+
+    def guaranteed(self, word: int, clock: Clock, by_all: bool) -> None:
+        """A wait for the word is over, and guarantees this much."""
+        if by_all:
+            self._by_all.pop(word, None)
+            self.main.learn(clock)
+        else:
+            self._by_each.pop(word, None)
+            self._behind_barrier.append(clock)
+
+    def settle(self) -> bool:
+        """Take what was acquired for granted. False if there was nothing."""
+        if not self._by_all and not self._by_each:
+            return False
+        for clock in (*self._by_all.values(), *self._by_each.values()):
+            self.main.learn(clock)
+        self._by_all.clear()
+        self._by_each.clear()
+        return True
+
+    def barrier(self) -> None:
+        for clock in (*self._behind_barrier, *self._by_each.values()):
+            self.main.learn(clock)
+        self._behind_barrier.clear()
+        self._by_each.clear()
+        self.covered = self.main.last
+        known = self.main.clock
+        self._covered_others = tuple(int(known[t.number]) if t.number < len(known) else 0 for t in self.others)
+
+    def released(self) -> Clock:
+        """What a release tells."""
+        self.settle()
+        clock = self.main.told(self.covered)
+        for thread, covered in zip(self.others, self._covered_others):
+            if thread.number < len(clock):
+                clock[thread.number] = covered
+        return clock
+
+    def complete_descriptors(self) -> None:
+        """Stores through descriptors are done."""
+        self.main.learn(self._last_of(self.descriptors))
+
+    def fence_descriptors(self) -> None:
+        """Accesses through descriptors know what the CTA knows now."""
+        self.settle()
+        self.descriptors.learn(self.main.told())
+
+    def fence_multicast(self) -> None:
+        """Loads through multicast addresses know what the CTA knows now; stores through them are done."""
+        self.settle()
+        self.main.learn(self._last_of(self.multicast))
+        self.multicast.learn(self.main.told())
+
+    @staticmethod
+    def _last_of(thread: Thread) -> Clock:
+        clock = np.zeros(thread.number + 1, dtype=np.int32)
+        clock[thread.number] = thread.last
+        return clock
+
+    def ended(self) -> Clock:
+        """What is known when the CTA has ended: all it did, on all paths."""
+        self.settle()
+        for thread in self.others:
+            self.main.learn(self._last_of(thread))
+        return self.main.told()

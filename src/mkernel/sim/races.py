@@ -1,0 +1,415 @@
+"""The race detector: accesses that conflict and that nothing orders, and accesses to what is not there.
+
+Two accesses to a byte conflict if one of them stores, unless both are atomic. They must be ordered: one happens before
+the other (`order.py`). That is checked at every access, against the last store to each byte and the loads since
+(`shadow.py`), so a missing wait, signal, barrier or fence is an error in every schedule, whatever values it shows.
+
+Since every race is found, memory needs not be weak to show one: what has no race sees the same values in a weak memory
+as in this one, in which a store is in memory at once.
+
+What is seen: CTAs' loads and stores, plain, through tensor descriptors and through multicast addresses; their atomics;
+the network's reads and writes; what a rank's Python code may do with its tensors when a call has returned. What is not
+seen: threads of one CTA that race with each other, and memory that is shared with other processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import numpy as np
+
+from mkernel.runtime.errors import RaceError, SimulatorError
+from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
+from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
+
+FRAMES = 5  # kernel functions that are noted, from the innermost
+WAITS = 16  # and waits
+RELEASES = 64  # of a thread that are remembered, to tell which of them would have ordered an access
+_PACKAGE = Path(__file__).parent.parent
+
+Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
+
+
+@dataclass(frozen=True)
+class Release:
+    """That a thread has released a word, and which of its events the release speaks for."""
+
+    word: int
+    value: int
+    covers: int  # its events up to this one
+    after: int  # all threads' events up to this one came before it
+    site: int
+
+
+@dataclass(frozen=True)
+class Waited:
+    """That a thread has waited until a word reached a value."""
+
+    word: int
+    expected: int
+    site: int
+
+
+class Sites:
+    """Places in kernels."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Site, int] = {}
+        self._sites: list[Site | str] = []
+        self._named: dict[str, int] = {}
+        self._is_kernel: dict[CodeType, bool] = {}
+
+    def here(self) -> int:
+        """The kernel line that is running."""
+        found: list[tuple[CodeType, int]] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and len(found) < FRAMES:
+            code = frame.f_code
+            is_kernel = self._is_kernel.get(code)
+            if is_kernel is None:
+                is_kernel = self._is_kernel[code] = "__mkernel_kernel__" in frame.f_globals
+            if is_kernel:
+                found.append((code, frame.f_lineno))
+            frame = frame.f_back
+        site = tuple(found)
+        number = self._numbers.get(site)
+        if number is None:
+            number = self._numbers[site] = self._add(site)
+        return number
+
+    def named(self, name: str) -> int:
+        """A place that is not in a kernel."""
+        if name not in self._named:
+            self._named[name] = self._add(name)
+        return self._named[name]
+
+    def _add(self, site: Site | str) -> int:
+        self._sites.append(site)
+        return len(self._sites) - 1
+
+    def short(self, number: int) -> str:
+        site = self._sites[number]
+        if isinstance(site, str):
+            return site
+        return _line(*site[0]) if site else "somewhere"
+
+    def long(self, number: int) -> str:
+        site = self._sites[number]
+        if isinstance(site, str):
+            return site
+        return ", called from ".join(_line(*each) for each in site) or "somewhere"
+
+    def caller(self, number: int) -> str:
+        """Where a function of lang/signals.py was called from: what its author knows it by."""
+        site = self._sites[number]
+        if isinstance(site, str):
+            return site
+        outer = [each for each in site if Path(each[0].co_filename).stem != "signals"]
+        return _line(*(outer or site)[0]) if site else "somewhere"
+
+
+def _line(code: CodeType, line: int) -> str:
+    path = Path(code.co_filename)
+    if path.is_relative_to(_PACKAGE):
+        path = path.relative_to(_PACKAGE)
+    else:
+        path = Path(*path.parts[-2:])
+    return f"{path}:{line} in {code.co_name}"
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """Who accesses memory, and what it knows of. cta: of the CTA whose access it is; it may know more than that, from
+    what it has acquired."""
+
+    thread: Thread
+    clock: Clock
+    cta: Cta | None = None
+
+
+class Races:
+    """What all threads of a simulated cluster did to its memory."""
+
+    def __init__(self) -> None:
+        self.sites = Sites()
+        self.record_orders = False
+        self.orders: dict[tuple[str, str], int] = {}  # sites of two ordered accesses that conflict -> how often
+        self.waits: dict[str, list[int]] = {}  # site of a wait -> [satisfied at once, had to wait]
+        self.describe: Callable[[int], str] = hex  # an address, for people
+        self._threads: dict[Hashable, Thread] = {}
+        self._by_number: list[Thread] = []
+        self._last = 0  # event
+        self._thread_of = np.zeros(1024, dtype=np.int32)  # by event
+        self._site_of = [self.sites.named("the user's code")]  # by event
+        self._words: dict[int, Word] = {}
+        self._mail: dict[Hashable, Clock] = {}
+        self._releases: dict[int, deque[Release]] = {}  # by thread
+        self._waited: dict[int, deque[Waited]] = {}  # by thread
+
+    # -- threads
+
+    def thread(self, key: Hashable, name: str) -> Thread:
+        """The thread of that key. It keeps its number when it is used again: what it does next must come after all that
+        it has done."""
+        thread = self._threads.get(key)
+        if thread is None:
+            thread = self._threads[key] = Thread(len(self._by_number), name)
+            self._by_number.append(thread)
+        thread.name = name
+        return thread
+
+    def cta(self, key: Hashable, name: str, clock: Clock) -> Cta:
+        """The threads of a CTA that starts, knowing this."""
+        threads = [self.thread((key, path), name) for path in ("plain", "descriptor", "multicast")]
+        for thread in threads:
+            thread.begin(clock)
+        return Cta(*threads)
+
+    def _event(self, thread: Thread, site: int) -> int:
+        self._last += 1
+        if self._last == len(self._thread_of):
+            self._thread_of = np.concatenate([self._thread_of, np.zeros_like(self._thread_of)])
+        self._thread_of[self._last] = thread.number
+        self._site_of.append(site)
+        thread.last = self._last
+        return self._last
+
+    @property
+    def now(self) -> int:
+        """The number of the last event."""
+        return self._last
+
+    # -- words that order
+
+    def release(self, thread: Thread, clock: Clock, word: int, value: int, site: int | None = None) -> None:
+        """A word was given a value by a release, which tells what the clock knows."""
+        self._words.setdefault(word, Word()).release(value, clock)
+        site = self.sites.here() if site is None else site
+        releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
+        covers = int(clock[thread.number]) if thread.number < len(clock) else 0
+        releases.append(Release(word, value, covers, self._last, site))
+
+    def clock_of(self, word: int) -> Clock:
+        """What the word tells whoever acquires it now."""
+        known = self._words.get(word)
+        return known.clock if known is not None else NOTHING
+
+    def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], late: bool) -> None:
+        """A wait is over: each word has reached what was expected of it."""
+        site = self.sites.here()
+        waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
+        for word, value in zip(words, expected):
+            known = self._words.get(word)
+            if known is not None:
+                cta.guaranteed(word, known.since(value), by_all=len(words) == 1)
+            waits.append(Waited(word, value, site))
+        self.waits.setdefault(self.sites.caller(site), [0, 0])[late] += 1
+
+    def forget(self, shadow: Shadow) -> None:
+        """The memory was given back, or made as new while nobody used it."""
+        for word in [word for word in self._words if shadow.start <= word < shadow.end]:
+            del self._words[word]
+
+    # -- what ranks tell each other
+
+    def tell(self, key: Hashable, thread: Thread) -> None:
+        """A rank tells the others something."""
+        told = thread.told()
+        self._mail[key] = joined(self._mail[key], told) if key in self._mail else told
+
+    def hear(self, key: Hashable, thread: Thread) -> None:
+        """A rank has waited until all had told theirs."""
+        thread.learn(self._mail[key])
+
+    def forget_mail(self, key: Hashable) -> None:
+        self._mail.pop(key, None)
+
+    # -- accesses
+
+    def load(self, actor: Actor, access: Access, site: int | None = None, may_be_undefined: bool = False) -> None:
+        """Memory is loaded. may_be_undefined: by something that only hands it on."""
+        shadow = access.shadow
+        event = self._event(actor.thread, self.sites.here() if site is None else site)
+        self._lengthen(actor)
+        if shadow.may_be_undefined or any(last > actor.clock[thread] for thread, last in shadow.writers.items()) or (
+            self.record_orders and shadow.writers
+        ):  # fmt: skip
+            self._after_stores(actor, access, event, "loads", may_be_undefined)
+        if shadow.atomic_low < access.high and access.low < shadow.atomic_high:
+            self._after_atomics(actor, access, event, "loads", shadow.changes)
+        shadow.loads.add(event, actor.thread.number, access)
+
+    def store(self, actor: Actor, access: Access, site: int | None = None) -> None:
+        """Memory is stored to."""
+        shadow = access.shadow
+        event = self._event(actor.thread, self.sites.here() if site is None else site)
+        self._lengthen(actor)
+        if shadow.writers:
+            self._after_stores(actor, access, event, "stores to")
+        self._after_loads(actor, access, event, "stores to")
+        if shadow.atomic_low < access.high and access.low < shadow.atomic_high:
+            for kind in (shadow.changes, shadow.looks):
+                self._after_atomics(actor, access, event, "stores to", kind)
+        shadow.wrote(access.units(), event, actor.thread.number)
+
+    def atomic(self, actor: Actor, access: Access, changes: bool, site: int | None = None) -> None:
+        """A word is changed, or only looked at, by an atomic operation."""
+        shadow, word = access.shadow, access.low
+        event = self._event(actor.thread, self.sites.here() if site is None else site)
+        self._lengthen(actor)
+        what = "changes (atomically)" if changes else "looks at (atomically)"
+        if shadow.writers:
+            self._after_stores(actor, access, event, what)
+        if changes:
+            self._after_loads(actor, access, event, what)
+        kind = shadow.changes if changes else shadow.looks
+        kind.setdefault(word, {})[actor.thread.number] = event
+        shadow.atomic_low, shadow.atomic_high = min(shadow.atomic_low, word), max(shadow.atomic_high, access.high)
+
+    def _lengthen(self, actor: Actor) -> None:
+        """Give the actor's clock a place for every thread there is."""
+        if len(actor.clock) < len(self._by_number):
+            actor.clock = np.concatenate([actor.clock, np.zeros(len(self._by_number) - len(actor.clock), np.int32)])
+
+    def _after_stores(
+        self, actor: Actor, access: Access, event: int, what: str, may_be_undefined: bool = False
+    ) -> None:
+        """The event must come after all stores to what it touches and, if it loads, after one."""
+        units = access.units()
+        stores = access.shadow.writes[units]
+        if what == "loads" and not may_be_undefined and stores.size and stores.min() < 0:
+            place = int(np.argmin(stores))
+            raise self._undefined(access.shadow, access.address(units, place), event, int(stores[place]))
+        stores = np.maximum(stores, 0)
+        threads = self._thread_of[stores]
+        unknown = stores > actor.clock[threads]
+        if unknown.any():
+            self._settle(actor)
+            unknown = stores > actor.clock[threads]
+        if self.record_orders:
+            for store in np.unique(stores[~unknown]).tolist():
+                self._ordered(store, event)
+        if unknown.any():
+            place = int(np.argmax(unknown))
+            raise self._race(access.shadow, access.address(units, place), event, what, int(stores[place]), "stored to")
+
+    def _after_loads(self, actor: Actor, access: Access, event: int, what: str) -> None:
+        """The event must come after all loads of what it changes."""
+        shadow = access.shadow
+        # what a CTA itself has loaded is there before it stores, on whatever path
+        own = actor.cta.main.number if actor.cta is not None else actor.thread.number
+        touched: np.ndarray | None = None
+        for load, thread, theirs in shadow.loads.unknown(actor.clock, access.low, access.high):
+            if thread == own:
+                continue
+            units = theirs.units()
+            mine = access.units()
+            if touched is None or len(touched) != len(shadow.writes):
+                touched = np.zeros(len(shadow.writes), dtype=bool)
+                touched[mine] = True
+            met = np.flatnonzero(touched[units])
+            if met.size:
+                self._check(actor, shadow, theirs.address(units, int(met[0])), event, what, load, thread, "loaded")
+        for thread, last in shadow.loads.last.items():
+            if thread != own and last > actor.clock[thread]:
+                units = access.units()
+                loads = shadow.loads.by_thread[thread][units]
+                place = int(np.argmax(loads))
+                load = int(loads[place])
+                if load > actor.clock[thread]:
+                    self._check(actor, shadow, access.address(units, place), event, what, load, thread, "loaded")
+
+    def _after_atomics(
+        self, actor: Actor, access: Access, event: int, what: str, kind: dict[int, dict[int, int]]
+    ) -> None:
+        """The event, which is not atomic, must come after all atomic operations on what it touches."""
+        how = "looked at (atomically)" if kind is access.shadow.looks else "changed (atomically)"
+        for word, threads in kind.items():
+            if word < access.high and access.low <= word:
+                for thread, last in threads.items():
+                    if last > actor.clock[thread]:
+                        self._check(actor, access.shadow, word, event, what, last, thread, how)
+
+    def _settle(self, actor: Actor) -> None:
+        """Let the actor know what its CTA has acquired."""
+        if actor.cta is not None and actor.thread is actor.cta.main and actor.cta.settle():
+            actor.clock = actor.cta.main.clock
+            self._lengthen(actor)
+
+    def _check(
+        self, actor: Actor, shadow: Shadow, address: int, event: int, what: str, earlier: int, thread: int, how: str
+    ) -> None:
+        if earlier > actor.clock[thread]:
+            self._settle(actor)
+        if earlier > actor.clock[thread]:
+            raise self._race(shadow, address, event, what, earlier, how)
+        if self.record_orders:
+            self._ordered(earlier, event)
+
+    def _ordered(self, first: int, second: int) -> None:
+        if first > 0 and self._thread_of[first] != self._thread_of[second]:
+            pair = self.sites.short(self._site_of[first]), self.sites.short(self._site_of[second])
+            self.orders[pair] = self.orders.get(pair, 0) + 1
+
+    # -- what is said
+
+    def _did(self, event: int) -> str:
+        return self._by_number[self._thread_of[event]].name
+
+    def _undefined(self, shadow: Shadow, address: int, event: int, why: int) -> SimulatorError:
+        reason = {
+            UNWRITTEN: "nobody has written",
+            SPENT: "was written for a launch that has ended, and by nobody since",
+        }[why]
+        return SimulatorError(
+            f"{self._did(event)} loads what {reason}: {shadow.describe(address)}\n"
+            f"    {self.sites.long(self._site_of[event])}"
+        )
+
+    def _race(self, shadow: Shadow, address: int, event: int, what: str, earlier: int, how: str) -> RaceError:
+        return RaceError(
+            f"race on {shadow.describe(address)}\n"
+            f"  {self._did(event)} {what} it:\n"
+            f"    {self.sites.long(self._site_of[event])}\n"
+            f"  {self._did(earlier)} has {how} it before, and nothing orders the two:\n"
+            f"    {self.sites.long(self._site_of[earlier])}\n"
+            f"  {self._missing(earlier, event)}"
+        )
+
+    def _missing(self, earlier: int, event: int) -> str:
+        """What would have ordered two events, if one can tell."""
+        first, second = int(self._thread_of[earlier]), int(self._thread_of[event])
+        one, other = self._did(earlier), self._did(event)
+        waits = {each.word: each for each in self._waited.get(second, ())}
+        since = [each for each in self._releases.get(first, ()) if each.after >= earlier]
+        enough = [each for each in since if each.covers >= earlier]
+        if enough:
+            release = next((each for each in enough if each.word in waits), enough[0])
+            told = f"{one} has set {self.describe(release.word)} to {release.value} since ({self._at(release.site)})"
+            if release.word in waits:
+                wait = waits[release.word]
+                return f"{told}; {other} waited for {wait.expected} there only ({self._at(wait.site)})."
+            return f"{told}; {other} has not waited for that{self._last_wait(second)}."
+        if since:
+            return (
+                f"{one} has set {self.describe(since[0].word)} since ({self._at(since[0].site)}), but the release does "
+                f"not speak for it: no barrier stands between, or a store on another path was not completed."
+            )
+        return f"{one} has signalled nothing since{self._last_wait(second)}."
+
+    def _at(self, site: int) -> str:
+        return self.sites.caller(site)
+
+    def _last_wait(self, thread: int) -> str:
+        waits = self._waited.get(thread)
+        if not waits:
+            return ", and the other has waited for nothing in this launch"
+        wait = waits[-1]
+        return (
+            f"; the other's last wait was for {self.describe(wait.word)} to be {wait.expected} ({self._at(wait.site)})"
+        )

@@ -1,0 +1,195 @@
+"""What happened to each byte of simulated memory, and what each byte is.
+
+A `Shadow` belongs to memory that was allocated as one piece. It knows, for every unit of it, the event that wrote it
+last, and keeps the loads since. A `Region` is a part of it that kernels may touch, under the name that an author knows
+it by: an argument of a launch, the signals of a workspace, one of its halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# In place of the event that wrote a unit last. Events are numbered from 1.
+GIVEN = 0  # it was written by something that is not watched, before all that is: the user's code
+UNWRITTEN = -1  # nobody has written it
+SPENT = -2  # the launch that it was written for has ended: nobody may rely on it any more
+
+LOADS = 256  # that are kept as they came; then they are summed up
+
+Units = slice | np.ndarray  # which units of a shadow
+
+
+@dataclass(eq=False)
+class Region:
+    """A part of memory that kernels may touch."""
+
+    name: str
+    start: int
+    end: int
+    shape: Sequence[int] = ()  # of a tensor: to name an element
+    strides: Sequence[int] = ()  # in bytes
+    writable: bool = True
+    inside: np.ndarray | None = None  # by byte: does it belong to the tensor? None: all do
+
+    def holds(self, low: int, high: int) -> bool:
+        return self.start <= low and high <= self.end
+
+    def place(self, address: int) -> str:
+        """An address, as an author would say it."""
+        offset = address - self.start
+        if not self.shape:
+            return f"byte {offset}"
+        index = []
+        for size, stride in zip(self.shape, self.strides):
+            index.append(min(offset // stride, size - 1) if stride and size > 1 else 0)
+            offset -= index[-1] * stride
+        return "[" + ", ".join(map(str, index)) + "]"
+
+    def distance(self, low: int, high: int) -> int:
+        """Bytes between the region and [low, high); below 1 if they meet."""
+        return max(self.start - high, low - self.end) + 1
+
+
+class Loads:
+    """Loads that a later store may conflict with. The newest as they came, older ones by thread and unit."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros((4, LOADS), dtype=np.int64)  # events, threads, lows, highs
+        self._accesses: list[Access] = []
+        self.by_thread: dict[int, np.ndarray] = {}  # thread -> by unit, its last load
+        self.last: dict[int, int] = {}  # thread -> its last load of those
+
+    def add(self, event: int, thread: int, access: Access) -> None:
+        if len(self._accesses) == LOADS:
+            self._sum_up()
+        self._numbers[:, len(self._accesses)] = event, thread, access.low, access.high
+        self._accesses.append(access)
+
+    def _sum_up(self) -> None:
+        for event, thread, access in zip(self._numbers[0].tolist(), self._numbers[1].tolist(), self._accesses):
+            units = access.units()
+            if thread not in self.by_thread:
+                self.by_thread[thread] = np.zeros(len(access.shadow.writes), dtype=np.int32)
+            self.by_thread[thread][units] = event
+            self.last[thread] = event
+        self._accesses.clear()
+
+    def unknown(self, clock: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int, Access]]:
+        """(event, thread, access) of those that the clock does not know of and that meet [low, high)."""
+        events, threads, lows, highs = self._numbers[:, : len(self._accesses)]
+        found = np.flatnonzero((lows < high) & (highs > low) & (events > clock[threads]))
+        for place in found.tolist():
+            yield int(events[place]), int(threads[place]), self._accesses[place]
+
+
+class Shadow:
+    """The history of one piece of memory."""
+
+    def __init__(self, start: int, end: int, owner: int | None, initially: int):
+        self.start, self.end = start, end
+        self.owner = owner  # the rank whose memory it is
+        self.regions: list[Region] = []
+        self.is_user_s = False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
+        self._initially = initially
+        self.may_be_undefined = initially < 0
+        self.writers: dict[int, int] = {}  # thread -> its last store here
+        self.loads = Loads()
+        # word -> thread -> its last atomic operation there: those that change it, and those that only look
+        self.changes: dict[int, dict[int, int]] = {}
+        self.looks: dict[int, dict[int, int]] = {}
+        self.atomic_low, self.atomic_high = end, start
+        self._shift = 3  # a unit has 1 << shift bytes
+        self._writes: np.ndarray | None = None  # by unit
+
+    @property
+    def writes(self) -> np.ndarray:
+        """By unit: the event that wrote it last."""
+        if self._writes is None:
+            self._writes = np.full(self._count(), self._initially, dtype=np.int32)
+        return self._writes
+
+    def _count(self) -> int:
+        return (self.end - self.start + (1 << self._shift) - 1) >> self._shift
+
+    def address(self, unit: int) -> int:
+        return self.start + (unit << self._shift)
+
+    def units(self, addresses: np.ndarray, size: int, low: int, high: int) -> Units:
+        """The units of elements of `size` bytes at these addresses, which lie in [low, high)."""
+        offset = low - self.start
+        if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
+            self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
+        if addresses.size * size == high - low:
+            return slice(offset >> self._shift, (high - self.start) >> self._shift)
+        first = (addresses.reshape(-1) - np.uint64(self.start)).astype(np.int64) >> self._shift
+        wide = size >> self._shift
+        return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
+
+    def _refine(self, shift: int) -> None:
+        finer = 1 << (self._shift - shift)
+        self._shift = shift
+        if self._writes is not None:
+            self._writes = np.repeat(self._writes, finer)[: self._count()]
+        for thread, loads in self.loads.by_thread.items():
+            self.loads.by_thread[thread] = np.repeat(loads, finer)[: self._count()]
+
+    def wrote(self, units: Units, event: int, thread: int) -> None:
+        self.writes[units] = event
+        self.writers[thread] = event
+
+    def set(self, low: int, high: int, what: int) -> None:
+        """Bytes in [low, high) are GIVEN, UNWRITTEN or SPENT now."""
+        self.may_be_undefined |= what < 0
+        unit = next(unit for unit in (8, 4, 2, 1) if not ((low - self.start) | (high - low)) & (unit - 1))
+        self.writes[self.units(np.arange(low, high, unit), unit, low, high)] = what
+
+    def undefined(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Which bytes of [low, high) nobody has written, counted from low: (first, end) of each run of them."""
+        first, last = (low - self.start) >> self._shift, (high - 1 - self.start) >> self._shift
+        nothing = np.concatenate([[False], self.writes[first : last + 1] < 0, [False]])
+        edges = np.flatnonzero(nothing[1:] != nothing[:-1]).reshape(-1, 2) + first
+        return [(max(self.address(a), low) - low, min(self.address(b), high) - low) for a, b in edges.tolist()]
+
+    def unwritten_since(self, region: Region, event: int) -> int | None:
+        """The address of a byte of the region that no later event has written; None if there is none."""
+        units = self.units(np.empty(region.end - region.start), 1, region.start, region.end)
+        old = self.writes[units] <= event
+        if region.inside is not None:
+            old &= region.inside
+        return region.start + int(np.argmax(old)) if old.any() else None
+
+    def region_of(self, low: int, high: int) -> Region | None:
+        """The region that holds all of this; the one that was named last, if there are several."""
+        for region in reversed(self.regions):
+            if region.holds(low, high):
+                return region
+        return None
+
+    def describe(self, address: int) -> str:
+        """An address, as an author would say it."""
+        region = self.region_of(address, address + 1)
+        whose = f" of rank {self.owner}" if self.owner is not None else ""
+        if region is None:
+            return f"byte {address - self.start} of memory{whose}"
+        return f"{region.name}{whose}, {region.place(address)}"
+
+
+@dataclass(eq=False, slots=True)
+class Access:
+    """Elements of `size` bytes in one piece of memory, which lie in [low, high)."""
+
+    shadow: Shadow
+    addresses: np.ndarray
+    size: int
+    low: int
+    high: int
+
+    def units(self) -> Units:
+        return self.shadow.units(self.addresses, self.size, self.low, self.high)
+
+    def address(self, units: Units, place: int) -> int:
+        """The address of one of its units."""
+        return self.shadow.address(place + units.start if isinstance(units, slice) else int(units[place]))

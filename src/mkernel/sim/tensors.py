@@ -1,0 +1,704 @@
+"""The values of an interpreted kernel: `Tensor`, a numpy array or scalar with a Triton dtype.
+
+A tensor is one object with two fields, and an operator is one numpy call: an interpreted kernel is mostly scalar
+arithmetic, so what it costs is Python's overhead around numpy. Operands of the same plain type, and Python integers
+beside them, take a short path; everything else goes through `operands`, which has Triton's promotion rules.
+
+- Scalars are numpy scalars, blocks are arrays. Nothing is ever changed in place, so arrays may be shared.
+- bf16 is held as fp32 that was rounded to nearest even. Loads, stores and bitcasts convert.
+- Integers wrap, `//` truncates and `%` has the sign of the dividend, as on a GPU.
+- numpy must not warn of overflow or NaN while a kernel runs: whoever runs one sets its error state (interpreter.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from mkernel.runtime.errors import SimulatorError
+
+BOOLEAN, INTEGER, FLOAT, POINTER, RAW = range(5)  # in the order of promotion; RAW is fp8, which is only moved
+
+
+class KernelError(SimulatorError):
+    """A kernel did something that Triton's compiler would refuse. Where it did is added when it leaves the kernel."""
+
+
+class NoAttribute(KernelError, AttributeError):
+    """For `hasattr` and `getattr` with a default."""
+
+
+class Info:
+    """What a dtype is to numpy."""
+
+    __slots__ = ("bits", "data", "kind", "memory", "signed")
+
+    def __init__(self, kind: int, bits: int, data: Any, memory: Any = None, signed: bool = False):
+        self.kind = kind
+        self.bits = bits
+        self.data = np.dtype(data)  # of a tensor's data
+        self.memory = np.dtype(memory or data)  # of an element in memory
+        self.signed = signed
+
+
+_INFOS = {
+    "int1": Info(BOOLEAN, 1, np.bool_, np.int8),
+    "int8": Info(INTEGER, 8, np.int8, signed=True),
+    "int16": Info(INTEGER, 16, np.int16, signed=True),
+    "int32": Info(INTEGER, 32, np.int32, signed=True),
+    "int64": Info(INTEGER, 64, np.int64, signed=True),
+    "uint8": Info(INTEGER, 8, np.uint8),
+    "uint16": Info(INTEGER, 16, np.uint16),
+    "uint32": Info(INTEGER, 32, np.uint32),
+    "uint64": Info(INTEGER, 64, np.uint64),
+    "fp16": Info(FLOAT, 16, np.float16),
+    "bf16": Info(FLOAT, 16, np.float32, np.uint16),
+    "fp32": Info(FLOAT, 32, np.float32),
+    "fp64": Info(FLOAT, 64, np.float64),
+    **{name: Info(RAW, 8, np.uint8) for name in ("fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8", "fp8e4b15")},
+}
+_ADDRESS = Info(POINTER, 64, np.uint64)
+
+INT1, INT32, INT64, UINT32, UINT64 = tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
+_SAME = {dtype.name: dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name in _INFOS}
+_ALL_BITS = (1 << 64) - 1
+
+
+class PointerType(tl.pointer_type):
+    """A pointer type that knows the size of an element. There is one object for each type."""
+
+    def __init__(self, element: tl.dtype, address_space: int, const: bool):
+        super().__init__(element, address_space, const)
+        self.element_bytes = _ADDRESS.memory.itemsize if element.is_ptr() else max(1, element.primitive_bitwidth // 8)
+
+
+_pointers: dict[tuple[str, int, bool], PointerType] = {}
+
+
+def pointer_type(element: tl.dtype, address_space: int = 1, const: bool = False) -> PointerType:
+    if not isinstance(element, tl.dtype):
+        raise KernelError(f"tl.pointer_type needs a dtype, got {describe(element)}")
+    key = (str(element), address_space, const)
+    found = _pointers.get(key)
+    if found is None:
+        found = _pointers[key] = PointerType(same_dtype(element), address_space, const)
+    return found
+
+
+def same_dtype(dtype: Any) -> Any:
+    """The one object that stands for this dtype here."""
+    if type(dtype) is PointerType:
+        return dtype
+    if isinstance(dtype, tl.pointer_type):
+        return pointer_type(dtype.element_ty, dtype.address_space, dtype.const)
+    return _SAME.get(dtype.name, dtype)
+
+
+def info(dtype: Any) -> Info:
+    return _ADDRESS if type(dtype) is PointerType else _INFOS[dtype.name]
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: the type of a tensor, and a constant itself."""
+    return f"a tensor of {value}" if type(value) is Tensor else repr(value)
+
+
+# -- bf16
+
+
+def rounded_to_bf16(values: Any) -> Any:
+    """fp32 numbers rounded to the nearest bf16, ties to even; still fp32."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    nan = np.isnan(values)
+    if nan.any():
+        rounded = np.where(nan, np.uint32(0x7FC00000), rounded)[()]
+    return rounded.view(np.float32)
+
+
+def bf16_bits(values: Any) -> Any:
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def from_memory(data: Any, dtype: Any) -> Any:
+    """What was loaded, as a tensor of this dtype holds it."""
+    if dtype is BFLOAT16:
+        return bf16_values(data)
+    if dtype is INT1:
+        return data != 0
+    return data
+
+
+def to_memory(data: Any, dtype: Any) -> Any:
+    if dtype is BFLOAT16:
+        return bf16_bits(data)
+    if dtype is INT1:
+        return data.astype(np.int8)
+    return data
+
+
+# -- conversions
+
+
+def constant(value: Any, dtype: Any) -> Any:
+    """A Python number as the data of a scalar."""
+    data = info(dtype).data.type(value)
+    return rounded_to_bf16(data) if dtype is BFLOAT16 else data
+
+
+def dtype_of_number(value: Any) -> Any:
+    """The dtype that Triton gives to a Python number."""
+    if isinstance(value, bool):
+        return INT1
+    if isinstance(value, int):
+        for dtype, low, high in (
+            (INT32, -(2**31), 2**31), (UINT32, 0, 2**32), (INT64, -(2**63), 2**63), (UINT64, 0, 2**64)
+        ):  # fmt: skip
+            if low <= value < high:
+                return dtype
+        raise KernelError(f"the integer {value} does not fit in 64 bits")
+    size = abs(value)
+    plain = size == 0 or size == float("inf") or value != value or 2**-126 <= size <= (2 - 2**-23) * 2**127
+    return FLOAT32 if plain else FLOAT64
+
+
+def to_tensor(value: Any) -> Tensor:
+    if type(value) is Tensor:
+        return value
+    if isinstance(value, (bool, int, float)):
+        dtype = dtype_of_number(value)
+        return Tensor(constant(value, dtype), dtype)
+    raise KernelError(f"expected a tensor or a number, got {describe(value)}")
+
+
+def convert(data: Any, source: Any, target: Any) -> Any:
+    """The data of a tensor, cast to another dtype."""
+    if source is target:
+        return data
+    old, new = info(source), info(target)
+    if new.kind == BOOLEAN:
+        return data != 0
+    if old.kind == RAW or new.kind == RAW or (old.kind == POINTER and new.kind == FLOAT):
+        raise KernelError(f"cannot cast {source} to {target}")
+    if old.kind == POINTER and new.kind == INTEGER and new.bits != 64:
+        raise KernelError(f"cannot cast {source} to {target}: an address has 64 bits")
+    if old.kind == FLOAT and new.kind == POINTER:
+        raise KernelError(f"cannot cast {source} to {target}: only integers and pointers become pointers")
+    if target is BFLOAT16:
+        return rounded_to_bf16(data.astype(np.float32))
+    return data if old.data == new.data else data.astype(new.data)
+
+
+def cast(value: Tensor, target: Any, rounding: str | None = None) -> Tensor:
+    source = value.dtype
+    if source is target:
+        return value
+    if rounding is not None:
+        narrower = info(source).kind == info(target).kind == FLOAT and info(target).bits < info(source).bits
+        if rounding not in ("rtne", "rtz"):
+            raise KernelError(f"fp_downcast_rounding must be 'rtne' or 'rtz', got {rounding!r}")
+        if not narrower:
+            raise KernelError(f"fp_downcast_rounding is for narrowing casts of floats, not for {source} to {target}")
+        if rounding == "rtz":
+            return Tensor(_towards_zero(value._data, source, target), target)
+    return Tensor(convert(value._data, source, target), target)
+
+
+def _towards_zero(data: Any, source: Any, target: Any) -> Any:
+    if target is BFLOAT16:
+        return (data.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    nearest = convert(data, source, target)
+    beyond = abs(nearest.astype(np.float64)) > abs(data)
+    return np.where(beyond, np.nextafter(nearest, nearest.dtype.type(0)), nearest)[()]
+
+
+def bitcast(value: Tensor, target: Any) -> Tensor:
+    source = value.dtype
+    if source is target:
+        return value
+    old, new = info(source), info(target)
+    if POINTER in (old.kind, new.kind):
+        return cast(value, target)
+    if old.bits != new.bits:
+        raise KernelError(f"cannot bitcast {source}, of {old.bits} bits, to {target}, of {new.bits} bits")
+    if old.kind == BOOLEAN:
+        return Tensor(value._data, target)
+    bits = np.ascontiguousarray(to_memory(value._data, source))
+    data = from_memory(bits.view(new.memory), target)
+    return Tensor(data if value.shape else data.reshape(-1)[0], target)
+
+
+# -- operands
+
+
+def _promoted(a: Any, b: Any) -> Any:
+    """Triton's `integer_promote_impl`."""
+    first, second = info(a), info(b)
+    if first.signed == second.signed:
+        return a if first.bits > second.bits else b
+    unsigned, signed = (b, a) if first.signed else (a, b)
+    return unsigned if info(unsigned).bits >= info(signed).bits else signed
+
+
+def _computation_type(a: Any, a_is_number: bool, b: Any, b_is_number: bool, division: bool) -> Any:
+    """Triton's `computation_type_impl`."""
+    first, second = info(a), info(b)
+    if a_is_number != b_is_number:
+        number, tensor = (a, b) if a_is_number else (b, a)
+        if info(number).kind <= info(tensor).kind:
+            return FLOAT32 if division and tensor in (FLOAT16, BFLOAT16) else tensor
+    for wide in (FLOAT64, FLOAT32):
+        if a is wide or b is wide:
+            return wide
+    if a is FLOAT16 or b is FLOAT16:
+        return FLOAT32 if division else FLOAT16
+    if a is BFLOAT16 and b is BFLOAT16:
+        return FLOAT32 if division else BFLOAT16
+    if a is BFLOAT16 or b is BFLOAT16:
+        return FLOAT32
+    if first.kind == RAW or second.kind == RAW:
+        raise KernelError(f"there is no arithmetic of {a} and {b}: cast them first")
+    if division and first.signed != second.signed:
+        raise KernelError(
+            f"/, // and % of {a} and {b} are refused because one is signed and the other is not: cast one of them"
+        )
+    return _promoted(a, b)
+
+
+def operands(left: Any, right: Any, division: bool = False, pointers: bool = False) -> tuple[Any, Any, Any]:
+    """The data of two operands in the type in which Triton computes with them, and that type."""
+    left_is_number, right_is_number = type(left) is not Tensor, type(right) is not Tensor
+    a = dtype_of_number(_number(left)) if left_is_number else left.dtype
+    b = dtype_of_number(_number(right)) if right_is_number else right.dtype
+    if type(a) is PointerType or type(b) is PointerType:
+        if pointers and a is b:
+            return left._data, right._data, a
+        raise KernelError(f"invalid operands of types {a} and {b}")
+    dtype = _computation_type(a, left_is_number, b, right_is_number, division)
+    return _operand(left, a, dtype, left_is_number), _operand(right, b, dtype, right_is_number), dtype
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return value
+    raise KernelError(f"expected a tensor or a number as operand, got {describe(value)}")
+
+
+def _operand(value: Any, source: Any, dtype: Any, is_number: bool) -> Any:
+    if not is_number:
+        return convert(value._data, source, dtype)
+    try:
+        return constant(value, dtype)
+    except OverflowError:
+        fix = " (cast the tensor to a signed type)" if value < 0 and not info(dtype).signed else ""
+        raise KernelError(f"the number {value} is out of range for {dtype}{fix}") from None
+
+
+def _shapes(left: Any, right: Any) -> KernelError:
+    a, b = (list(value.shape) if type(value) is Tensor else [] for value in (left, right))
+    return KernelError(f"the shapes {a} and {b} do not broadcast: sizes must be equal, or one of them 1")
+
+
+def _refuse_floats(left: Any, right: Any, dtype: Any, sign: str) -> None:
+    if info(dtype).kind == FLOAT:
+        raise KernelError(f"{sign} is for integers, got {describe(left)} and {describe(right)}")
+
+
+def _add(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right)
+    if dtype is INT1:  # arithmetic modulo 2
+        return Tensor(a ^ b, dtype)
+    return Tensor(rounded_to_bf16(a + b) if dtype is BFLOAT16 else a + b, dtype)
+
+
+def _subtract(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right)
+    if dtype is INT1:
+        return Tensor(a ^ b, dtype)
+    return Tensor(rounded_to_bf16(a - b) if dtype is BFLOAT16 else a - b, dtype)
+
+
+def _multiply(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right)
+    return Tensor(rounded_to_bf16(a * b) if dtype is BFLOAT16 else a * b, dtype)
+
+
+def _divide(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right, division=True)
+    if info(dtype).kind != FLOAT:
+        a, b, dtype = convert(a, dtype, FLOAT32), convert(b, dtype, FLOAT32), FLOAT32
+    return Tensor(np.divide(a, b), dtype)
+
+
+def _divide_integers(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right, division=True)
+    _refuse_floats(left, right, dtype, "//")
+    if dtype is INT1:
+        return Tensor(a & b, dtype)
+    if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
+        x, y = int(a), int(b)
+        quotient = 0 if y == 0 else abs(x) // abs(y)
+        return Tensor(np.int64(quotient if (x < 0) == (y < 0) else -quotient).astype(a.dtype)
+                      if dtype is not UINT64 else np.uint64(quotient), dtype)  # fmt: skip
+    return Tensor((a - np.fmod(a, b)) // b if info(dtype).signed else a // b, dtype)
+
+
+def _remainder(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right, division=True)
+    if dtype is INT1:
+        return Tensor(a & ~b, dtype)
+    return Tensor(np.fmod(a, b), dtype)
+
+
+def _bitwise(sign: str, operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
+    def general(left: Any, right: Any) -> Tensor:
+        a, b, dtype = operands(left, right)
+        _refuse_floats(left, right, dtype, sign)
+        return Tensor(operate(a, b), dtype)
+
+    return general
+
+
+def _shift_left(left: Any, right: Any) -> Tensor:
+    a, b, dtype = operands(left, right)
+    _refuse_floats(left, right, dtype, "<<")
+    return Tensor((a << b).astype(info(dtype).data), dtype)
+
+
+def _shift_right(left: Any, right: Any, arithmetic: bool) -> Tensor:
+    a, b, dtype = operands(left, right)
+    _refuse_floats(left, right, dtype, ">>")
+    data = info(dtype).data
+    if arithmetic and not info(dtype).signed and dtype is not INT1:
+        a, b = a.astype(f"i{data.itemsize}"), b.astype(f"i{data.itemsize}")
+    return Tensor((a >> b).astype(data), dtype)
+
+
+def _compare(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
+    def general(left: Any, right: Any) -> Tensor:
+        a, b, _ = operands(left, right)
+        return Tensor(operate(a, b), INT1)
+
+    return general
+
+
+def _in_shape(general: Callable[[Any, Any], Tensor], left: Any, right: Any) -> Tensor:
+    """The long path, with an error in words for shapes that do not fit."""
+    try:
+        return general(left, right)
+    except ValueError as error:
+        if isinstance(error, SimulatorError):
+            raise
+        raise _shapes(left, right) from None
+
+
+def _method(
+    operate: Callable[[Any, Any], Any], general: Callable[[Any, Any], Tensor], result: Any = None
+) -> Callable[[Tensor, Any], Any]:
+    """An operator: its short path is `operate` on numpy's data; `result` is the dtype of a comparison."""
+
+    def method(self: Tensor, other: Any) -> Tensor:
+        dtype, kind = self.dtype, type(other)
+        try:
+            if kind is Tensor:
+                theirs = other.dtype
+                if dtype is theirs:
+                    if dtype is INT32 or dtype is INT64 or dtype is FLOAT32:
+                        return Tensor(operate(self._data, other._data), result or dtype)
+                elif (dtype is INT32 or dtype is INT64) and (theirs is INT32 or theirs is INT64):
+                    return Tensor(operate(self._data, other._data), result or INT64)
+            elif kind is int and (dtype is INT32 or dtype is INT64):
+                return Tensor(operate(self._data, other), result or dtype)
+        except (ValueError, OverflowError):
+            pass  # what is wrong is found, and said, on the long path
+        return _in_shape(general, self, other)
+
+    return method
+
+
+def _reflected(general: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Any]:
+    return lambda self, other: _in_shape(general, other, self)
+
+
+def offset_by(pointer: Tensor, other: Any) -> Tensor:
+    """pointer + other"""
+    size = pointer.dtype.element_bytes
+    start = pointer._data
+    if type(other) is Tensor:
+        if info(other.dtype).kind > INTEGER:
+            raise KernelError(f"only integers are added to pointers, got {describe(other)}")
+        steps = other._data
+        if isinstance(start, np.ndarray) or isinstance(steps, np.ndarray):
+            try:
+                return Tensor(start + steps.astype(np.uint64) * np.uint64(size), pointer.dtype)
+            except ValueError:
+                raise _shapes(pointer, other) from None
+    elif isinstance(other, int):
+        dtype_of_number(other)
+        steps = other
+        if isinstance(start, np.ndarray):
+            return Tensor(start + np.uint64((steps * size) & _ALL_BITS), pointer.dtype)
+    else:
+        raise KernelError(f"only integers are added to pointers, got {describe(other)}")
+    return Tensor(np.uint64((int(start) + int(steps) * size) & _ALL_BITS), pointer.dtype)
+
+
+_add_plain = _method(operator.add, _add)
+_subtract_plain = _method(operator.sub, _subtract)
+
+
+class Tensor:
+    """What kernels see as `tl.tensor`."""
+
+    __slots__ = ("_data", "dtype")
+
+    def __init__(self, data: Any, dtype: Any):
+        self._data = data
+        self.dtype = dtype
+
+    # what is known when a kernel is compiled
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._data.shape
+
+    @property
+    def numel(self) -> int:
+        return self._data.size
+
+    @property
+    def type(self) -> Any:
+        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    __repr__ = __str__
+
+    # what no kernel may ask for
+
+    def __bool__(self) -> bool:
+        if self._data.size != 1:
+            raise KernelError(
+                f"a condition must be a scalar, got {describe(self)}: reduce it (tl.max, tl.min), or use tl.where"
+            )
+        return bool(self._data if self._data.ndim == 0 else self._data.reshape(-1)[0])
+
+    def _no_host_value(self, *_: Any) -> Any:
+        raise KernelError(f"the value of {describe(self)} is not known when the kernel is compiled: use .to(dtype), or "
+                          "pass it as tl.constexpr")  # fmt: skip
+
+    __int__ = __float__ = __index__ = __complex__ = __iter__ = __format__ = _no_host_value  # type: ignore[assignment]
+    __len__ = __array__ = __contains__ = _no_host_value  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+    # operators
+
+    def __add__(self, other: Any) -> Tensor:
+        if type(self.dtype) is PointerType:
+            return offset_by(self, other)
+        if type(other) is Tensor and type(other.dtype) is PointerType:
+            return offset_by(other, self)
+        return _add_plain(self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return self + other if type(self.dtype) is PointerType else _in_shape(_add, other, self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        if type(self.dtype) is PointerType:
+            return offset_by(self, -other)
+        return _subtract_plain(self, other)
+
+    __rsub__ = _reflected(_subtract)
+    __mul__ = _method(operator.mul, _multiply)
+    __rmul__ = _reflected(_multiply)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return _in_shape(_divide, self, other)
+
+    __rtruediv__ = _reflected(_divide)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return _in_shape(_divide_integers, self, other)
+
+    __rfloordiv__ = _reflected(_divide_integers)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _in_shape(_remainder, self, other)
+
+    __rmod__ = _reflected(_remainder)
+
+    def __lshift__(self, other: Any) -> Tensor:
+        return _in_shape(_shift_left, self, other)
+
+    __rlshift__ = _reflected(_shift_left)
+
+    def __rshift__(self, other: Any) -> Tensor:
+        return _in_shape(lambda a, b: _shift_right(a, b, info(self.dtype).signed), self, other)
+
+    def __rrshift__(self, other: Any) -> Tensor:
+        return _in_shape(lambda a, b: _shift_right(a, b, info(self.dtype).signed), other, self)
+
+    def __neg__(self) -> Tensor:
+        if type(self.dtype) is PointerType:
+            raise KernelError(f"a pointer cannot be negated: {describe(self)}")
+        return _subtract(Tensor(constant(0, self.dtype), self.dtype), self)
+
+    def __pos__(self) -> Tensor:
+        return self
+
+    def __invert__(self) -> Tensor:
+        if info(self.dtype).kind > INTEGER:
+            raise KernelError(f"~ is for integers, got {describe(self)}")
+        return Tensor(~self._data, self.dtype)
+
+    def __and__(self, other: Any) -> Tensor:
+        if type(other) is Tensor and other.dtype is INT1 and self.dtype is INT1:
+            try:
+                return Tensor(self._data & other._data, INT1)
+            except ValueError:
+                raise _shapes(self, other) from None
+        return _in_shape(_and, self, other)
+
+    __rand__ = _reflected(_bitwise("&", operator.and_))
+
+    def __or__(self, other: Any) -> Tensor:
+        return _in_shape(_or, self, other)
+
+    __ror__ = _reflected(_bitwise("|", operator.or_))
+
+    def __xor__(self, other: Any) -> Tensor:
+        return _in_shape(_xor, self, other)
+
+    __rxor__ = _reflected(_bitwise("^", operator.xor))
+
+    __lt__ = _method(operator.lt, _compare(operator.lt), INT1)
+    __le__ = _method(operator.le, _compare(operator.le), INT1)
+    __gt__ = _method(operator.gt, _compare(operator.gt), INT1)
+    __ge__ = _method(operator.ge, _compare(operator.ge), INT1)
+    __eq__ = _method(operator.eq, _compare(operator.eq), INT1)  # type: ignore[assignment]
+    __ne__ = _method(operator.ne, _compare(operator.ne), INT1)  # type: ignore[assignment]
+
+    def logical_and(self, other: Any) -> Tensor:
+        return bitcast(self, INT1) & bitcast(to_tensor(other), INT1)
+
+    def logical_or(self, other: Any) -> Tensor:
+        return bitcast(self, INT1) | bitcast(to_tensor(other), INT1)
+
+    # shapes and types; the other methods are functions of language.py
+
+    def __getitem__(self, index: Any) -> Tensor:
+        data = self._data
+        places = index if isinstance(index, tuple) else (index,)
+        for place, part in enumerate(places):
+            if part is None:
+                data = np.expand_dims(data, place)
+            elif not (isinstance(part, slice) and part == slice(None)):
+                raise KernelError(f"a tensor is indexed with `:` and None only, got {describe(part)}")
+        if sum(part is not None for part in places) > self._data.ndim:
+            raise KernelError(f"too many indices for {describe(self)}: {len(places)}")
+        return Tensor(data, self.dtype)
+
+    def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Tensor:
+        if dtype is self.dtype:
+            return self
+        if not isinstance(dtype, tl.dtype):
+            raise KernelError(f"a tensor is cast to a dtype, got {describe(dtype)}")
+        target = same_dtype(dtype)
+        return _bitcast(self, target) if bitcast else cast(self, target, fp_downcast_rounding)
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802
+        if len(self.shape) != 2:
+            raise KernelError(f".T is for two dimensions, got {describe(self)}: use tl.permute")
+        return Tensor(self._data.T, self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        function = methods.get(name)
+        if function is None:
+            raise NoAttribute(f"a tensor in a kernel has no attribute `{name}`: its values and its memory belong to the "
+                              "GPU, kernels use the functions of triton.language")  # fmt: skip
+        return lambda *args, **kwargs: function(self, *args, **kwargs)
+
+
+_and, _or, _xor = _bitwise("&", operator.and_), _bitwise("|", operator.or_), _bitwise("^", operator.xor)
+_bitcast = bitcast
+methods: dict[str, Callable[..., Any]] = {}  # functions of language.py that are methods, too
+
+
+# -- what Triton's compiler makes of Python's statements
+
+
+def assigned(value: Any) -> Any:
+    """What a variable holds after `x = value`: numbers become tensors, in tuples, too."""
+    if type(value) is Tensor or value is None:
+        return value
+    if isinstance(value, (bool, int, float)):
+        return to_tensor(value)
+    if isinstance(value, tuple):
+        parts = [assigned(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def chosen(condition: Any, value: Any) -> Any:
+    """The value of `a if condition else b`."""
+    return to_tensor(value) if type(condition) is Tensor else value
+
+
+def negated(value: Any) -> Any:
+    """`not value`"""
+    return ~_truth(value) if type(value) is Tensor else not value
+
+
+def decides(value: Any, conjunction: bool) -> bool:
+    """Does this operand of `and` (or of `or`) settle the result, so that what follows is not evaluated?"""
+    return type(value) is not Tensor and bool(value) is not conjunction
+
+
+def combined(left: Any, right: Any, conjunction: bool) -> Any:
+    """`left and right`, or `left or right`, where `left` did not settle it."""
+    if type(left) is not Tensor:
+        return right
+    if type(right) is not Tensor:
+        return right if decides(right, conjunction) else left
+    return _truth(left) & _truth(right) if conjunction else _truth(left) | _truth(right)
+
+
+def _truth(value: Tensor) -> Tensor:
+    if value.dtype is not INT1:
+        raise KernelError(f"`and`, `or` and `not` are for conditions, got {describe(value)}: compare it (x != 0)")
+    return value
+
+
+def counted(first: Any, end: Any = None, step: Any = None, **hints: Any) -> Iterator[Tensor]:
+    """`range` and `tl.range`: the loop variable is a tensor."""
+    low, high = (0, first) if end is None else (first, end)
+    bounds = [to_tensor(bound) for bound in (low, high, 1 if step is None else step)]
+    for bound in bounds:
+        if bound.shape or info(bound.dtype).kind > INTEGER:
+            raise KernelError(f"the bounds and the step of a loop must be integer scalars, got {describe(bound)}")
+    dtype = _promoted(_promoted(bounds[0].dtype, bounds[1].dtype), bounds[2].dtype)
+    make = info(dtype).data.type
+    start, stop, stride = (int(bound._data) for bound in bounds)
+    if stride == 0:
+        raise KernelError("the step of a loop must not be 0")
+    for number in range(start, stop, stride):
+        yield Tensor(make(number), dtype)
+
+
+def unrolled(first: Any, end: Any = None, step: Any = None) -> range:
+    """`tl.static_range`: the loop variable is a constant."""
+    for bound in (first, end, step):
+        if bound is not None and not isinstance(bound, int):
+            raise KernelError(f"the bounds of tl.static_range must be constants, got {describe(bound)}")
+    return range(first) if end is None else range(first, end, step or 1)
