@@ -277,7 +277,7 @@ class CtaTask(Task):
         now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)[mask].tolist()
         seen = dict(zip(words, before[mask].tolist(), strict=True))
         if order is not None and memory.races is not None:
-            self._orders(memory.races, order, words, now, acquire, release)
+            self._orders(memory.races, order, words, before[mask].tolist(), now, acquire, release)
         if now == list(seen.values()):
             self._polled(seen)
         else:
@@ -292,7 +292,9 @@ class CtaTask(Task):
             self.time = max(self.time, *(scheduler.times.get(address, 0.0) for address in seen), 0.0)
         return before
 
-    def _orders(self, races: Races, order: Cta, words: list[int], now: list[int], acquire: bool, release: bool) -> None:
+    def _orders(
+        self, races: Races, order: Cta, words: list[int], before: list[int], now: list[int], acquire: bool, release: bool
+    ) -> None:
         """What an atomic operation tells the CTA, and what it tells others."""
         if acquire:
             for word in words:
@@ -300,8 +302,8 @@ class CtaTask(Task):
                 self.looked_at[word] = self.looked_at.get(word, 0) + 1
         if release:
             clock = order.released()
-            for word, value in zip(words, now):
-                races.release(order.main, clock, word, value)
+            for word, old, value in zip(words, before, now):
+                races.release(order.main, clock, word, old, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
         if all(self.polled.get(address) == value for address, value in seen.items()):
