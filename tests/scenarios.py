@@ -16,7 +16,6 @@ from helpers import assert_product, assert_same
 from sums import WAYS
 
 import mkernel as mk
-from mkernel.sim.network import Proxy
 
 SCATTER, REDUCE, SHOT, SLICED, MULTICAST = WAYS
 
@@ -28,7 +27,6 @@ class Gathers(SimulatedCalls):
 
     op: ClassVar = "all_gather_matmul"
     _: KW_ONLY
-    calls: int = 3
     heap: bool = False
     chunk_rows: int = 4
     n: int | tuple[int, ...] = 5
@@ -53,8 +51,7 @@ class Sums(SimulatedCalls):
 
     way: str
     _: KW_ONLY
-    calls: int = 3
-    rows: int = 70
+    rows: int = 20
     n: int = 5
     ctas: int = 2
     dtype: torch.dtype = torch.bfloat16
@@ -98,36 +95,21 @@ class Attends(SimulatedCalls):
                 assert group.world.traffic.network[1][0] == (turn + 1) * self.arrives
 
 
-LITTLE = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
+LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)
 EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
-
-
-def last_in_first_out(proxy):
-    """What a proxy does when its network takes its time and lets later requests overtake earlier ones."""
-    while True:
-        if proxy._due():
-            proxy._take()
-        elif proxy.flying and proxy.rng.random() < 0.01:
-            proxy._progress(proxy.flying[-1])
-        proxy.scheduler.hub.switch()
 
 
 @dataclass(frozen=True)
 class Routes(SimulatedCalls):
-    """An operator of the mixture of experts. lazy: with a network that delivers late, the newest first."""
+    """An operator of the mixture of experts."""
 
     op: str
-    lazy: bool = False
     layer: Layer = LITTLE
-
-    def prepare(self, module, patch):
-        if self.lazy:
-            patch.setattr(Proxy, "run", last_in_first_out)
 
     def work(self, group, function):
         # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
         arguments = dict(
-            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(20, *self.layer.tokens)
+            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(8, *self.layer.tokens)
         )
         for turn in range(self.calls):
             EXPERT_CALLS[self.op](group, self.layer, turn, op=function, **arguments)
