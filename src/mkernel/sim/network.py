@@ -184,7 +184,8 @@ class Proxy(Task):
             return None
         key = ("request", self.rank, self.ring.data_ptr(), self.consumed % REQUESTS)
         thread = races.thread(key, f"rank {self.rank}, request {self.consumed} to the network")
-        thread.begin(races.clock_of(self.ring[slot + layout.TURN.value :].data_ptr()))
+        turn = self.ring[slot + layout.TURN.value :]
+        thread.begin(races.clock_since(turn.data_ptr(), int(turn[0])))
         self._touch(thread, self.ring[slot + 1 : slot + WORDS], stores=False)
         return thread
 

@@ -201,14 +201,17 @@ class Races:
         known = self._words.get(word)
         return known.clock if known is not None else NOTHING
 
+    def clock_since(self, word: int, value: int) -> Clock:
+        """What is guaranteed to whoever waited until the word reached the value."""
+        known = self._words.get(word)
+        return known.since(value) if known is not None else NOTHING
+
     def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], late: bool) -> None:
         """A wait is over: each word has reached what was expected of it."""
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            known = self._words.get(word)
-            if known is not None:
-                cta.guaranteed(word, known.since(value), by_all=len(words) == 1)
+            cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
             waits.append(Waited(word, value, site))
         self.waits.setdefault(self.sites.caller(site), [0, 0])[late] += 1
 
