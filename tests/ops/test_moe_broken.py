@@ -123,7 +123,8 @@ BROKEN = {
         NODE, [("dispatching", "bases + expert * SIZE + source", "bases + expert * SIZE + 0 * source")]
     ),
     "a token that was not sent is counted": Broken(
-        replace(NETWORK, calls=2, layer=SPARSE), [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")]
+        replace(NETWORK, calls=2, layer=SPARSE),
+        [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")],
     ),
     "a tile is stored beyond its expert": Broken(
         MANY, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")]
