@@ -68,7 +68,7 @@ def test_help():
     result = run("--help")
     assert result.exit_code == 0
     assert "demo" in result.output
-    for command in ("bench", "doctor", "why"):
+    for command in ("bench", "check", "doctor", "why"):
         assert command in result.output
     assert "--version" in result.output
 
@@ -244,7 +244,7 @@ COMMAND_LINES = [
     (page, line)
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for line in re.findall(
-        r"^ *(?:\$ )?(mkernel (?:trace|demo|bench|tune) .*|mkernel demo)$", page.read_text(), re.MULTILINE
+        r"^ *(?:\$ )?(mkernel (?:trace|check|demo|bench|tune) .*|mkernel demo)$", page.read_text(), re.MULTILINE
     )
     if "`" not in line
 ]
@@ -256,7 +256,9 @@ def test_documented_lines_run_without_a_gpu_or_say_that_they_need_one(monkeypatc
     monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: None)
     monkeypatch.setattr("mkernel.tracing.command.show", lambda *_: None)
     monkeypatch.setattr(demo, "run", lambda *_, **__: 0)
+    monkeypatch.setattr("mkernel.checking.run", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_operator.py").write_text("def on_rank(group): pass\n")
     (tmp_path / "mine.txt").write_text("all_gather_matmul 16384x2048x8192\n")
     command, _, comment = line.partition("#")
     result = run(*command.split()[1:])
@@ -266,7 +268,7 @@ def test_documented_lines_run_without_a_gpu_or_say_that_they_need_one(monkeypatc
         said = comment + section + text.partition("\n## ")[0]
         assert re.search(r"needs?\s+a\s+GPU", said, re.IGNORECASE), result.output
     else:
-        assert command.split()[1] in ("trace", "demo")
+        assert command.split()[1] in ("trace", "check", "demo")
 
 
 @pytest.mark.parametrize(
@@ -409,14 +411,14 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
     assert "mkernel: rank 0 waited for rank 1" in result.output
 
 
-@pytest.mark.parametrize("name", list(operators.here()))
+@pytest.mark.parametrize("name", list(operators.with_parts()))
 def test_every_operator_has_its_case(name):
     """One schedule of each; `make demo` runs more."""
 
     def on_rank(group):
-        case = operators.here()[name].case(group, large=False, seed=0)
+        case = operators.with_parts()[name].case(group, large=False, seed=0)
         case.library()
-        return demo._check(case.result(case.call()), *case.exact())
+        return demo.compare(case.result(case.call()), *case.exact())
 
     for check in mkernel.spawn(on_rank, nodes=2, gpus_per_node=1, device="cpu", seed=1):
         assert check.ok, check

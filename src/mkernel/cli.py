@@ -426,6 +426,82 @@ def trace(
 
 
 @main.command()
+def check(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="OP|FILE.py:FUNCTION",
+            help=f"The operator: {', '.join(operators.with_parts())}. Or a function of yours, called as fn(group) on "
+            "every rank, which raises if something is wrong.",
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 2,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 2,
+    schedules: Annotated[int, typer.Option(min=0, help="Systematic schedules, at most.")] = 100,
+    random: Annotated[int, typer.Option(min=0, help="Random schedules to run behind them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first random schedule.")] = 0,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run this schedule alone, as stall:0.cta3@17.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A schedule to leave out, as one-cta. Repeatable.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="MxNxK", help="Of the operator's calls, as for trace; a small one by default.")
+    ] = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="2", help="Calls of the operator in a row, with other inputs each."),
+    ] = None,
+    yes: Yes = False,
+) -> None:
+    """Run an operator, or a function of yours, under many schedules of the simulator, and say what they covered.
+
+    The exit code is 1 if one of them fails; its name, and the command that runs it alone, are printed.
+    """
+    from mkernel import checking
+    from mkernel.sim.choices import ONE_CTA
+    from mkernel.sim.explore import Exploration
+
+    replay = ["mkernel", "check", what, "--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node)]
+    leave_out = list(without or ())
+    with _failures_in_words():
+        path, _, name = what.rpartition(":")
+        if path.endswith(".py") or what.endswith(".py"):
+            if not name or what.endswith(".py"):
+                raise typer.BadParameter(f"name a function of the file: {what.rstrip(':')}:on_rank", param_hint="OP")
+            for option, value in (("--shape", shape), ("--calls", calls)):
+                if value is not None:
+                    raise typer.BadParameter("is for operators; a function makes its own calls", param_hint=option)
+            try:
+                on_rank = checking.load(Path(path), name)
+            except MKernelError as problem:
+                raise typer.BadParameter(str(problem), param_hint="OP") from problem
+        else:
+            workload, parsed = _workload(what, [shape] if shape is not None else None, nodes * gpus_per_node)
+            from mkernel.demo.cases import simulated_shape
+            from mkernel.estimates import Simulation
+
+            chosen = parsed[0] if parsed else simulated_shape(what, nodes * gpus_per_node)
+            simulation = Simulation([(workload, chosen, calls or 2)], nodes * gpus_per_node)
+            _estimate(simulation, yes, "--shape" if parsed else "--gpus-per-node", f"mkernel check {what}")
+            leave_out += [ONE_CTA] if workload.operator.co_resident else []
+            on_rank = checking.calls_of(workload.operator, chosen, calls or 2)
+            replay += ["--shape", shape] if shape is not None else []
+            replay += ["--calls", str(calls)] if calls is not None else []
+        try:
+            exploration = Exploration(
+                on_rank, nodes=nodes, gpus_per_node=gpus_per_node, schedules=schedules, random=random, seed=seed,
+                only=schedule, without=leave_out,
+            )  # fmt: skip
+        except MKernelError as problem:
+            option = "--schedule" if schedule is not None else "--without" if without else "--schedules"
+            raise typer.BadParameter(str(problem), param_hint=option) from problem
+        code = checking.run(exploration, [*replay, "--schedule"], Console(highlight=False))
+    raise typer.Exit(code)
+
+
+@main.command()
 def tune(
     op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
     shapes: Annotated[
@@ -535,27 +611,38 @@ def _somebody_can_answer() -> bool:
 def _simulating(
     simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
 ) -> Iterator[Watch]:
-    """Show progress while a simulation runs inside. Before, refuse one that does not fit, and ask about a long one, or
-    refuse it where there is nobody to ask. `small`, `shorter`: commands that take seconds, the latter like this one."""
+    """Show progress while a simulation runs inside, if `_estimate` lets it."""
+    from mkernel import estimates
+
+    seconds = _estimate(simulation, yes, option, small, shorter)
+    with estimates.progress(simulation, seconds) as watch:
+        yield watch
+
+
+def _estimate(
+    simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
+) -> float | None:
+    """Refuse a simulation that does not fit, and ask about a long one, or refuse it where there is nobody to ask.
+    `small`, `shorter`: commands that take seconds, the latter like this one. How long it will take; None if that is
+    surely short."""
     from mkernel import estimates
 
     try:
         simulation.check_fits()
     except MKernelError as problem:
         raise typer.BadParameter(f"{problem}. This fits: {small}", param_hint=option) from problem
-    seconds = None
-    if not simulation.is_surely_short():
-        seconds = simulation.seconds()
-        about = estimates.text_of(seconds)
-        if seconds > estimates.LONG and not yes:
-            long = f"the simulator would take about {about}. This takes seconds: {shorter() if shorter else small}"
-            if not _somebody_can_answer():
-                raise typer.BadParameter(f"{long}\n--yes runs it all the same", param_hint=option)
-            typer.echo(f"mkernel: {long}", err=True)
-            typer.confirm("Run it all the same?", abort=True, err=True)
-        typer.echo(f"mkernel: simulating, for about {about}", err=True)
-    with estimates.progress(simulation, seconds) as watch:
-        yield watch
+    if simulation.is_surely_short():
+        return None
+    seconds = simulation.seconds()
+    about = estimates.text_of(seconds)
+    if seconds > estimates.LONG and not yes:
+        long = f"the simulator would take about {about}. This takes seconds: {shorter() if shorter else small}"
+        if not _somebody_can_answer():
+            raise typer.BadParameter(f"{long}\n--yes runs it all the same", param_hint=option)
+        typer.echo(f"mkernel: {long}", err=True)
+        typer.confirm("Run it all the same?", abort=True, err=True)
+    typer.echo(f"mkernel: simulating, for about {about}", err=True)
+    return seconds
 
 
 @contextlib.contextmanager

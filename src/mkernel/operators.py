@@ -29,6 +29,7 @@ class Operator:
     bench: the module and the function that measure it; by default `measure` in the module of its name.
     options: what that function takes besides, yes or no, as the command line calls it.
     several_nodes: can it be measured on several nodes?
+    co_resident: do CTAs of a launch wait for each other in both directions, so that all must be resident?
     """
 
     name: str
@@ -41,6 +42,7 @@ class Operator:
     bench: str = ""
     options: tuple[str, ...] = ()
     several_nodes: bool = True
+    co_resident: bool = False
 
     @property
     def measure(self) -> Callable[..., dict[str, Any]]:
@@ -100,6 +102,7 @@ ALL = (
         small=((2048, 1024, 2048),),
         of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
         bench="moe:measure_dispatch",
+        co_resident=True,
     ),
     Operator(
         "moe_ffn",
@@ -110,11 +113,12 @@ ALL = (
         small=((2048, 1024, 2048),),
         of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
         bench="moe:measure_ffn",
+        co_resident=True,
     ),
 )
 
 
-# what is traced and tuned by itself, too, but shown and measured only as a part of another one
+# what is traced, tuned and checked by itself, too, but shown and measured only as a part of another one
 PARTS = (
     Operator(
         "moe_combine",
@@ -124,6 +128,7 @@ PARTS = (
         shapes=((8192, 7168), (32768, 7168)),
         small=((2048, 2048),),
         of_paper=lambda size, ranks: (size // 16 * ranks, 7168),
+        co_resident=True,
     ),
 )
 

@@ -338,3 +338,29 @@ def test_a_failure_in_a_kernel_ends_all():
 
 def test_results_come_by_rank():
     assert simulate(lambda group, x: (group.rank, x), "word", gpus=2, nodes=2) == [(r, "word") for r in range(4)]
+
+
+@triton.jit
+def poll_two_words(words, out, POLLS: tl.constexpr):
+    """One polls two words, in turns, until the second is raised, and then looks at what is raised behind it."""
+    if POLLS:
+        seen = 0
+        while seen == 0:
+            seen = tl.atomic_add(words + 1, 0)
+            tl.atomic_add(words, 0)
+        tl.store(out, tl.atomic_add(words + 2, 0))
+    else:
+        tl.atomic_xchg(words + 1, 1)
+        tl.atomic_xchg(words + 2, 1)
+
+
+def test_who_polls_several_words_looks_at_each_after_a_change():
+    """Rank 0 runs whenever it can. To have looked at a word that is the same is no reason to wait for the next write:
+    it was another word that has changed."""
+    words, out = torch.zeros(3, dtype=torch.int64), torch.full((1,), -1)
+
+    def rank(group):
+        launch(group.split(group.rank), poll_two_words, words=words, out=out, POLLS=group.rank == 0)
+
+    simulate(rank, gpus=2, schedule="ahead:0")
+    assert out.item() == 0

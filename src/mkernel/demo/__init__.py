@@ -193,7 +193,7 @@ def _on_simulated_rank(group: Group, operator: operators.Operator, begin: Callab
     with trace(group) as traced:
         given = case.call()
     y = case.result(given)
-    return _check(y, *case.exact()), y, case.inputs, group.world.traffic, case.sends, traced
+    return compare(y, *case.exact()), y, case.inputs, group.world.traffic, case.sends, traced
 
 
 def _unexpected(traffic: Any, sends: tuple[int, int], nodes: int, gpus_per_node: int, schedule: int) -> list[str]:
@@ -238,7 +238,7 @@ def _on_gpu_rank(group: Group, operator: operators.Operator, seed: int) -> tuple
     group.barrier()
     given = case.call()
     group.synchronize()
-    check = _check(case.result(given), *case.exact())
+    check = compare(case.result(given), *case.exact())
     calls: dict[str, Callable[[], Any]] = {"fused": case.call, "library": case.library}
     return check, {name: _milliseconds(group, call) for name, call in calls.items()}, case.inputs
 
@@ -263,7 +263,8 @@ def _milliseconds(group: Group, call: Callable[[], Any]) -> float:
 # -- on both
 
 
-def _check(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> Check:
+def compare(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> Check:
+    """A rank's result beside what `Case.exact` gives."""
     if y.shape != exact.shape:
         return Check(tuple(y.shape), float("inf"), float("inf"))
     error = (y.double() - exact).abs()

@@ -1,7 +1,7 @@
 """What the demo calls: for each operator inputs, the call, and the same by PyTorch in float64.
 
-A function here has the name of its operator. `large` is for a GPU; otherwise it is small enough for the
-simulator, about a second a call.
+A function here has the name of its operator. `shape` is that of all ranks, as `mkernel trace` takes it. By default it
+is small enough for the simulator, about a second a call, or, if `large`, one for a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import mkernel as mk
+from mkernel.operators import Shape
 from mkernel.runtime.group import Group
 
 DTYPE = torch.bfloat16
@@ -40,7 +41,7 @@ class Case:
     sends: tuple[int, int] | None = None
 
 
-def simulated_shape(op: str, ranks: int) -> tuple[int, ...]:
+def simulated_shape(op: str, ranks: int) -> Shape:
     """The shape, as `mkernel trace` takes it, of an operator's case in the simulator."""
     return {
         "all_gather_matmul": (64 * ranks, 64, 128),
@@ -48,8 +49,26 @@ def simulated_shape(op: str, ranks: int) -> tuple[int, ...]:
         "matmul_all_reduce": (96, 64, 32 * ranks),
         "ring_attention": (1, 2, 32 * ranks, 64),
         "moe_dispatch_matmul": (48 * ranks, 32, 32),
+        "moe_combine": (16 * ranks, 32),
         "moe_ffn": (16 * ranks, 32, 32),
     }[op]
+
+
+def large_shape(op: str, ranks: int) -> Shape:
+    """The same on GPUs."""
+    return {
+        "all_gather_matmul": (1024 * ranks, 2048, 4096),
+        "matmul_reduce_scatter": (1024 * ranks, 2048, 1024 * ranks),
+        "matmul_all_reduce": (4096, 2048, 1024 * ranks),
+        "ring_attention": (1, 16, 1024 * ranks, 128),
+        "moe_dispatch_matmul": (1024 * ranks, 1024, 2048),
+        "moe_combine": (1024 * ranks, 2048),
+        "moe_ffn": (1024 * ranks, 1024, 2048),
+    }[op]
+
+
+def _default(op: str, group: Group, large: bool) -> Shape:
+    return (large_shape if large else simulated_shape)(op, group.size)
 
 
 def _random(group: Group, seed: int, *shape: int, what: int = 0) -> torch.Tensor:
@@ -62,8 +81,9 @@ def _everyones(group: Group, what: str, tensor: torch.Tensor) -> list[torch.Tens
     return [part.to(group.device) for part in group.exchange(what, tensor)]
 
 
-def all_gather_matmul(group: Group, large: bool, seed: int) -> Case:
-    m, n, k = (1024, 2048, 4096) if large else (64, 64, 128)
+def all_gather_matmul(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    m_total, n, k = shape or _default("all_gather_matmul", group, large)
+    m = m_total // group.size
     a, b = _random(group, seed, m, k), _random(group, seed, k, n, what=1)
     gathered = torch.zeros(group.size * m, k, dtype=DTYPE, device=group.device)
     block = m * k * DTYPE.itemsize
@@ -81,9 +101,10 @@ def all_gather_matmul(group: Group, large: bool, seed: int) -> Case:
 
 
 def _reducing(
-    group: Group, large: bool, seed: int, call: Callable[..., torch.Tensor], rows: slice, m: int, *, scattered: bool
+    group: Group, shape: Shape, seed: int, call: Callable[..., torch.Tensor], rows: slice, *, scattered: bool
 ) -> Case:
-    n, k = (2048, 1024) if large else (64, 32)
+    m, n, k_total = shape
+    k = k_total // group.size
     block = m // group.size * n * DTYPE.itemsize
     a, b = _random(group, seed, m, k), _random(group, seed, k, n, what=1)
 
@@ -103,18 +124,21 @@ def _reducing(
     )
 
 
-def matmul_reduce_scatter(group: Group, large: bool, seed: int) -> Case:
-    rows = 1024 if large else 32
+def matmul_reduce_scatter(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    shape = shape or _default("matmul_reduce_scatter", group, large)
+    rows = shape[0] // group.size
     mine = slice(group.rank * rows, (group.rank + 1) * rows)
-    return _reducing(group, large, seed, mk.matmul_reduce_scatter, mine, rows * group.size, scattered=True)
+    return _reducing(group, shape, seed, mk.matmul_reduce_scatter, mine, scattered=True)
 
 
-def matmul_all_reduce(group: Group, large: bool, seed: int) -> Case:
-    return _reducing(group, large, seed, mk.matmul_all_reduce, slice(None), 4096 if large else 96, scattered=False)
+def matmul_all_reduce(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    shape = shape or _default("matmul_all_reduce", group, large)
+    return _reducing(group, shape, seed, mk.matmul_all_reduce, slice(None), scattered=False)
 
 
-def ring_attention(group: Group, large: bool, seed: int) -> Case:
-    batch, heads, length, dim = (1, 16, 1024, 128) if large else (1, 2, 32, 64)
+def ring_attention(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    batch, heads, positions, dim = shape or _default("ring_attention", group, large)
+    length = positions // group.size
     causal = not large  # without a mask all ranks have as much to do, so times say more
     query, key, value = (_random(group, seed, batch, heads, length, dim, what=what) for what in range(3))
     all_keys, all_values = (torch.zeros_like(key).repeat(1, 1, group.size, 1) for _ in range(2))
@@ -140,14 +164,20 @@ def ring_attention(group: Group, large: bool, seed: int) -> Case:
     )
 
 
+def _experts(large: bool) -> tuple[int, int]:
+    """Experts of a rank, and of a token."""
+    return (4, 4) if large else (2, 2)
+
+
 def _routing(group: Group, tokens: int, experts: int, top_k: int, seed: int) -> torch.Tensor:
     generator = torch.Generator(group.device).manual_seed(77 + 1000 * seed + group.rank)
     scores = torch.rand(tokens, experts * group.size, generator=generator, device=group.device)
     return scores.topk(top_k, dim=1).indices
 
 
-def moe_dispatch_matmul(group: Group, large: bool, seed: int) -> Case:
-    tokens, hidden, out, experts, top_k = (1024, 2048, 1024, 4, 4) if large else (48, 32, 32, 2, 2)
+def moe_dispatch_matmul(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    everyones_tokens, out, hidden = shape or _default("moe_dispatch_matmul", group, large)
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
     x = _random(group, seed, tokens, hidden)
     w = _random(group, seed, experts, hidden, out, what=1)
     ids = _routing(group, tokens, experts, top_k, seed)
@@ -170,8 +200,35 @@ def moe_dispatch_matmul(group: Group, large: bool, seed: int) -> Case:
     )
 
 
-def moe_ffn(group: Group, large: bool, seed: int) -> Case:
-    tokens, hidden, inter, experts, top_k = (1024, 2048, 1024, 4, 4) if large else (16, 32, 32, 2, 2)
+def moe_combine(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    """Not in the demo, where it is a part of moe_ffn. Its input is made by a dispatch, here."""
+    everyones_tokens, columns = shape or _default("moe_combine", group, large)
+    tokens, (experts, top_k), hidden = everyones_tokens // group.size, _experts(large), 32
+    x = _random(group, seed, tokens, hidden)
+    w = _random(group, seed, experts, hidden, columns, what=1) * hidden**-0.5
+    ids = _routing(group, tokens, experts, top_k, seed)
+    weights = _random(group, seed, tokens, top_k, what=3).float().softmax(1)
+    y, handle = mk.moe_dispatch_matmul(x, ids, w, max_tokens=tokens)
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        total = magnitude = torch.zeros(tokens, columns, dtype=torch.float64, device=group.device)
+        for expert, matrix in enumerate(torch.cat(_everyones(group, "w", w))):
+            share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+            total = total + share * (x.double() @ matrix.double())
+            magnitude = magnitude + share * (x.double().abs() @ matrix.double().abs())
+        return total, 4 * EPS * magnitude + 1e-30  # as for moe_ffn
+
+    return Case(
+        inputs=f"the rows of {experts} experts, {columns} columns each, for {tokens} tokens, each with {top_k} experts",
+        call=lambda: mk.moe_combine(y, handle, weights),
+        exact=exact,
+        library=lambda: (weights[:, :, None] * y[: ids.numel()].view(*ids.shape, columns)).sum(1),
+    )
+
+
+def moe_ffn(group: Group, large: bool, seed: int, shape: Shape | None = None) -> Case:
+    everyones_tokens, inter, hidden = shape or _default("moe_ffn", group, large)
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
     x = _random(group, seed, tokens, hidden)
     gate_up = _random(group, seed, experts, hidden, 2 * inter, what=1) * hidden**-0.5
     down = _random(group, seed, experts, inter, hidden, what=2) * inter**-0.5

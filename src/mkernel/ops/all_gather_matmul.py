@@ -587,6 +587,8 @@ def _launch(
         # the workspace too: Triton makes another binary for integers with other divisors
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         scratch=Scratch(workspace, foreign),
+        inputs=("own", "a", "b"),
+        results=("c", "gathered_out"),
     )
 
 

@@ -799,6 +799,8 @@ def prepare(group: Group, call: Sum) -> Launch:
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=sums.variant_of(decided, workspace),
         scratch=Scratch(workspace, room.free),
+        inputs=sums.INPUTS,
+        results=sums.RESULTS,
     )
 
 

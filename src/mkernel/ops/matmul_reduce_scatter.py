@@ -461,6 +461,8 @@ def prepare(group: Group, call: Sum) -> Launch:
         variant=sums.variant_of(decided, workspace),
         # what arrived; what was sent, the network may still be reading
         scratch=Scratch(workspace, [(0, (size - 1) * decided.tiles * slot)]),
+        inputs=sums.INPUTS,
+        results=sums.RESULTS,
     )
 
 

@@ -235,6 +235,8 @@ def _launch(
         arguments=arguments,
         options=dict(num_warps=plan.warps),
         variant=plan,
+        inputs=("y", "weights", *KEPT),
+        results=("out",),
     )
 
 

@@ -300,6 +300,7 @@ def _launch(
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=plan,
+        inputs=("x", "ids", "w"),
     )
 
 

@@ -469,6 +469,8 @@ def _launch(
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=plan,
+        inputs=("x", "ids", "weights", "w_gate_up", "w_down"),
+        results=("out",),
     )
 
 

@@ -855,6 +855,8 @@ def _launch(
         options=dict(num_warps=4) if gluon else dict(num_warps=c.warps, num_stages=c.stages),
         variant=variant,
         scratch=Scratch(workspace, foreign if size > 1 else [], whole=True),
+        inputs=("q", "own_k", "own_v", "k", "v", "spans", "schedule"),
+        results=("out", "lse"),
     )
 
 

@@ -25,6 +25,12 @@ def simulator_is_there() -> Iterator[None]:
         raise ArgumentError(f"the simulator needs the package {missing.name}: pip install mkernel[sim]") from missing
 
 
+def check_cluster(nodes: int, gpus_per_node: int) -> None:
+    for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
+
+
 def spawn(
     fn: Callable[..., Any],
     *args: Any,
@@ -47,9 +53,7 @@ def spawn(
         links: pace links to given rates, for measurements on a GPU.
         sim: how the simulator behaves: slow or late ranks, CTAs that run one after the other.
     """
-    for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
+    check_cluster(nodes, gpus_per_node)
     check_timeout(timeout)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

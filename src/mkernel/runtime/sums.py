@@ -173,6 +173,11 @@ def plan(
     )
 
 
+# Which of them kernels only read, and which they write.
+INPUTS = ("a", "b", "bias", "residual")
+RESULTS = ("c",)
+
+
 def arguments_of(group: Group, plan: Plan, workspace: Workspace, call: Sum, parts: int) -> dict[str, Any]:
     """The arguments that the kernels have in common; a's rows lie in so many parts, one below the other."""
     a, b, out, bias, residual = call.a, call.b, call.out, call.bias, call.residual

@@ -56,9 +56,8 @@ class Launch:
     variant: Hashable = None
     scratch: Scratch | None = None
     call: Hashable = None  # what all ranks must have called
-    # For the simulator: the arguments that the kernel stores to (None: any of them), and those of which it writes every
-    # element.
-    writes: Sequence[str] | None = None
+    # For the simulator: arguments that the kernel only reads, and arguments of which it writes every element.
+    inputs: Sequence[str] = ()
     results: Sequence[str] = ()
 
 

@@ -13,6 +13,7 @@ random order, since the switch promises none.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Memory:
             races.describe = self.describe
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
         self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
-        self.changed_at: Callable[[int, int], None] = lambda low, high: None  # told what range was written
+        self.on_change: Callable[[Sequence[int] | range | None], None] = lambda where: None  # see `changed`
         self._starts: list[int] = []
         self._pieces: list[Shadow] = []
         self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start of a range -> its end, and where members begin
@@ -102,12 +103,18 @@ class Memory:
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
             region = Region(name, low, high, tuple(tensor.shape), strides, writable(name), _gaps(tensor))
             piece.regions.append(region)
+            if name == "context":  # the host's table, which no kernel changes
+                piece.regions = [region]
+            piece.constant = not any(each.writable for each in piece.regions)
             loans.append((piece, region))
         return loans
 
     def take_back(self, loans: Sequence[Any]) -> None:
         for piece, region in loans:
+            if region.name == "context":
+                continue
             piece.regions.remove(region)
+            piece.constant = bool(piece.regions) and not any(each.writable for each in piece.regions)
             if not piece.regions:
                 self.remove(piece.start)
 
@@ -144,7 +151,11 @@ class Memory:
     def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:
         """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them is
         outside of what may be touched."""
-        low, high = int(addresses.min()), int(addresses.max()) + size
+        if addresses.size == 1:
+            low = int(addresses.item())
+            high = low + size
+        else:
+            low, high = int(addresses.min()), int(addresses.max()) + size
         piece = self.piece_of(low)
         if piece is not None and high <= piece.end:
             self._check_inside(piece, addresses, size, low, high, what, stores)
@@ -166,9 +177,9 @@ class Memory:
     def _check_inside(
         self, piece: Shadow, addresses: np.ndarray, size: int, low: int, high: int, what: str, stores: bool
     ) -> None:
-        region = piece.region_of(low, high)
-        if region is not None and region.inside is None and (region.writable or not stores):
-            return
+        for region in piece.regions:
+            if region.start <= low and high <= region.end and region.inside is None and (region.writable or not stores):
+                return
         # one by one: the elements of a tensor with gaps, or of several
         for address in np.unique(addresses).tolist():
             regions = [each for each in piece.regions if each.holds(address, address + size)]
@@ -218,21 +229,26 @@ class Memory:
         path: str = PLAIN, volatile: bool = False,
     ) -> tuple[np.ndarray, list[Access]]:  # fmt: skip
         """The values of a block, and what was touched."""
-        addresses, mask = np.broadcast_arrays(addresses, mask)
-        if mask.all():
-            touched = addresses
-        elif mask.any():
-            touched = addresses[mask]
+        if addresses.size == 1 and mask.size == 1:
+            touched = addresses if mask.item() else None
         else:
+            addresses, mask = np.broadcast_arrays(addresses, mask)
+            touched = addresses if mask.all() else addresses[mask] if mask.any() else None
+        if touched is None:
             return np.broadcast_to(other, addresses.shape).astype(dtype), []
         found = self.accesses(touched, dtype.itemsize, "a load")
         if self.races is not None and cta is not None:
             for access in found:
+                if access.shadow.constant:
+                    continue
                 if volatile:
                     for word in _words(access):
                         self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes=False)
                 else:
                     self.races.load(Actor(cta.main, _clock(cta, path), cta), access)
+        if touched is addresses and addresses.size == 1:
+            word = (ctypes.c_char * dtype.itemsize).from_address(found[0].low)
+            return np.frombuffer(bytes(word), dtype=dtype).reshape(addresses.shape), found
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
         return result, found
@@ -279,17 +295,17 @@ class Memory:
         """Values reach memory."""
         addresses, values = np.ascontiguousarray(addresses), np.ascontiguousarray(values)
         _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
-        self.changed(True, int(addresses.min()), int(addresses.max()) + values.itemsize)
+        self.changed(True, range(int(addresses.min()), int(addresses.max()) + values.itemsize))
 
     def write_bytes(self, address: int, data: np.ndarray) -> None:
         """Bytes that something other than a CTA writes: the network."""
         self.write(np.arange(address, address + data.size, dtype=np.uint64), data)
 
-    def changed(self, progress: bool, low: int = 0, high: int = 1 << 63) -> None:
-        """Memory between these addresses was changed."""
+    def changed(self, progress: bool, where: Sequence[int] | range | None = None) -> None:
+        """Memory was changed: these words, bytes of this range, or anything."""
         self.writes += 1
         self.progress += progress
-        self.changed_at(low, high)
+        self.on_change(where)
 
 
 def _clock(cta: Cta, path: str) -> np.ndarray:

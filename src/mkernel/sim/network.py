@@ -63,6 +63,7 @@ class Proxy(Task):
         given_up: Callable[[], bool] = lambda: False,
     ):
         super().__init__(scheduler, rank, f"rank {rank}, network proxy")
+        self.label = f"{rank}.net"
         self.ring = ring
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
@@ -73,6 +74,7 @@ class Proxy(Task):
         self.free = 0.0  # when the link has sent what it was given, in the time of a trace
         self.group_rank = group_rank
         self.flying: list[InFlight] = []
+        self._watched: list[int] = []
         self.consumed = 0
         self.completed_in_order = 0
 
@@ -99,14 +101,30 @@ class Proxy(Task):
         self._ended.clear()
 
     def ready(self) -> bool:
-        return bool(self.flying) or self._due()
+        ready = bool(self.flying) or self._due()
+        if not ready:
+            self.asleep = True
+            self._watched = [self._turn()]
+            self.scheduler.watch(self, self._watched)
+        return ready
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            self.scheduler.forget_watch(self, self._watched)
+
+    def _turn(self) -> int:
+        """The address of the word that says whether the next request is there."""
+        capacity = int(self.words[layout.CAPACITY.value])
+        return self.ring.data_ptr() + 8 * (HEADER + self.consumed % capacity * WORDS + layout.TURN.value)
 
     def run(self) -> None:
+        choices = self.scheduler.choices
         while True:
-            if self._due() and (not self.flying or self.rng.random() < 0.5):
+            if self._due() and (not self.flying or choices.takes()):
                 self._take()
             elif self.flying:
-                self._progress(self.rng.choice(self.flying))
+                self._progress(choices.moves(self.flying))
             self.scheduler.hub.switch()
 
     def _set_word(

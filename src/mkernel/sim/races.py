@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import numpy as np
 
@@ -66,15 +67,20 @@ class Sites:
 
     def here(self) -> int:
         """The kernel line that is running."""
-        found: list[tuple[CodeType, int]] = []
+        found: list[Any] = []
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and len(found) < FRAMES:
+        kernels = self._is_kernel
+        while frame is not None:
             code = frame.f_code
-            is_kernel = self._is_kernel.get(code)
+            is_kernel = kernels.get(code)
             if is_kernel is None:
-                is_kernel = self._is_kernel[code] = "__mkernel_kernel__" in frame.f_globals
+                is_kernel = kernels[code] = "__mkernel_kernel__" in frame.f_globals
             if is_kernel:
                 found.append((code, frame.f_lineno))
+                if len(found) == FRAMES:
+                    break
+            elif found:
+                break  # whoever called the kernel
             frame = frame.f_back
         site = tuple(found)
         number = self._numbers.get(site)
@@ -139,7 +145,7 @@ class Races:
         self.sites = Sites()
         self.record_orders = False
         self.orders: dict[tuple[str, str], int] = {}  # sites of two ordered accesses that conflict -> how often
-        self.waits: dict[str, list[int]] = {}  # site of a wait -> [satisfied at once, had to wait]
+        self._waits: dict[int, list[int]] = {}  # site of a wait -> [satisfied at once, had to wait]
         self.describe: Callable[[int], str] = hex  # an address, for people
         self._threads: dict[Hashable, Thread] = {}
         self._by_number: list[Thread] = []
@@ -150,6 +156,16 @@ class Races:
         self._mail: dict[Hashable, Clock] = {}
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
+
+    @property
+    def waits(self) -> dict[str, list[int]]:
+        """Line of a wait -> [how often it was satisfied at once, how often it had to wait]."""
+        lines: dict[str, list[int]] = {}
+        for site, counts in self._waits.items():
+            line = lines.setdefault(self.sites.caller(site), [0, 0])
+            line[0] += counts[0]
+            line[1] += counts[1]
+        return lines
 
     # -- threads
 
@@ -213,7 +229,7 @@ class Races:
         for word, value in zip(words, expected):
             cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
             waits.append(Waited(word, value, site))
-        self.waits.setdefault(self.sites.caller(site), [0, 0])[late] += 1
+        self._waits.setdefault(site, [0, 0])[late] += 1
 
     def forget(self, shadow: Shadow) -> None:
         """The memory was given back, or made as new while nobody used it."""

@@ -1,20 +1,20 @@
-"""Cooperative tasks in a seeded order: CTAs, the ranks' own Python code, and network proxies.
+"""Cooperative tasks in an order that can be repeated: CTAs, the ranks' own Python code, and network proxies.
 
 One task runs at a time. Every atomic operation of a CTA, every read of the clock and every blocking
-call of a rank's Python code is a point where another task may run, chosen by a generator that was
-seeded: the same seed gives the same order, so any failure can be replayed.
+call of a rank's Python code is a point where another task may run. Choices are made by `sim/choices.py`, from a
+seed or by the name of a schedule: the same one gives the same order, so any failure can be replayed.
 
-A task that polls and sees nothing new is not run again until memory, or the clock, has changed. When
-no task can run, ranks that were told to start late start; then the clock advances, so that timeouts run
+A CTA that waits sleeps until one of the words that it looks at, or the clock, has changed; a rank's Python code and a
+proxy sleep until something happened that they may wait for. So waiting costs nothing. When no task can run, ranks that were told to start late start; then the clock advances, so that timeouts run
 out. The clock stands still otherwise: a rank that is slow, but alive, never times out.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
-import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import ArgumentError, Deadlock
+from mkernel.sim.choices import ONE_CTA, Choices, Schedule, choices_of
 from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory
 from mkernel.sim.order import Cta
@@ -52,9 +53,12 @@ class Options:
     ctas: how many CTAs a launch has by default.
     multicast: is there multicast between the ranks of a node?
     races: are accesses that nothing orders an error? It costs time; see docs/testing.md.
+    schedule: the name of a schedule (see sim/choices.py), in place of the seed.
     """
 
     def __post_init__(self) -> None:
+        if self.schedule is not None and Schedule.parse(self.schedule).kind == ONE_CTA:
+            object.__setattr__(self, "resident", 1)
         for rank, share in self.slow.items():
             if not share > 0:
                 raise ArgumentError(f"slow[{rank}] must be more than 0 (a rank that never runs), got {share}")
@@ -65,10 +69,15 @@ class Options:
     ctas: int = 6
     multicast: bool = False
     races: bool = True
+    schedule: str | None = None
 
 
 class Task:
     """Something that can be run for a while."""
+
+    asleep = False  # it can not run before it is woken
+    label = ""  # in the names of schedules: the rank and what the task is
+    number = 0  # tasks are numbered as they are added
 
     def __init__(self, scheduler: Scheduler, rank: int, name: str):
         self.scheduler = scheduler
@@ -89,7 +98,12 @@ class Task:
         raise NotImplementedError
 
     def ready(self) -> bool:
+        """Can it run now? Asked of those that are not asleep."""
         return True
+
+    def wake(self) -> None:
+        """Something happened that it may have waited for."""
+        self.asleep = False
 
     def resume(self) -> None:
         self.greenlet.switch()
@@ -104,6 +118,7 @@ class HostTask(Task):
 
     def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], Any]):
         super().__init__(scheduler, rank, f"rank {rank}, Python")
+        self.label = f"{rank}.host"
         self.function = function
         self.result: Any = None
         self.condition: Callable[[], bool] = lambda: True
@@ -118,7 +133,9 @@ class HostTask(Task):
             self.result = self.function()
 
     def ready(self) -> bool:
-        return self.scheduler.clock >= self.deadline or self.condition()
+        ready = self.scheduler.clock >= self.deadline or self.condition()
+        self.asleep = not ready
+        return ready
 
     def block(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
         """Let others run until the condition holds. False if the time was over first."""
@@ -144,15 +161,18 @@ class CtaTask(Task):
         order: Cta | None = None,
     ):  # fmt: skip
         super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
+        self.label = f"{rank}.cta{program_id}"
         self.time = time  # see Scheduler.stamp
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
         self.order = order  # what it knows of others; None where nobody looks for races
         self.unused_from: dict[int, int] = {}  # descriptor -> the first of its rows that is not used
-        self.looked_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
+        self.looks_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
+        self.looked_at: tuple[int, int] | None = None
+        self.looks_now = 0  # with memory and clock as they are
         self.looks = 0  # how often it was let look again with the clock standing still
         self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
         self.last_load: tuple[int, bytes] | None = None
@@ -163,6 +183,12 @@ class CtaTask(Task):
 
     def ready(self) -> bool:
         return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            self.scheduler.forget_watch(self, self.polled)
+            self.seen_nothing_new = None
 
     def where(self) -> str:
         polls = ", ".join(
@@ -243,7 +269,7 @@ class CtaTask(Task):
         races, order = self.scheduler.memory.races, self.checked
         addresses, mask, expected = np.broadcast_arrays(addresses, mask, expected)
         words = addresses[mask].tolist()
-        late = any(self.looked_at.pop(word, 1) > 1 for word in words)
+        late = any(self.looks_at.pop(word, 1) > 1 for word in words)
         if races is not None and order is not None:
             races.waited(order, words, expected[mask].tolist(), late)
 
@@ -284,7 +310,7 @@ class CtaTask(Task):
             if release:
                 for address in seen:
                     scheduler.signalled(address, self.time)
-            memory.changed(not only_looks, min(words), max(words) + size)
+            memory.changed(not only_looks, words)
             if not only_looks:
                 self.polled.clear()
                 self.launch.on_change(words)
@@ -299,16 +325,29 @@ class CtaTask(Task):
         if acquire:
             for word in words:
                 order.acquired(word, races.clock_of(word), by_all=len(words) == 1)
-                self.looked_at[word] = self.looked_at.get(word, 0) + 1
+                self.looks_at[word] = self.looks_at.get(word, 0) + 1
         if release:
             clock = order.released()
             for word, old, value in zip(words, before, now):
                 races.release(order.main, clock, word, old, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
-        if all(self.polled.get(address) == value for address, value in seen.items()):
-            self.seen_nothing_new = (self.scheduler.memory.writes, self.scheduler.clock)
+        """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing is
+        new, it sleeps."""
+        now = (self.scheduler.memory.writes, self.scheduler.clock)
+        self.looks_now = self.looks_now + 1 if now == self.looked_at else 1
+        self.looked_at = now
+        same = all(self.polled.get(address) == value for address, value in seen.items())
+        if any(self.polled.get(address, value) != value for address, value in seen.items()):
+            self.polled.clear()  # this is new: it may do something else now
         self.polled.update(seen)
+        # of several words that it polls, another one may have changed: it gets to look at each of them
+        if same and (self.looks_now > len(self.polled) or not self.sees_a_change()):
+            if "clock" in self.polled and not self.leaves and not self.sees_a_change():
+                self.asleep = True
+                self.scheduler.watch(self, self.polled)
+            else:
+                self.seen_nothing_new = now
 
     def sees_a_change(self) -> bool:
         """Has a word that the CTA waits for another value now? It may run again then."""
@@ -316,12 +355,12 @@ class CtaTask(Task):
             if isinstance(address, int) and ctypes.c_int64.from_address(address).value != value:
                 self.seen_nothing_new = None
                 return True
-        return False
+        return self.polled.get("clock", self.scheduler.clock) != self.scheduler.clock
 
     def may_look_again(self) -> bool:
         """A CTA that never asks for the time may just be looking at many signals that are there; it
         gets more looks for nothing. One that asks is waiting."""
-        if "clock" in self.polled or self.looks >= PATIENCE:
+        if self.asleep or "clock" in self.polled or self.looks >= PATIENCE:
             return False
         self.looks += 1
         self.seen_nothing_new = None
@@ -334,7 +373,8 @@ class Scheduler:
     sees_all = True  # that is done to memory: so it can tell what races
 
     def __init__(self, seed: int, options: Options):
-        self.rng = random.Random(seed)
+        self.choices: Choices = choices_of(options.schedule, seed)
+        self.rng = self.choices.rng
         self.options = options
         self.memory = Memory(self.rng, Races() if options.races and self.sees_all else None)
         self.clock = START_OF_TIME
@@ -342,11 +382,13 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.late = dict(options.late)
         self.hub = greenlet.getcurrent()
-        # some seeds let a task run on for long, some switch at nearly every point
-        self.stay = self.rng.choice((0.1, 0.5, 0.9))
+        self._added = 0
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
         self.look_for_interrupt: Callable[[], None] = lambda: None
+        self._watched: list[int] = []  # addresses that sleeping tasks wait for, sorted
+        self._watchers: dict[int, list[Task]] = {}  # by address
+        self.memory.on_change = self._changed
         self.times: dict[int, float] = {}  # address of a signal -> the time of whoever raised it last
 
     def time_now(self) -> int:
@@ -363,12 +405,63 @@ class Scheduler:
         """A signal was raised at that time of a trace."""
         self.times[address] = max(time, self.times.get(address, 0.0))
 
+    # -- sleep
+
+    def watch(self, task: Task, addresses: Iterable[Any]) -> None:
+        """Wake the task when one of these words has changed."""
+        for address in addresses:
+            if isinstance(address, int):
+                if address not in self._watchers:
+                    self._watchers[address] = []
+                    bisect.insort(self._watched, address)
+                self._watchers[address].append(task)
+
+    def forget_watch(self, task: Task, addresses: Iterable[Any]) -> None:
+        for address in addresses:
+            watchers = self._watchers.get(address)
+            if watchers is not None and task in watchers:
+                watchers.remove(task)
+                if not watchers:
+                    del self._watchers[address]
+                    del self._watched[bisect.bisect_left(self._watched, address)]
+
+    def _changed(self, where: Sequence[int] | range | None) -> None:
+        """Memory was changed: at these words, in this range, or anywhere."""
+        if not self._watched:
+            return
+        if where is None:
+            self.wake_all()
+        elif isinstance(where, range):
+            first = bisect.bisect_left(self._watched, where.start)
+            for address in self._watched[first : bisect.bisect_left(self._watched, where.stop)]:
+                self._wake(address)
+        else:
+            for address in where:
+                if address in self._watchers:
+                    self._wake(address)
+
+    def _wake(self, address: int) -> None:
+        for task in list(self._watchers.get(address, ())):
+            task.wake()
+
+    def wake_all(self) -> None:
+        for task in self.tasks:
+            task.wake()
+
+    def advance(self, clock: int) -> None:
+        """It is later: whoever waits looks at the clock."""
+        self.clock = clock
+        self.wake_all()
+
     def add(self, task: Task) -> None:
+        task.number = self._added
+        self._added += 1
         self.tasks.append(task)
 
     def remove(self, task: Task) -> None:
         """End a task without running any more of its code."""
         self.tasks.remove(task)
+        task.wake()  # nobody shall look for it any more
         if not task.greenlet.dead:
             task.greenlet.throw()
 
@@ -383,7 +476,7 @@ class Scheduler:
     def pause(self, task: CtaTask) -> None:
         """A point where another task may run."""
         self.steps += 1
-        if task.ready() and self.rng.random() < self.stay:
+        if task.ready() and self.choices.stays(task):
             return
         self.hub.switch()
 
@@ -392,22 +485,20 @@ class Scheduler:
         self.hub = greenlet.getcurrent()
         while not finished():
             self.look_for_interrupt()
-            ready = [t for t in self.tasks if self.late.get(t.rank, 0) <= self.steps and t.ready()]
+            ready = [t for t in self.tasks if not t.asleep and self.late.get(t.rank, 0) <= self.steps and t.ready()]
             if not ready:
                 self._nothing_can_run()
                 continue
-            task = self._choose(ready)
+            task = self.choices.pick(ready, self.options.slow)
             self.steps += 1
             task.resume()
             if task.done:
                 self.tasks.remove(task)
                 on_done(task)
-
-    def _choose(self, ready: list[Task]) -> Task:
-        if not self.options.slow:
-            return ready[int(self.rng.random() * len(ready))]
-        weights = [self.options.slow.get(task.rank, 1.0) for task in ready]
-        return self.rng.choices(ready, weights)[0]
+            if task.done or not isinstance(task, CtaTask):  # only these can do what a rank's Python code waits for
+                for host in self.tasks:
+                    if isinstance(host, HostTask):
+                        host.wake()
 
     def _nothing_can_run(self) -> None:
         ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
@@ -423,7 +514,7 @@ class Scheduler:
                 "no task can run, and none that waits looks at the clock, so no timeout ends it (use `wait` of "
                 "lang/signals.py). Each task: " + "; ".join(task.where() for task in self.tasks)
             )
-        self.clock += self._tick
+        self.advance(self.clock + self._tick)
         self._tick = min(2 * self._tick, LONGEST_TICK)
         self._ticks += 1
         self._progress_at_tick = self.memory.progress
@@ -450,7 +541,7 @@ class RealTimeScheduler(Scheduler):
         # It must not be old when a wait begins: the wait would seem to have lasted since then. But it goes on in
         # steps, since whoever looks at it runs again when it has changed.
         if time.monotonic_ns() - self.clock > LOOK_AT_CLOCK * 1e9:
-            self.clock = time.monotonic_ns()
+            self.advance(time.monotonic_ns())
         return self.clock
 
     def stamp(self, task: CtaTask) -> int:
@@ -462,6 +553,8 @@ class RealTimeScheduler(Scheduler):
             self.on_idle()
             changed = [task for task in self.tasks if isinstance(task, CtaTask) and task.sees_a_change()]
             if changed:
+                for task in changed:
+                    task.wake()
                 return
             time.sleep(IDLE_SECONDS)
-        self.clock = time.monotonic_ns()
+        self.advance(time.monotonic_ns())

@@ -92,6 +92,7 @@ class Shadow:
         self.start, self.end = start, end
         self.owner = owner  # the rank whose memory it is
         self.regions: list[Region] = []
+        self.constant = False  # kernels only read it
         self.is_user_s = False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
         self._initially = initially
         self.may_be_undefined = initially < 0

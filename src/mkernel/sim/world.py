@@ -480,7 +480,7 @@ class SimWorld:
         launch = running.spec
         tensors = dict(_tensors(launch.arguments))
         running.loans = self.scheduler.memory.lend(
-            tensors, running.rank, lambda name: launch.writes is None or name in launch.writes
+            tensors, running.rank, lambda name: name != "context" and name not in launch.inputs
         )
 
     def _returned(self, running: RunningLaunch) -> None:
@@ -652,7 +652,9 @@ def spawn(
         ):
             return world.run([of(rank) for rank in everyone])
     except Exception as failure:
-        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with seed={seed}, and will again with it"
+        schedule = world.options.schedule
+        which = f"seed={seed}" if schedule is None else f"sim=Options(schedule={schedule!r})"
+        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with {which}, and will again with it"
         print(how, file=sys.stderr)
         if hasattr(failure, "add_note"):
             failure.add_note(how)
