@@ -13,22 +13,24 @@ _numbers = itertools.count()
 
 
 def mutated(folder, op, *replacements):
-    """Copy lang/ and ops/<op>.py into a package in `folder`, applying (file, old, new) replacements;
-    `file` is a name like "signals", or OP. Returns the copied operator's module."""
+    """Copy lang/ and the operator's modules, ops/<op>*.py, into a package in `folder`, applying (file, old, new)
+    replacements; `file` is a name like "signals", or OP for ops/<op>.py. Returns the copied operator's module."""
     source = Path(mkernel.__file__).parent
     name = f"mutant_{next(_numbers)}"
     package = Path(folder) / name
     package.mkdir()
     (package / "__init__.py").write_text("")
     files = {path.stem: path for path in (source / "lang").glob("*.py") if path.stem != "__init__"}
-    files[op] = source / "ops" / f"{op}.py"
+    files |= {path.stem: path for path in (source / "ops").glob(f"{op}*.py")}
     texts = {stem: path.read_text() for stem, path in files.items()}
     for file, old, new in replacements:
         stem = op if file == OP else file
         assert old in texts[stem], f"{stem}.py does not contain {old!r}"
         texts[stem] = texts[stem].replace(old, new)
     for stem, text in texts.items():
-        (package / f"{stem}.py").write_text(text.replace("mkernel.lang.", f"{name}."))
+        for here in ("mkernel.lang.", f"mkernel.ops.{op}", "from mkernel.ops import "):
+            text = text.replace(here, here.replace("mkernel.lang", name).replace("mkernel.ops", name))
+        (package / f"{stem}.py").write_text(text)
     sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(f"{name}.{op}")

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
-
 import pytest
 import torch
-from broken import ANY, NO_BARRIER, RELAXED_NOTIFY, RELAXED_WAIT, Broken, SimulatedCalls, assert_caught
+from broken import NO_BARRIER, RELAXED_NOTIFY, RELAXED_WAIT, Broken, assert_caught
 from helpers import Canary, Case, assert_product, call, run
 from mutation import OP, mutated
+from scenarios import Gathers
 
 import mkernel as mk
 
-
-@dataclass(frozen=True)
-class Scenario(SimulatedCalls):
-    """heap: a lies in the symmetric heap and is overwritten after each call."""
-
-    op: ClassVar = "all_gather_matmul"
-    _: KW_ONLY
-    calls: int = 3
-    heap: bool = False
-    chunk_rows: int = 4
-
-    def work(self, group, op):
-        case = Case(12, 5, 8)
-        config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=self.chunk_rows)
-        a = mk.empty(case.m, case.k, dtype=case.dtype) if self.heap else None
-        for turn in range(self.calls):
-            if a is None:
-                call(group, case, turn, op=op, config=config)
-            else:
-                b = case.weights(group.rank, turn)
-                y = op(a.copy_(case.rows(group.rank, turn)), b, config=config)
-                a.fill_(float("nan"))
-                assert_product(y, case.gathered(group.size, turn), b)
-
-
-NODE = Scenario((1, 2))
-NETWORK = Scenario((2, 1))
-TWO_LEVELS = Scenario((2, 2), calls=2)
+NODE = Gathers((1, 2))
+NETWORK = Gathers((2, 1))
+TWO_LEVELS = Gathers((2, 2))
 
 NOTIFY_PEER = "            notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)\n"
 COMPUTE_WAITS = "signals, SIZE), epoch, COMPUTE"
 INTRA_WAITS = "signals, SIZE), epoch,\n                INTRA"
+GATHER_WAITS = "                _rows_are_here(context, epoch, source, row, TILE_M, m, chunk_rows, signals, SIZE)\n"
 COMMON_SIGNALS = [
     (OP, "(parity * SIZE + source)", "(parity * 0 + source)"),
     (OP, "(parity * SIZE + rank)", "(parity * 0 + rank)"),
@@ -63,18 +37,6 @@ BROKEN = {
         [(OP, "signal, epoch, SEND)", "signal, epoch - 1, SEND)")],
         mk.CommTimeout,
         {"signal": "arrived", "role": "compute", "seen": 0, "expected": 1},
-    ),
-    "an entry is not announced in the node": Broken(
-        NODE,
-        [("entries", "notify(segment_of(context, peer, tl.int64) + rank, epoch)", "pass")],
-        mk.CommTimeout,
-        {"signal": "entered", "role": "intra", "seen": 0, "expected": 1},
-    ),
-    "an entry is not announced to other nodes": Broken(
-        NETWORK,
-        [("entries", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
-        mk.CommTimeout,
-        {"signal": "entered", "role": "send", "seen": 0, "expected": 1},
     ),
     "compute waits for the epoch before": Broken(
         NODE, [(OP, COMPUTE_WAITS, COMPUTE_WAITS.replace("epoch", "epoch - 1"))]
@@ -110,7 +72,6 @@ BROKEN = {
                 "        tl.store(request + PEER_AND_SEGMENTS, addressee)\n",
             )
         ],
-        ANY,
     ),
     "a request before its rows are staged": Broken(
         NETWORK,
@@ -119,7 +80,7 @@ BROKEN = {
                 OP,
                 "            source = offset * element\n",
                 "            source = offset * element\n"
-                "            early = (SIZE + (parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8\n"
+                "            early = ((parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8\n"
                 "            size = rows * k * element\n"
                 "            for i in range(1, SIZE // GPUS):\n"
                 "                peer = (rank + i * GPUS) % SIZE\n"
@@ -128,45 +89,52 @@ BROKEN = {
         ],
     ),
     "no release": Broken(NODE, RELAXED_NOTIFY),
-    "no release before the network": Broken(NETWORK, RELAXED_NOTIFY, ANY),
+    "no release before the network": Broken(NETWORK, RELAXED_NOTIFY),
     "no barrier before the release": Broken(NODE, NO_BARRIER),
-    "no barrier before the network": Broken(NETWORK, NO_BARRIER, ANY),
+    "no barrier before the network": Broken(NETWORK, NO_BARRIER),
     "no acquire": Broken(NODE, RELAXED_WAIT),
     "no acquire of what came over the network": Broken(NETWORK, RELAXED_WAIT),
     "no acquire of what is passed on": Broken(TWO_LEVELS, RELAXED_WAIT),
     "no fence for descriptors": Broken(NODE, [(OP, "    acquire_for_descriptors()\n", "    pass\n")]),
-    # rule 3: buffers are reused when their readers are done. All ranks with n > 0 need everybody's rows, which
-    # keeps them in step already; a rank with n = 0 is held back by the entries alone
+    # rule 3: buffers are reused when their readers are done. Every rank needs everybody's rows, which keeps them
+    # within a call of each other, also one that has nothing to compute
+    "a rank with no columns does not wait for the rows of others": Broken(
+        Gathers((1, 2), calls=3, n=(0, 5)),
+        [(OP, GATHER_WAITS, "")],
+    ),
+    "a rank with no columns does not wait for the rows of other nodes": Broken(
+        Gathers((2, 1), calls=3, n=(0, 5)),
+        [(OP, GATHER_WAITS, "")],
+    ),
     "one half for all epochs": Broken(
-        Scenario((1, 2), calls=6, slow=1),
+        Gathers((1, 2), calls=2),
         [(OP, "parity = (epoch % 2).to(tl.int32)", "parity = (epoch % 2 * 0).to(tl.int32)")],
     ),
     "a is given back before the network has read it": Broken(
-        Scenario((2, 1), heap=True), [(OP, "wait_sent(context, ticket, SEND)", "pass")]
+        Gathers((2, 1), heap=True), [(OP, "wait_sent(context, ticket, SEND)", "pass")]
     ),
     "a slot of the ring is reused before it was taken": Broken(
-        Scenario((2, 1), ring=2, chunk_rows=1),
+        Gathers((2, 1), ring=2, chunk_rows=1),
         [("requests", "    if ticket >= free:\n", "    if ticket < 0:\n"),
          ("requests", "(ticket < free) & (not leave)", "not leave")],
-        ANY,
     ),
     # rule 4: no CTA waits for a later one
     "roles from the last CTA to the first": Broken(
-        Scenario((1, 2), resident=1),
+        Gathers((1, 2), resident=1),
         [(OP, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
         mk.CommTimeout,
         {"signal": "arrived", "role": "compute"},
     ),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
-        Scenario((3, 1), calls=8, slow=0, chunk_rows=12), COMMON_SIGNALS
+        Gathers((3, 1), calls=2, chunk_rows=12), COMMON_SIGNALS
     ),
     # memory
     "a tile is stored beyond out": Broken(
         NODE, [("gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
     ),
     "a signal beyond the workspace": Broken(
-        NODE, [(OP, "return segment + SIZE + (parity", "return segment + (1 << 40) + (parity")], mk.SimulatorError
+        NODE, [(OP, "return segment + (parity", "return segment + (1 << 40) + (parity")], mk.SimulatorError
     ),
     "a request beyond the workspace": Broken(
         NETWORK, [(OP, "size = ((rows - 1)", "size = ((rows + 9999)")], mk.SimulatorError
@@ -181,7 +149,7 @@ def test_broken(name, tmp_path):
 
 def test_an_unbroken_copy_passes(tmp_path):
     """Copying alone breaks nothing."""
-    module = mutated(tmp_path, Scenario.op)
+    module = mutated(tmp_path, Gathers.op)
     assert module.all_gather_matmul is not mk.all_gather_matmul
     for scenario in (NODE, NETWORK, TWO_LEVELS):
         scenario.run(module, seed=0)
@@ -189,13 +157,13 @@ def test_an_unbroken_copy_passes(tmp_path):
 
 def test_a_replacement_must_fit(tmp_path):
     with pytest.raises(AssertionError, match="does not contain"):
-        mutated(tmp_path, Scenario.op, ("signals", "no such text", ""))
+        mutated(tmp_path, Gathers.op, ("signals", "no such text", ""))
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4])
 @pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)])
 def test_a_full_ring_is_waited_for(cluster, ring):
-    Scenario(cluster, ring=ring, chunk_rows=2).run_unbroken(seed=ring)
+    Gathers(cluster, ring=ring, chunk_rows=2).run_unbroken(seed=ring)
 
 
 # -- peers that never come
@@ -224,10 +192,14 @@ def test_a_dead_peer(cluster, dead, seed):
     failures = [failure for failure in run(work, cluster=cluster, seed=seed) if failure is not None]
     assert len(failures) == cluster[0] * cluster[1] - 1
     for failure in failures:
-        assert failure.record.op == Scenario.op
-        assert failure.record.peer != failure.record.rank
-        assert failure.record.signal in ("arrived", "entered")
-        assert failure.record.seen < failure.record.expected == (1 if failure.record.signal == "entered" else 2)
+        record = failure.record
+        assert record.op == Gathers.op
+        assert record.peer != record.rank
+        if record.signal == "nothing":  # it was handed what others never got, and found that they had given up
+            assert not failure.is_cause
+        else:
+            assert record.signal == "arrived"
+            assert record.seen < record.expected == 2
     assert any(failure.is_cause for failure in failures)
     assert any(record.peer == dead for failure in failures for record in failure.records)
 
@@ -245,7 +217,7 @@ def test_a_peer_that_is_dead_from_the_start():
 
     first, _, third = run(work, cluster=(1, 3))
     for record in (first, third):
-        assert (record.op, record.signal, record.peer, record.timed_out) == (Scenario.op, "call", 1, True)
+        assert (record.op, record.signal, record.peer, record.timed_out) == (Gathers.op, "call", 1, True)
 
 
 def test_what_could_not_be_computed_is_nan():

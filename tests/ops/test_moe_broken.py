@@ -2,67 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
-from broken import ANY, RELAXED_NOTIFY, RELAXED_WAIT, Broken, SimulatedCalls, failure_of
+from broken import RELAXED_NOTIFY, RELAXED_WAIT, WRONG, Broken, failure_of
 from experts import Layer, combine, dispatch, ffn
 from helpers import run
 from mutation import mutated
+from scenarios import EXPERT_CALLS, LITTLE, Routes
 
 import mkernel as mk
-from mkernel.sim.network import Proxy
 
-# an address or a count that is nonsense
-ASTRAY = (*ANY, mk.RoutingError, OverflowError)
-
-CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
-
-
-LITTLE = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
-
-
-def last_in_first_out(proxy):
-    """What a proxy does when its network takes its time and lets later requests overtake earlier ones."""
-    while True:
-        if proxy._due():
-            proxy._take()
-        elif proxy.flying and proxy.rng.random() < 0.01:
-            proxy._progress(proxy.flying[-1])
-        proxy.scheduler.hub.switch()
-
-
-@dataclass(frozen=True)
-class Scenario(SimulatedCalls):
-    """lazy: with a network that delivers late, the newest first."""
-
-    op: str
-    lazy: bool = False
-    layer: Layer = LITTLE
-
-    def prepare(self, module, patch):
-        if self.lazy:
-            patch.setattr(Proxy, "run", last_in_first_out)
-
-    def work(self, group, function):
-        # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
-        arguments = dict(
-            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(20, *self.layer.tokens)
-        )
-        for turn in range(self.calls):
-            CALLS[self.op](group, self.layer, turn, op=function, **arguments)
-
-
-NODE = Scenario((1, 2), "moe_dispatch_matmul")
-NETWORK = Scenario((2, 1), "moe_dispatch_matmul")
-# of many tokens some are still being staged, which is done before anything else, when others are fetched
-MANY = Scenario((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
-BACK = Scenario((1, 2), "moe_combine")
-BACK_FAR = Scenario((2, 1), "moe_combine")
-LAYER = Scenario((1, 2), "moe_ffn")
-LAYER_FAR = Scenario((2, 1), "moe_ffn")
-ALONE = Scenario((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
+NODE = Routes((1, 2), "moe_dispatch_matmul")
+NETWORK = Routes((2, 1), "moe_dispatch_matmul")
+# experts with more than one block of rows
+MANY = Routes((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
+SPARSE = replace(LITTLE, tokens=(9, 5), experts=(2, 3))  # tokens that stay in their node
+BACK = Routes((1, 2), "moe_combine")
+BACK_FAR = Routes((2, 1), "moe_combine")
+LAYER = Routes((1, 2), "moe_ffn")
+LAYER_FAR = Routes((2, 1), "moe_ffn")
+# ranks with no expert compute nothing, so no tile's counter tells them what they must wait for themselves
+LAYER_FEW = replace(LAYER, layer=replace(LITTLE, experts=(2, 0)))
+LAYER_AWAY = replace(LAYER_FAR, layer=replace(LITTLE, experts=(0, 2)))
+ALONE = Routes((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
 
 HELD = "            notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
 PARITY = "parity = (epoch % 2).to(tl.int32)"
@@ -88,25 +52,25 @@ BROKEN = {
         {"signal": "routed", "seen": 0, "expected": 1},
     ),
     "an entry is not announced in the node": Broken(
-        NODE,
+        replace(NODE, calls=2),
         [("routing", "notify(segment_of(context, base + (rank + i) % GPUS, tl.int64) + rank, epoch)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "an entry is not announced to other nodes": Broken(
-        NETWORK,
+        replace(NETWORK, calls=2),
         [("routing", "segment, 0, segment, 0, 0, signal, epoch, ROLE)", "segment, 0, segment, 0, 0, signal, 0, ROLE)")],
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "tokens are fetched before they are there": Broken(
-        MANY, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+        NODE, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
     "tokens are fetched before the network brought them": Broken(
         NETWORK, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
     "a tile is too short for its block": Broken(
-        MANY, [("moe_dispatch_matmul", "if rows > (SHORT_M if", "if rows > (TILE_M - 1 if")]
+        MANY, [("moe_dispatch_matmul", "if rows > (SHORT_M if", "if rows > (TILE_M - 1 if")], WRONG
     ),
     "a short tile is stored to its full height": Broken(
         MANY, [("grouped", "mask=(i < rows) & (j < columns)", "mask=(i < TILE_M) & (j < columns)")]
@@ -118,13 +82,13 @@ BROKEN = {
         NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
     ),
     "rows are counted before all tables are here": Broken(
-        NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
+        NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
     ),
     "tokens are placed before they are counted": Broken(
-        NODE, [("dispatching", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")], ASTRAY
+        NODE, [("dispatching", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")]
     ),
     "tiles are taken before they are ordered": Broken(
-        NODE, [("moe_dispatch_matmul", "scheduled, epoch, COMPUTE", "scheduled, epoch - 1, COMPUTE")], ASTRAY
+        NODE, [("moe_dispatch_matmul", "scheduled, epoch, COMPUTE", "scheduled, epoch - 1, COMPUTE")]
     ),
     # rule 2: data first, then signal
     "placed rows are not released": Broken(
@@ -134,36 +98,36 @@ BROKEN = {
         NODE, [("dispatching", "tl.debug_barrier()\n        tl.atomic_add(placed", "tl.atomic_add(placed")]
     ),
     "counts are not released": Broken(
-        NODE, [("routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")], ASTRAY
+        NODE, [("routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")]
     ),
-    "no release": Broken(NODE, RELAXED_NOTIFY, ASTRAY),
-    "no acquire": Broken(NODE, RELAXED_WAIT, ASTRAY),
+    "no release": Broken(NODE, RELAXED_NOTIFY),
+    "no acquire": Broken(NODE, RELAXED_WAIT),
     "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "    acquire_for_descriptors()\n", "")]),
     "tiles are handed out where the call before ended": Broken(
-        NODE, [("routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")]
+        Routes((1, 2), "moe_dispatch_matmul", calls=2), [("routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")],
+        WRONG,
     ),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(
-        Scenario((1, 2), "moe_dispatch_matmul", calls=5, slow=1),
+        Routes((1, 2), "moe_dispatch_matmul", calls=2),
         [("routing", PARITY, PARITY.replace("%", "* 0 *")), ("dispatching", PARITY, PARITY.replace("%", "* 0 *"))],
-        ASTRAY,
     ),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
         # the second rank has no tokens, so the first does not need to hear of it before it goes on
-        Scenario((2, 1), "moe_dispatch_matmul", calls=6, lazy=True, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
+        Routes((2, 1), "moe_dispatch_matmul", calls=2, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
         [("routing", "parity.to(tl.int64) * signals", "parity.to(tl.int64) * 0")],
-        ASTRAY,
     ),
     # places
     "rows of a source begin where those of another do": Broken(
         NODE, [("dispatching", "bases + expert * SIZE + source", "bases + expert * SIZE + 0 * source")]
     ),
     "a token that was not sent is counted": Broken(
-        NETWORK, [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")], ASTRAY
+        replace(NETWORK, calls=2, layer=SPARSE),
+        [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")],
     ),
     "a tile is stored beyond its expert": Broken(
-        MANY, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")], ASTRAY
+        MANY, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")]
     ),
     # the way back
     "rows of the node are collected before they are summed": Broken(
@@ -179,9 +143,9 @@ BROKEN = {
         {"signal": "back", "seen": 0, "expected": 1},
     ),
     "weights are read before they are here": Broken(
-        BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")], ASTRAY
+        BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
     ),
-    "a weight of another slot": Broken(BACK, [("combining", "weights + i * K + slot", "weights + i * K")]),
+    "a weight of another slot": Broken(BACK, [("combining", "weights + i * K + slot", "weights + i * K")], WRONG),
     # inside the layer
     "the second GEMM does not wait for the first": Broken(
         ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]
@@ -199,10 +163,14 @@ BROKEN = {
         ALONE, [("moe_ffn", "mine, tl.cdiv(hidden, TILE_N), COMPUTE", "mine, tl.cdiv(hidden, TILE_N) * 0, COMPUTE")]
     ),
     "rows are summed before their places are known": Broken(
-        LAYER, [("moe_ffn", "wait(context, settled, epoch, COMPUTE", "wait(context, settled, 0, COMPUTE")], ASTRAY
+        LAYER_FEW, [("moe_ffn", "wait(context, settled, epoch, COMPUTE", "wait(context, settled, 0, COMPUTE")]
     ),
     "tiles of the layer do not wait for their rows": Broken(
         LAYER, [("moe_ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
+    ),
+    "tokens are collected before those that departed are numbered": Broken(
+        LAYER_AWAY,
+        [("moe_ffn", "GPUS), epoch, COMPUTE, NUMBERED", "GPUS), 0, COMPUTE, NUMBERED")],
     ),
     "sums of the layer are collected before they are here": Broken(
         LAYER_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
@@ -237,10 +205,10 @@ def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
         run(work, broken, cluster=(1, 2))
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", EXPERT_CALLS)
 def test_an_unbroken_copy_passes(op, tmp_path):
     """Copying alone breaks nothing."""
-    Scenario((1, 2), op, calls=1).run(mutated(tmp_path, op), seed=0)
+    Routes((1, 2), op, calls=1).run(mutated(tmp_path, op), seed=0)
 
 
 # -- peers that never come

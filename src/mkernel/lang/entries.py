@@ -13,12 +13,6 @@ from mkernel.lang.signals import notify
 
 
 @triton.jit
-def entered(context, rank):
-    """Signal in my segment: `rank` has entered the epoch it holds."""
-    return segment_of(context, rank_of(context), tl.int64) + rank
-
-
-@triton.jit
 def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
     rank = rank_of(context)

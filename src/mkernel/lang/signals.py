@@ -80,17 +80,19 @@ def notify_each(signals, value, mask):
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """True once `signal >= expected`; false if the group gave up. The last four arguments say who
     waits for what, and cost nothing unless the wait fails."""
-    return wait_value(context, signal, expected, ROLE, KIND, peer, index) >= expected
+    reached = wait_value(context, signal, expected, ROLE, KIND, peer, index)
+    waited_for(signal, True, expected)
+    return reached >= expected
 
 
 @triton.jit
 def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """`wait`, and the value that the signal has reached; less than expected if the group gave up."""
+    """`wait`, and the value that the signal has reached, for those who rely on more than they expected; it is less if
+    the group gave up."""
     since = trace_time(context)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
-    waited_for(signal, True, expected)
     if KIND == RING_SPACE or KIND == SENT:
         # several warps of a CTA may ask the network for something, whatever their role
         trace(context, SEND, WAIT + KIND, peer, index, since)

@@ -12,8 +12,7 @@ the roles, and each of them runs through the same list of tiles or chunks on its
   share is small, and it has the time of the whole launch. The registers and the shared memory of a
   copying CTA stay with the multiplication.
 
-Why it cannot deadlock. A push waits only for the peers' entries, which are announced by the await
-warp of their first CTA before it waits for anything. Tiles wait for pushes by any CTA of a peer, so
+Why it cannot deadlock. A push waits for nobody. Tiles wait for pushes by any CTA of a peer, so
 all CTAs must be resident: the launch has no more than fit (planning.check), one to an SM.
 
 What it costs: as all_gather_matmul.py, without the CTAs lost to copying.
@@ -36,11 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
-from mkernel.lang.entries import announce, entered
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import arriving, grouped
 from mkernel.lang.roles import COMPUTE, INTRA
-from mkernel.lang.signals import ARRIVED, ENTERED, finish, gave_up, notify, wait
+from mkernel.lang.signals import ARRIVED, finish, gave_up, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul import arrived, signals_of
 from mkernel.runtime.hopper import described, right_operand
@@ -110,8 +108,6 @@ def _await(
 ):  # fmt: skip
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
-    if gl.program_id(0) == 0:
-        announce(context, epoch, GPUS, GPUS)
     mine_signals = segment_of(context, rank, tl.int64)
     blocks = m // TILE_M
     column_blocks = tl.cdiv(n, TILE_N)
@@ -136,9 +132,6 @@ def _push(
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
-    for i in range(1, GPUS):
-        peer = (rank + i) % GPUS
-        wait(context, entered(context, peer), epoch - 1, INTRA, ENTERED, peer, 0)
     start = clock()
     sent = tl.cast(0, tl.int64)
     lane = gl.arange(0, PUSHED, layout)

@@ -127,17 +127,23 @@ class Proxy(Task):
                 self._progress(choices.moves(self.flying))
             self.scheduler.hub.switch()
 
-    def _set_word(self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock) -> None:
-        """Give a word a value, by a release that tells what the clock knows."""
+    def _set_word(
+        self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock, in_order: bool = False
+    ) -> None:
+        """Give a word a value, by a release that tells what the clock knows. in_order: others that have changed the word
+        must have done so before."""
         word = tensor.data_ptr()
+        before = int(tensor.view(torch.int64)[0])
         address = np.array([word], dtype=np.uint64)
         self.memory.write(address, np.array([value], dtype=np.int64))
         races = self.memory.races
         if races is not None and thread is not None:
             site = races.sites.named("the network's signal")
             for access in self.memory.accesses(address, 8, "a signal of the network"):
-                races.atomic(Actor(thread, thread.clock), access, True, site)
-            races.release(thread, clock, word, value, site)
+                races.atomic(Actor(thread, thread.clock), access, True, site, in_order)
+            if in_order:
+                clock = thread.told()  # of this change too
+            races.release(thread, clock, word, before, value, site)
 
     def _touch(self, thread: Thread | None, tensor: torch.Tensor, stores: bool) -> None:
         """The network reads or writes this memory."""
@@ -196,7 +202,8 @@ class Proxy(Task):
             return None
         key = ("request", self.rank, self.ring.data_ptr(), self.consumed % REQUESTS)
         thread = races.thread(key, f"rank {self.rank}, request {self.consumed} to the network")
-        thread.begin(races.clock_of(self.ring[slot + layout.TURN.value :].data_ptr()))
+        turn = self.ring[slot + layout.TURN.value :]
+        thread.begin(races.clock_since(turn.data_ptr(), int(turn[0])))
         self._touch(thread, self.ring[slot + 1 : slot + WORDS], stores=False)
         return thread
 
@@ -215,7 +222,9 @@ class Proxy(Task):
         before = int(request.signal.view(torch.int64).item())
         thread = request.thread
         clock = thread.told() if thread is not None else NOTHING
-        self._set_word(request.signal, max(before, request.value), thread, clock)
+        # who waits for one of two requests with the same signal takes the other's for it, if they can come in any order
+        in_order = request.target.numel() > 0 and not self.given_up()
+        self._set_word(request.signal, max(before, request.value), thread, clock, in_order)
         self.scheduler.signalled(request.signal.data_ptr(), request.arrives)
         self.on_arrival(request)
         self.flying.remove(request)

@@ -51,8 +51,9 @@ class Step:
 
 @dataclass(eq=False)
 class Word:
-    """A word that CTAs synchronise by: what was released to it."""
+    """A word that CTAs synchronise by: what was released to it. initial: its value before that."""
 
+    initial: int
     clock: Clock = field(default_factory=lambda: NOTHING)
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
 
@@ -63,7 +64,10 @@ class Word:
         self.steps.append(Step(value, self.clock))
 
     def since(self, expected: int) -> Clock:
-        """What a wait for this value guarantees: what was known when the word first reached it."""
+        """What a wait for this value guarantees: what was known when the word first reached it, and nothing if it had
+        that value from the start."""
+        if expected <= self.initial:
+            return NOTHING
         for step in self.steps:
             if step.value >= expected:
                 return step.clock
@@ -108,6 +112,7 @@ class Cta:
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
+        self._acquired: set[int] = set()  # words that no wait has said anything about since
         self.covered = main.last  # own events that a release speaks for
         self._covered_others = (0, 0)  # the same, on the other paths
         self.fence_descriptors()
@@ -120,9 +125,13 @@ class Cta:
     def acquired(self, word: int, clock: Clock, by_all: bool) -> None:
         """A word was acquired, by a scalar operation or by one of many words."""
         (self._by_all if by_all else self._by_each)[word] = clock
+        self._acquired.add(word)
 
     def guaranteed(self, word: int, clock: Clock, by_all: bool) -> None:
-        """A wait for the word is over, and guarantees this much."""
+        """A wait for the word is over, and guarantees this much, if it has acquired the word."""
+        if word not in self._acquired:
+            return
+        self._acquired.remove(word)
         if by_all:
             self._by_all.pop(word, None)
             self.main.learn(clock)

@@ -202,9 +202,11 @@ class Races:
 
     # -- words that order
 
-    def release(self, thread: Thread, clock: Clock, word: int, value: int, site: int | None = None) -> None:
-        """A word was given a value by a release, which tells what the clock knows."""
-        self._words.setdefault(word, Word()).release(value, clock)
+    def release(
+        self, thread: Thread, clock: Clock, word: int, before: int, value: int, site: int | None = None
+    ) -> None:
+        """A word was given a value, instead of the one before, by a release, which tells what the clock knows."""
+        self._words.setdefault(word, Word(before)).release(value, clock)
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         covers = int(clock[thread.number]) if thread.number < len(clock) else 0
@@ -215,14 +217,17 @@ class Races:
         known = self._words.get(word)
         return known.clock if known is not None else NOTHING
 
+    def clock_since(self, word: int, value: int) -> Clock:
+        """What is guaranteed to whoever waited until the word reached the value."""
+        known = self._words.get(word)
+        return known.since(value) if known is not None else NOTHING
+
     def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], late: bool) -> None:
         """A wait is over: each word has reached what was expected of it."""
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            known = self._words.get(word)
-            if known is not None:
-                cta.guaranteed(word, known.since(value), by_all=len(words) == 1)
+            cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
             waits.append(Waited(word, value, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
 
@@ -273,8 +278,10 @@ class Races:
                 self._after_atomics(actor, access, event, "stores to", kind)
         shadow.wrote(access.units(), event, actor.thread.number)
 
-    def atomic(self, actor: Actor, access: Access, changes: bool, site: int | None = None) -> None:
-        """A word is changed, or only looked at, by an atomic operation."""
+    def atomic(
+        self, actor: Actor, access: Access, changes: bool, site: int | None = None, in_order: bool = False
+    ) -> None:
+        """A word is changed, or only looked at, by an atomic operation. in_order: it must come after all changes."""
         shadow, word = access.shadow, access.low
         event = self._event(actor.thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
@@ -283,6 +290,8 @@ class Races:
             self._after_stores(actor, access, event, what)
         if changes:
             self._after_loads(actor, access, event, what)
+        if in_order:
+            self._after_atomics(actor, access, event, what, shadow.changes)
         kind = shadow.changes if changes else shadow.looks
         kind.setdefault(word, {})[actor.thread.number] = event
         shadow.atomic_low, shadow.atomic_high = min(shadow.atomic_low, word), max(shadow.atomic_high, access.high)

@@ -303,7 +303,7 @@ class CtaTask(Task):
         now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)[mask].tolist()
         seen = dict(zip(words, before[mask].tolist(), strict=True))
         if order is not None and memory.races is not None:
-            self._orders(memory.races, order, words, now, acquire, release)
+            self._orders(memory.races, order, words, before[mask].tolist(), now, acquire, release)
         if now == list(seen.values()):
             self._polled(seen)
         else:
@@ -318,7 +318,9 @@ class CtaTask(Task):
             self.time = max(self.time, *(scheduler.times.get(address, 0.0) for address in seen), 0.0)
         return before
 
-    def _orders(self, races: Races, order: Cta, words: list[int], now: list[int], acquire: bool, release: bool) -> None:
+    def _orders(
+        self, races: Races, order: Cta, words: list[int], before: list[int], now: list[int], acquire: bool, release: bool
+    ) -> None:
         """What an atomic operation tells the CTA, and what it tells others."""
         if acquire:
             for word in words:
@@ -326,8 +328,8 @@ class CtaTask(Task):
                 self.looks_at[word] = self.looks_at.get(word, 0) + 1
         if release:
             clock = order.released()
-            for word, value in zip(words, now):
-                races.release(order.main, clock, word, value)
+            for word, old, value in zip(words, before, now):
+                races.release(order.main, clock, word, old, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
         """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing is

@@ -1,0 +1,115 @@
+"""Scenarios in which broken variants of the operators must show: small calls of each operator, whose results are
+checked on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import attention
+import helpers
+import sums
+import torch
+from broken import SimulatedCalls
+from experts import Layer, combine, dispatch, ffn
+from helpers import assert_product, assert_same
+from sums import WAYS
+
+import mkernel as mk
+
+SCATTER, REDUCE, SHOT, SLICED, MULTICAST = WAYS
+
+
+@dataclass(frozen=True)
+class Gathers(SimulatedCalls):
+    """all_gather_matmul. n: columns, of each rank or of all; heap: a lies in the symmetric heap and is overwritten
+    after each call."""
+
+    op: ClassVar = "all_gather_matmul"
+    _: KW_ONLY
+    heap: bool = False
+    chunk_rows: int = 4
+    n: int | tuple[int, ...] = 5
+
+    def work(self, group, op):
+        case = helpers.Case(12, self.n, 8)
+        config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=self.chunk_rows)
+        a = mk.empty(case.m, case.k, dtype=case.dtype) if self.heap else None
+        for turn in range(self.calls):
+            if a is None:
+                helpers.call(group, case, turn, op=op, config=config)
+            else:
+                b = case.weights(group.rank, turn)
+                y = op(a.copy_(case.rows(group.rank, turn)), b, config=config)
+                a.fill_(float("nan"))
+                assert_product(y, case.gathered(group.size, turn), b)
+
+
+@dataclass(frozen=True)
+class Sums(SimulatedCalls):
+    """matmul_reduce_scatter or matmul_all_reduce. way: which of them, and how it sums."""
+
+    way: str
+    _: KW_ONLY
+    rows: int = 20
+    n: int = 5
+    ctas: int = 2
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def op(self):
+        return sums.name_of(self.way)
+
+    def prepare(self, module, patch):
+        sums.choose(self.way, patch)
+        sums.choose(self.way, patch, module)  # a copy has switches of its own
+
+    def run(self, module, seed):
+        results = super().run(module, seed)
+        if self.way != SCATTER:
+            for turns in zip(*results):
+                for other in turns[1:]:
+                    assert_same(other, turns[0])
+
+    def work(self, group, op):
+        case = sums.Sum(self.rows, self.n, 8, self.dtype)
+        config = mk.Config(tile_m=16, tile_n=128, tile_k=16) if self.way == SLICED else sums.SMALL
+        return [sums.call(group, self.way, case, turn, op=op, config=config) for turn in range(self.calls)]
+
+
+@dataclass(frozen=True)
+class Attends(SimulatedCalls):
+    """ring_attention. arrives: bytes that rank 1 sends to rank 0 in each call, all of which must be there when it
+    ends."""
+
+    op: ClassVar = "ring_attention"
+    case: attention.Case
+    steps: int | None = None
+    arrives: int = 0
+
+    def work(self, group, op):
+        config = mk.Config(tile_m=16, tile_n=16, steps=self.steps)
+        for turn in range(self.calls):
+            attention.call(group, self.case, turn, op=op, config=config)
+            if group.rank == 0 and self.arrives:
+                assert group.world.traffic.network[1][0] == (turn + 1) * self.arrives
+
+
+LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)
+EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
+
+
+@dataclass(frozen=True)
+class Routes(SimulatedCalls):
+    """An operator of the mixture of experts."""
+
+    op: str
+    layer: Layer = LITTLE
+
+    def work(self, group, function):
+        # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
+        arguments = dict(
+            config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(8, *self.layer.tokens)
+        )
+        for turn in range(self.calls):
+            EXPERT_CALLS[self.op](group, self.layer, turn, op=function, **arguments)
