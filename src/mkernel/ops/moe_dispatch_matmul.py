@@ -128,6 +128,7 @@ def multiply_block(
         accumulator += tl.where(here, 0.0, float("nan"))
         store_rows(y, row, rows, column, accumulator, TILE_M, TILE_N)
     elif SHORT_M < TILE_M:
+        used_below(packed_short, row + rows)
         short = multiply_rows(
             packed_short, row, w, expert, column, n, k, w_expert_stride, w_row_stride, w_column_stride,
             SHORT_M, TILE_N, TILE_K, W_DESCRIPTOR, W_TRANSPOSED, PRECISION,

@@ -36,7 +36,7 @@ class Cta(Protocol):
 
     program_id: int
     num_programs: int
-    unused_from: dict[int, int]  # address of a descriptor's tensor -> the first row that is not used, see lang/hints.py
+    unused_from: dict[Any, int]  # descriptor -> the first of its rows that is not used, see lang/hints.py
 
     def load(
         self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool,
@@ -882,7 +882,7 @@ class Descriptor:
     def load(self, offsets: Any) -> Tensor:
         addresses, inside = self._block(offsets)
         cta = running.get()
-        end = cta.unused_from.get(self._base)
+        end = cta.unused_from.get(self)
         used = None if end is None else max(end - int(to_tensor(offsets[-2])._data), 0)
         wanted = inside
         if used is not None and used < self.block_shape[-2]:
@@ -1021,7 +1021,7 @@ def waited_for(signals: Any, mask: Any, expected: Any) -> None:
 
 def used_below(descriptor: Descriptor, row: Any) -> None:
     """See lang/hints.py."""
-    running.get().unused_from[descriptor._base] = int(to_tensor(row)._data)
+    running.get().unused_from[descriptor] = int(to_tensor(row)._data)
 
 
 HINTS = {"waited_for": waited_for, "used_below": used_below}

@@ -150,7 +150,7 @@ class Proxy(Task):
         races = self.memory.races
         if races is None or thread is None or not tensor.numel() or self.given_up():
             return
-        access = self.memory.span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), "an access of the network")
+        access = self.memory.span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), f"{thread.name}: an access")
         site = races.sites.named("the network writes what arrives" if stores else "the network reads what it sends")
         if stores:
             races.store(Actor(thread, thread.clock), access, site)

@@ -167,7 +167,7 @@ class CtaTask(Task):
         self.program_id = program_id
         self.num_programs = num_programs
         self.order = order  # what it knows of others; None where nobody looks for races
-        self.unused_from: dict[int, int] = {}  # descriptor -> the first of its rows that is not used
+        self.unused_from: dict[Any, int] = {}  # descriptor -> the first of its rows that is not used
         self.looks_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
