@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
 from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, device_assert, native, running
-from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, PointerType, Tensor, same_dtype, to_tensor
+from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
 _MARK = "__mkernel_kernel__"  # in the globals of compiled functions
@@ -130,7 +130,7 @@ class _Compiler(ast.NodeTransformer):
             _MARK: True, "__builtins__": {}, "(assigned)": tensors.assigned, "(refuse)": _refuse,
             "(chosen)": tensors.chosen, "(not)": tensors.negated, "(decides)": tensors.decides,
             "(combined)": tensors.combined, "(value)": _value_of, "(assert)": device_assert,
-            "(tuple)": tuple,
+            "(tuple)": tuple, "(shown)": tensors.shown,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
         self.temporaries = 0
@@ -301,6 +301,11 @@ class _Compiler(ast.NodeTransformer):
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         self.generic_visit(node)
         return self._call(node, "(tuple)", node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self.generic_visit(node)
+        node.value = self._call(node, "(shown)", node.value)
+        return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)

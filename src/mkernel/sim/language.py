@@ -25,9 +25,32 @@ from triton.language.semantic import TritonSemantic
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import tensors
 from mkernel.sim.tensors import (
-    BFLOAT16, FLOAT, FLOAT16, FLOAT32, FLOAT64, INT1, INT32, INT64, INTEGER, UINT32, KernelError, PointerType, Tensor,
-    bf16_bits, bf16_values, constant, convert, describe, from_memory, info, operands, pointer_type, rounded_to_bf16,
-    same_dtype, to_memory, to_tensor,
+    BFLOAT16,
+    FLOAT,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT1,
+    INT32,
+    INT64,
+    INTEGER,
+    UINT32,
+    KernelError,
+    PointerType,
+    Tensor,
+    bf16_bits,
+    bf16_values,
+    constant,
+    convert,
+    describe,
+    from_memory,
+    info,
+    operands,
+    pointer_type,
+    rounded_to_bf16,
+    same_dtype,
+    to_memory,
+    to_tensor,
 )  # fmt: skip
 
 
@@ -41,9 +64,7 @@ class Cta(Protocol):
         self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool,
         volatile: bool = False,
     ) -> np.ndarray: ...  # fmt: skip
-    def store(
-        self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False
-    ) -> None: ...
+    def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False) -> None: ...
     def barrier(self) -> None: ...
     def atomic(
         self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
@@ -205,7 +226,9 @@ def broadcast(input: Any, other: Any) -> tuple[Tensor, Tensor]:
 def permute(input: Tensor, *dims: Any) -> Tensor:
     order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     if sorted(order) != list(range(len(input.shape))):
-        raise KernelError(f"dims must be a permutation of the {len(input.shape)} axes of {describe(input)}, got {order}")
+        raise KernelError(
+            f"dims must be a permutation of the {len(input.shape)} axes of {describe(input)}, got {order}"
+        )
     return Tensor(np.transpose(input._data, order), input.dtype)
 
 
@@ -406,9 +429,7 @@ def _largest(name: str, plain: Any, without_nan: Any, place: Callable) -> Callab
             return values, Tensor(places.astype(np.int32), INT32)
         if info(value.dtype).bits < 32:
             value = value.to(FLOAT32 if info(value.dtype).kind == FLOAT else INT32)
-        return _of_one_axis(
-            name, without_nan if info(value.dtype).kind == FLOAT else plain, value, axis, keep_dims
-        )
+        return _of_one_axis(name, without_nan if info(value.dtype).kind == FLOAT else plain, value, axis, keep_dims)
 
     return largest
 
@@ -462,7 +483,10 @@ def _combined(combine_fn: Callable, left: Sequence[Tensor], right: Sequence[Tens
         each = [_tuple(combine_fn(*(Tensor(data[i], dtype) for data, dtype in zip(flat, types, strict=True))))
                 for i in range(flat[0].size)]  # fmt: skip
         results = tuple(
-            Tensor(np.array([to_tensor(part[i])._data for part in each]).reshape(left[0].shape), to_tensor(each[0][i]).dtype)
+            Tensor(
+                np.array([to_tensor(part[i])._data for part in each]).reshape(left[0].shape),
+                to_tensor(each[0][i]).dtype,
+            )
             for i in range(len(left))
         )
     return [to_tensor(new).to(old.dtype) for new, old in zip(results, left, strict=True)]
@@ -509,8 +533,7 @@ def associative_scan(input: Any, axis: Any, combine_fn: Callable, reverse: bool 
 
 def reduce_with_indices(input: Tensor, axis: Any, combine_fn: Callable, keep_dims: bool = False) -> Any:
     place = _wrapped(axis, len(input.shape))
-    index = np.arange(input.shape[place], dtype=np.int32)
-    index = index.reshape([-1 if each == place else 1 for each in range(len(input.shape))])
+    index = _counting(0, input.shape[place]).reshape(_along(place, len(input.shape)))
     return reduce((input, Tensor(np.broadcast_to(index, input.shape), INT32)), axis, combine_fn, keep_dims)
 
 
@@ -778,12 +801,8 @@ def _float_extreme(
     size = values.itemsize
     negative = np.signbit(values)
     signed, unsigned = (_RMW.MAX, _RMW.UMIN) if name == "max" else (_RMW.MIN, _RMW.UMAX)
-    first = _perform(
-        signed, pointer, addresses, values.view(f"i{size}"), chosen & ~negative, dtype, order, False
-    )
-    second = _perform(
-        unsigned, pointer, addresses, values.view(f"u{size}"), chosen & negative, dtype, order, False
-    )
+    first = _perform(signed, pointer, addresses, values.view(f"i{size}"), chosen & ~negative, dtype, order, False)
+    second = _perform(unsigned, pointer, addresses, values.view(f"u{size}"), chosen & negative, dtype, order, False)
     before = np.where(negative, np.reshape(second._data, -1).view(f"i{size}").reshape(negative.shape),
                       np.reshape(first._data, -1).reshape(negative.shape)).view(values.dtype)  # fmt: skip
     return Tensor(before if pointer.shape else before.reshape(-1)[0], dtype)
@@ -862,14 +881,16 @@ class Descriptor:
         for offset in offsets:
             value = to_tensor(offset)
             if value.shape or info(value.dtype).kind > INTEGER or info(value.dtype).bits > 32:
-                raise KernelError(f"offsets of a descriptor are int32 scalars, got {describe(value)}: add .to(tl.int32)")
+                raise KernelError(
+                    f"offsets of a descriptor are int32 scalars, got {describe(value)}: add .to(tl.int32)"
+                )
             starts.append(int(value._data))
         if starts[-1] * self._steps[-1] % 16:
             raise KernelError(f"the last offset of a block must be a multiple of 16 bytes, got {starts[-1]} elements of "
                               f"{self._steps[-1]}")  # fmt: skip
         first = self._base + sum(start * step for start, step in zip(starts, self._steps, strict=True))
         addresses = (self._places + first).view(np.uint64)
-        if all(0 <= start and start + count <= size
+        if all(start >= 0 and start + count <= size
                for start, count, size in zip(starts, self.block_shape, self._sizes, strict=True)):  # fmt: skip
             return addresses, _everything(self.block_shape)
         inside = np.ones(self.block_shape, dtype=bool)
@@ -1098,7 +1119,7 @@ def _come_back(value: Any) -> Any:
     if isinstance(value, tl.tensor):
         if isinstance(value.handle, base.BlockPointerHandle):
             return BlockPointer(value)
-        if value.type.is_void():
+        if value.dtype.name == "void":
             return None
         dtype = same_dtype(value.dtype)
         data = np.asarray(value.handle.data)

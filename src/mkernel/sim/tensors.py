@@ -384,8 +384,10 @@ def _shift_right(left: Any, right: Any, arithmetic: bool) -> Tensor:
 
 
 def _compare(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
+    """Unlike in arithmetic, a number is a tensor of its own type here: it may widen the comparison."""
+
     def general(left: Any, right: Any) -> Tensor:
-        a, b, _ = operands(left, right)
+        a, b, _ = operands(to_tensor(left), to_tensor(right))
         return Tensor(operate(a, b), INT1)
 
     return general
@@ -416,7 +418,7 @@ def _method(
                         return Tensor(operate(self._data, other._data), result or dtype)
                 elif (dtype is INT32 or dtype is INT64) and (theirs is INT32 or theirs is INT64):
                     return Tensor(operate(self._data, other._data), result or INT64)
-            elif kind is int and (dtype is INT32 or dtype is INT64):
+            elif kind is int and (dtype is INT32 or dtype is INT64) and -(2**31) <= other < 2**31:
                 return Tensor(operate(self._data, other), result or dtype)
         except (ValueError, OverflowError):
             pass  # what is wrong is found, and said, on the long path
@@ -497,7 +499,7 @@ class Tensor:
         raise KernelError(f"the value of {describe(self)} is not known when the kernel is compiled: use .to(dtype), or "
                           "pass it as tl.constexpr")  # fmt: skip
 
-    __int__ = __float__ = __index__ = __complex__ = __iter__ = __format__ = _no_host_value  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = __iter__ = _no_host_value  # type: ignore[assignment]
     __len__ = __array__ = __contains__ = _no_host_value  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
 
@@ -617,7 +619,7 @@ class Tensor:
         return _bitcast(self, target) if bitcast else cast(self, target, fp_downcast_rounding)
 
     @property
-    def T(self) -> Tensor:  # noqa: N802
+    def T(self) -> Tensor:
         if len(self.shape) != 2:
             raise KernelError(f".T is for two dimensions, got {describe(self)}: use tl.permute")
         return Tensor(self._data.T, self.dtype)
@@ -647,6 +649,13 @@ def assigned(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = [assigned(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def shown(value: Any) -> Any:
+    """A part of an f-string."""
+    if isinstance(value, Tensor):
+        raise KernelError(f"an f-string in a kernel can show constants only, got {describe(value)}")
     return value
 
 
