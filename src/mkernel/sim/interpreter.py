@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
-from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, device_assert, native, running
+from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, Pointers, device_assert, native, running
 from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
@@ -301,6 +301,16 @@ class _Compiler(ast.NodeTransformer):
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         self.generic_visit(node)
         return self._call(node, "(tuple)", node)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and self.names.get(node.func.id) is Pointers:
+            parts = [self.names.get(each.id) if isinstance(each, ast.Name) else None for each in node.args]
+            if len(parts) == 1 and isinstance(parts[0], tl.dtype) and not node.keywords:
+                name = f"({parts[0]}*)"
+                self.names[name] = Pointers(parts[0])
+                return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+        return node
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
         self.generic_visit(node)

@@ -288,11 +288,15 @@ def _promoted(value: Any) -> Tensor:
     return tensor.to(FLOAT32) if tensor.dtype is BFLOAT16 else tensor
 
 
-def _extreme(name: str, plain: Callable, without_nan: Callable, with_nan: Callable) -> Callable[..., Tensor]:
+def _extreme(name: str, scalar: Callable, plain: Callable, without_nan: Callable) -> Callable[..., Tensor]:
+    """`plain` lets NaN through, `without_nan` does not."""
+
     def extreme(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tensor:
         first, second, dtype = operands(_promoted(x), _promoted(y))
+        if (dtype is INT32 or dtype is INT64) and not (first.shape or second.shape):
+            return Tensor(scalar(first, second), dtype)
         if info(dtype).kind == FLOAT:
-            operate = with_nan if propagate_nan == tl.PropagateNan.ALL else without_nan
+            operate = plain if propagate_nan == tl.PropagateNan.ALL else without_nan
         else:
             operate = plain
         try:
@@ -304,8 +308,8 @@ def _extreme(name: str, plain: Callable, without_nan: Callable, with_nan: Callab
     return extreme
 
 
-minimum = _extreme("minimum", np.minimum, np.fmin, np.minimum)
-maximum = _extreme("maximum", np.maximum, np.fmax, np.maximum)
+minimum = _extreme("minimum", min, np.minimum, np.fmin)
+maximum = _extreme("maximum", max, np.maximum, np.fmax)
 
 
 def _builtin_extreme(of_constants: Callable, of_tensors: Callable) -> Callable[..., Any]:

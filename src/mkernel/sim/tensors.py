@@ -67,6 +67,7 @@ INT1, INT32, INT64, UINT32, UINT64 = tl.int1, tl.int32, tl.int64, tl.uint32, tl.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
 _SAME = {dtype.name: dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name in _INFOS}
 _ALL_BITS = (1 << 64) - 1
+_WHOLE = slice(None)
 
 
 class PointerType(tl.pointer_type):
@@ -83,7 +84,7 @@ _pointers: dict[tuple[str, int, bool], PointerType] = {}
 def pointer_type(element: tl.dtype, address_space: int = 1, const: bool = False) -> PointerType:
     if not isinstance(element, tl.dtype):
         raise KernelError(f"tl.pointer_type needs a dtype, got {describe(element)}")
-    key = (str(element), address_space, const)
+    key = (str(element) if element.is_ptr() else element.name, address_space, const)
     found = _pointers.get(key)
     if found is None:
         found = _pointers[key] = PointerType(same_dtype(element), address_space, const)
@@ -157,6 +158,8 @@ def constant(value: Any, dtype: Any) -> Any:
 
 def dtype_of_number(value: Any) -> Any:
     """The dtype that Triton gives to a Python number."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return INT32
     if isinstance(value, bool):
         return INT1
     if isinstance(value, int):
@@ -276,6 +279,10 @@ def _computation_type(a: Any, a_is_number: bool, b: Any, b_is_number: bool, divi
 
 def operands(left: Any, right: Any, division: bool = False, pointers: bool = False) -> tuple[Any, Any, Any]:
     """The data of two operands in the type in which Triton computes with them, and that type."""
+    if type(left) is Tensor and type(right) is Tensor and left.dtype is right.dtype and not division:
+        dtype = left.dtype
+        if dtype is INT32 or dtype is INT64 or dtype is FLOAT32 or dtype is INT1:
+            return left._data, right._data, dtype
     left_is_number, right_is_number = type(left) is not Tensor, type(right) is not Tensor
     a = dtype_of_number(_number(left)) if left_is_number else left.dtype
     b = dtype_of_number(_number(right)) if right_is_number else right.dtype
@@ -337,6 +344,23 @@ def _divide(left: Any, right: Any) -> Tensor:
     if info(dtype).kind != FLOAT:
         a, b, dtype = convert(a, dtype, FLOAT32), convert(b, dtype, FLOAT32), FLOAT32
     return Tensor(np.divide(a, b), dtype)
+
+
+def _whole_numbers(left: Tensor, right: Any) -> tuple[int, int] | None:
+    """Two scalars of int32 or int64 as Python's integers, the second one positive: what kernels mostly divide."""
+    dtype, dividend = left.dtype, left._data
+    if (dtype is INT32 or dtype is INT64) and not isinstance(dividend, np.ndarray):
+        if type(right) is Tensor:
+            if right.dtype is not dtype or isinstance(right._data, np.ndarray):
+                return None
+            divisor = int(right._data)
+        elif type(right) is int:
+            divisor = right
+        else:
+            return None
+        if 0 < divisor < 2**31:
+            return int(dividend), divisor
+    return None
 
 
 def _divide_integers(left: Any, right: Any) -> Tensor:
@@ -445,7 +469,8 @@ def offset_by(pointer: Tensor, other: Any) -> Tensor:
             except ValueError:
                 raise _shapes(pointer, other) from None
     elif isinstance(other, int):
-        dtype_of_number(other)
+        if not -(2**63) <= other < 2**64:
+            raise KernelError(f"the offset {other} of a pointer does not fit in 64 bits")
         steps = other
         if isinstance(start, np.ndarray):
             return Tensor(start + np.uint64((steps * size) & _ALL_BITS), pointer.dtype)
@@ -530,11 +555,19 @@ class Tensor:
     __rtruediv__ = _reflected(_divide)
 
     def __floordiv__(self, other: Any) -> Tensor:
+        numbers = _whole_numbers(self, other)
+        if numbers is not None:
+            x, y = numbers
+            return Tensor(type(self._data)(x // y if x >= 0 else -(-x // y)), self.dtype)
         return _in_shape(_divide_integers, self, other)
 
     __rfloordiv__ = _reflected(_divide_integers)
 
     def __mod__(self, other: Any) -> Tensor:
+        numbers = _whole_numbers(self, other)
+        if numbers is not None:
+            x, y = numbers
+            return Tensor(type(self._data)(x % y if x >= 0 else -(-x % y)), self.dtype)
         return _in_shape(_remainder, self, other)
 
     __rmod__ = _reflected(_remainder)
@@ -599,20 +632,19 @@ class Tensor:
     # shapes and types; the other methods are functions of language.py
 
     def __getitem__(self, index: Any) -> Tensor:
-        data = self._data
         places = index if isinstance(index, tuple) else (index,)
-        for place, part in enumerate(places):
-            if part is None:
-                data = np.expand_dims(data, place)
-            elif not (isinstance(part, slice) and part == slice(None)):
+        for part in places:
+            if part is not None and not (isinstance(part, slice) and part == _WHOLE):
                 raise KernelError(f"a tensor is indexed with `:` and None only, got {describe(part)}")
-        if sum(part is not None for part in places) > self._data.ndim:
+        if len(places) - places.count(None) > self._data.ndim:
             raise KernelError(f"too many indices for {describe(self)}: {len(places)}")
-        return Tensor(data, self.dtype)
+        return Tensor(self._data[index], self.dtype)
 
     def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Tensor:
         if dtype is self.dtype:
             return self
+        if dtype is INT64 and self.dtype is INT32 and not bitcast and fp_downcast_rounding is None:
+            return Tensor(self._data.astype(np.int64), INT64)
         if not isinstance(dtype, tl.dtype):
             raise KernelError(f"a tensor is cast to a dtype, got {describe(dtype)}")
         target = same_dtype(dtype)
