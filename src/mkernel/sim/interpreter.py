@@ -282,9 +282,8 @@ class _Compiler(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.stmt:
         found = self._resolved(node.iter.func) if isinstance(node.iter, ast.Call) else None
         if found is None or not any(found[1] is each for each in _RANGES):
-            what = ast.unparse(node.iter)
-            return ast.copy_location(ast.Expr(self._refusal(
-                node.iter, f"a loop of a kernel goes over range, tl.range or tl.static_range, got {what}")), node)  # fmt: skip
+            message = f"a loop of a kernel goes over range, tl.range or tl.static_range, got {ast.unparse(node.iter)}"
+            return ast.copy_location(ast.Expr(self._refusal(node.iter, message)), node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
@@ -308,7 +307,7 @@ class _Compiler(ast.NodeTransformer):
             parts = [self.names.get(each.id) if isinstance(each, ast.Name) else None for each in node.args]
             if len(parts) == 1 and isinstance(parts[0], tl.dtype) and not node.keywords:
                 name = f"({parts[0]}*)"
-                self.names[name] = Pointers(parts[0])
+                self.names[name] = tensors.pointer_type(parts[0])
                 return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
         return node
 
@@ -477,9 +476,9 @@ def _method_of_triton(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 for _name in dir(tl.tensor):
-    if not _name.startswith("_") and hasattr(tl, _name) and _name not in tensors.methods:
-        if _name not in Tensor.__dict__ and callable(getattr(tl, _name)) and not isinstance(getattr(tl, _name), type):
-            tensors.methods[_name] = partial(_method_of_triton, _name)
+    _function = getattr(tl, _name, None)
+    if isinstance(_function, JIT) or tl.core.is_builtin(_function):
+        tensors.methods.setdefault(_name, partial(_method_of_triton, _name))
 
 
 assert triton.__version__ >= "3.6"

@@ -475,8 +475,8 @@ def _slices(inputs: Sequence[Tensor], axis: int) -> list[list[Tensor]]:
 
 
 def _combined(combine_fn: Callable, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    """Each element of two groups, combined; in the types that the groups have. Functions of scalars may branch, so it is
-    called for each element if it does."""
+    """Each element of two groups, combined, in the types that the groups have. The function is one of scalars: where it
+    branches on them, it is called for each element."""
     try:
         results = _tuple(combine_fn(*left, *right))
     except KernelError:
@@ -800,8 +800,8 @@ def _atomic(name: str, signed: Any, unsigned: Any = None, floating: Any = None) 
 def _float_extreme(
     name: str, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any, order: tuple[bool, bool]
 ) -> Tensor:
-    """Maxima and minima of floats are those of their bits as integers: of signed ones for positive numbers, the opposite
-    of unsigned ones for negative numbers. Two atomics, as on a GPU."""
+    """Maxima and minima of floats are those of their bits as integers: of signed ones for positive numbers, and the
+    opposite of unsigned ones for negative numbers. Two atomics, as on a GPU."""
     size = values.itemsize
     negative = np.signbit(values)
     signed, unsigned = (_RMW.MAX, _RMW.UMIN) if name == "max" else (_RMW.MIN, _RMW.UMAX)
@@ -851,8 +851,10 @@ class Descriptor:
         self.padding = padding
         rank = len(self.shape)
         if not 1 <= rank <= 5 or len(self.strides) != rank or len(self.block_shape) != rank:
-            raise KernelError(f"a tensor descriptor has 1 to 5 sizes and as many strides and block sizes, got {rank} sizes, "
-                              f"{len(self.strides)} strides and {len(self.block_shape)} block sizes")  # fmt: skip
+            raise KernelError(
+                f"a tensor descriptor has 1 to 5 sizes and as many strides and block sizes, got {rank} sizes, "
+                f"{len(self.strides)} strides and {len(self.block_shape)} block sizes"
+            )
         size = info(self.dtype).memory.itemsize
         self._base = int(base._data)
         self._sizes = [int(each._data) for each in self.shape]
@@ -890,8 +892,10 @@ class Descriptor:
                 )
             starts.append(int(value._data))
         if starts[-1] * self._steps[-1] % 16:
-            raise KernelError(f"the last offset of a block must be a multiple of 16 bytes, got {starts[-1]} elements of "
-                              f"{self._steps[-1]}")  # fmt: skip
+            raise KernelError(
+                f"the last offset of a block must be a multiple of 16 bytes, got {starts[-1]} elements of "
+                f"{self._steps[-1]}"
+            )
         first = self._base + sum(start * step for start, step in zip(starts, self._steps, strict=True))
         addresses = (self._places + first).view(np.uint64)
         if all(start >= 0 and start + count <= size
@@ -1018,8 +1022,10 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 def inline_asm_elementwise(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
     instruction = INSTRUCTIONS.get(" ".join(asm.split()))
     if instruction is None:
-        raise KernelError(f"the simulator does not know the instruction {asm!r}: it knows those of mkernel.lang.device, "
-                          ".trace and .multicast")  # fmt: skip
+        raise KernelError(
+            f"the simulator does not know the instruction {asm!r}: it knows those of mkernel.lang.device, .trace and "
+            ".multicast"
+        )
     return instruction(*(to_tensor(arg) for arg in args))
 
 
@@ -1184,9 +1190,9 @@ _FUNCTIONS: dict[str, Any] = {
     "abs": abs_, "sum": sum_, "max": max_, "min": min_, "view": reshape,
     "multiple_of": hint, "max_contiguous": hint, "max_constancy": hint,
     **{function.__name__: function for function in (
-        program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast, permute,
-        trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce, associative_scan, cumsum,
-        cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor, load_tensor_descriptor,
+        program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast,
+        permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
+        associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor, load_tensor_descriptor,
         store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert, device_assert,
         device_print, static_print,
     )},

@@ -524,8 +524,8 @@ class Tensor:
         raise KernelError(f"the value of {describe(self)} is not known when the kernel is compiled: use .to(dtype), or "
                           "pass it as tl.constexpr")  # fmt: skip
 
-    __int__ = __float__ = __index__ = __complex__ = __iter__ = _no_host_value  # type: ignore[assignment]
-    __len__ = __array__ = __contains__ = _no_host_value  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = __iter__ = _no_host_value
+    __len__ = __array__ = __contains__ = _no_host_value
     __hash__ = None  # type: ignore[assignment]
 
     # operators
@@ -620,8 +620,8 @@ class Tensor:
     __le__ = _method(operator.le, _compare(operator.le), INT1)
     __gt__ = _method(operator.gt, _compare(operator.gt), INT1)
     __ge__ = _method(operator.ge, _compare(operator.ge), INT1)
-    __eq__ = _method(operator.eq, _compare(operator.eq), INT1)  # type: ignore[assignment]
-    __ne__ = _method(operator.ne, _compare(operator.ne), INT1)  # type: ignore[assignment]
+    __eq__ = _method(operator.eq, _compare(operator.eq), INT1)
+    __ne__ = _method(operator.ne, _compare(operator.ne), INT1)
 
     def logical_and(self, other: Any) -> Tensor:
         return bitcast(self, INT1) & bitcast(to_tensor(other), INT1)
@@ -659,8 +659,10 @@ class Tensor:
     def __getattr__(self, name: str) -> Any:
         function = methods.get(name)
         if function is None:
-            raise NoAttribute(f"a tensor in a kernel has no attribute `{name}`: its values and its memory belong to the "
-                              "GPU, kernels use the functions of triton.language")  # fmt: skip
+            raise NoAttribute(
+                f"a tensor in a kernel has no attribute `{name}`: its values and its memory belong to the GPU, and "
+                "kernels use the functions of triton.language"
+            )
         return lambda *args, **kwargs: function(self, *args, **kwargs)
 
 
