@@ -1,5 +1,6 @@
 """Triton's language on numpy: numbers as a GPU's, and a process that is left as it was found."""
 
+import gc
 import inspect
 import math
 import os
@@ -22,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import mkernel as mk
 from mkernel.lang.order import grouped
-from mkernel.sim.interpreter import argument, python_function
+from mkernel.sim.interpreter import _cache, argument, python_function
 from mkernel.sim.interpreter import run as run_kernel
 
 from .harness import launch, run, simulate
@@ -590,6 +591,14 @@ def test_a_replaced_function_is_used(monkeypatch):
     monkeypatch.undo()
     run(calls_another, out=out)
     assert out.item() == 4
+
+
+def test_a_kernel_that_is_gone_leaves_nothing_behind():
+    before = len(_cache)
+    for step in range(20):
+        run(kernel_with(tl.constexpr(step)), out=torch.zeros(1, dtype=torch.int32))
+    gc.collect()
+    assert len(_cache) < before + 10
 
 
 @triton.jit

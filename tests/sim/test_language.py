@@ -297,7 +297,7 @@ BY_BF16 = {
 
 def check_binary(function: Any, x: Any, y: Any) -> None:
     types = [value.dtype if isinstance(value, Tensor) else None for value in (x, y)]
-    truth_values = all(dtype is INT1 or isinstance(value, int) for value, dtype in zip((x, y), types, strict=True))
+    truth_values = all(dtype is INT1 or isinstance(value, bool) for value, dtype in zip((x, y), types, strict=True))
     if truth_values and function in (*ARITHMETIC, *SHIFTS):
         return  # see test_arithmetic_of_truth_values
     # numbers are of the tensor's type in arithmetic, and of their own in comparisons
@@ -659,6 +659,23 @@ def test_functions_of_bf16_blocks():
         found = ours(function, value)
         assert found.dtype is BFLOAT16
         assert (found._data == ours(function, as_float)._data).all()
+
+
+@pytest.mark.parametrize("function", [total, extremes, parities, flat, halves], ids=lambda each: each.fn.__name__)
+def test_functions_of_truth_values(function):
+    check(function, block(INT1, (16,)))
+
+
+@pytest.mark.parametrize("eight", [tl.float8e5, tl.float8e4nv], ids=str)
+def test_fp8_is_cast(eight):
+    for dtype in (tl.float32, tl.float16):
+        value = Tensor(np.array([0.0, 1.0, -1.5, 0.25, 2.0, -4.0, 96.0, 0.75], info(dtype).data), dtype)
+        narrow = ours(cast, value, DTYPE=eight)
+        assert narrow.dtype is eight
+        assert same(ours(cast, narrow, DTYPE=dtype), value)
+        assert same(ours(bits, narrow, DTYPE=tl.uint8), Tensor(narrow._data, tl.uint8))
+        with pytest.raises(KernelError, match="cast them first"):
+            ours(plus, narrow, narrow)
 
 
 @triton.jit

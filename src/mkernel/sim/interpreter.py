@@ -18,6 +18,7 @@ import inspect
 import os
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -75,7 +76,7 @@ def _translated(value: Any) -> Any:
     if found is not None:
         return found
     if isinstance(value, JIT):
-        return _compiled(value).function
+        return value
     if isinstance(value, ConstexprFunction):
         return value.fn
     if isinstance(value, ModuleType) or _is_named_tuple(value):
@@ -133,6 +134,7 @@ class _Compiler(ast.NodeTransformer):
             "(tuple)": tuple, "(shown)": tensors.shown,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
+        self.calls: set[_Compiled] = set()
         self.temporaries = 0
 
     def _call(self, node: ast.AST, name: str, *args: ast.expr) -> ast.Call:
@@ -181,6 +183,10 @@ class _Compiler(ast.NodeTransformer):
         if value is _REFUSED:
             return found
         meaning = _translated(value)
+        if isinstance(meaning, JIT):
+            callee = _compiled(meaning)
+            self.calls.add(callee)
+            return name, callee.function
         if meaning is _REFUSED and isinstance(node, ast.Attribute) and callable(value):
             return name, _host_function(name, value)
         return name, meaning
@@ -349,12 +355,21 @@ class _Compiled:
     def __init__(self, function: FunctionType):
         self.function = function
         self.uses: list[tuple[dict[str, Any], str, Any]] = []
+        self.calls: set[_Compiled] = set()
 
     def current(self) -> bool:
-        return all(owner.get(name, _REFUSED) is value for owner, name, value in self.uses)
+        """Are all names, also in the functions that are called, what they were?"""
+        seen, left = {self}, [self]
+        while left:
+            compiled = left.pop()
+            if any(owner.get(name, _REFUSED) is not value for owner, name, value in compiled.uses):
+                return False
+            left += compiled.calls - seen
+            seen |= compiled.calls
+        return True
 
 
-_cache: dict[Any, _Compiled] = {}
+_cache: weakref.WeakKeyDictionary[Any, _Compiled] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -381,7 +396,7 @@ def _compiled(jit: Any) -> _Compiled:
         result.function.__code__ = next(code for code in module.co_consts if isinstance(code, CodeType))
         result.function.__defaults__ = tuple(_constant(default) for default in function.__defaults__ or ()) or None
         result.function.__name__ = result.function.__qualname__ = function.__name__
-        result.uses = compiler.uses
+        result.uses, result.calls = compiler.uses, compiler.calls
     except BaseException:
         del _cache[function]
         raise
@@ -397,7 +412,7 @@ _EMPTY = _nothing.__code__
 def python_function(jit: Any) -> Callable[..., Any]:
     """The Python function that does what a @triton.jit function does, for `run`."""
     with _lock:
-        if not all(compiled.current() for compiled in _cache.values()):
+        if not _compiled(jit).current():
             _cache.clear()  # a global of some kernel was replaced
         return _compiled(jit).function
 
@@ -470,9 +485,10 @@ def argument(value: Any) -> Any:
 
 
 def _method_of_triton(name: str, *args: Any, **kwargs: Any) -> Any:
+    function = getattr(tl, name)
     with _lock:
-        function = _translated(getattr(tl, name))
-    return function(*args, **kwargs)
+        call = native(function) or _compiled(function).function
+    return call(*args, **kwargs)
 
 
 for _name in dir(tl.tensor):

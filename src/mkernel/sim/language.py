@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -1192,9 +1192,9 @@ _FUNCTIONS: dict[str, Any] = {
     **{function.__name__: function for function in (
         program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast,
         permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
-        associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor, load_tensor_descriptor,
-        store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert, device_assert,
-        device_print, static_print,
+        associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor,
+        load_tensor_descriptor, store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert,
+        device_assert, device_print, static_print,
     )},
     "minimum": minimum, "maximum": maximum, "xor_sum": xor_sum, "reduce_or": reduce_or, "exp": exp, "exp2": exp2,
     "log": log, "log2": log2, "cos": cos, "sin": sin, "sqrt": sqrt, "sqrt_rn": sqrt_rn, "floor": floor, "ceil": ceil,
@@ -1233,6 +1233,7 @@ def native(value: Any) -> Any:
     return found
 
 
+tensors.methods["cast_fp8"] = partial(_elsewhere, tl.cast)
 for _name in dir(tl.tensor):
     if _name in _FUNCTIONS and _name not in Tensor.__dict__:
         tensors.methods[_name] = _FUNCTIONS[_name]

@@ -648,7 +648,11 @@ class Tensor:
         if not isinstance(dtype, tl.dtype):
             raise KernelError(f"a tensor is cast to a dtype, got {describe(dtype)}")
         target = same_dtype(dtype)
-        return _bitcast(self, target) if bitcast else cast(self, target, fp_downcast_rounding)
+        if bitcast:
+            return _bitcast(self, target)
+        if RAW in (info(self.dtype).kind, info(target).kind):
+            return methods["cast_fp8"](self, target, fp_downcast_rounding)
+        return cast(self, target, fp_downcast_rounding)
 
     @property
     def T(self) -> Tensor:
