@@ -210,6 +210,28 @@ def test_atomics_do_what_they_say(dtype):
     assert before.tolist() == [7] * 7
 
 
+@triton.jit
+def atomics_of_floats(x, before):
+    tl.store(before + 0, tl.atomic_add(x + 0, 1.5))
+    tl.store(before + 1, tl.atomic_max(x + 1, 1))
+    tl.store(before + 2, tl.atomic_max(x + 2, -5.0))
+    tl.store(before + 3, tl.atomic_max(x + 3, -1.0))
+    tl.store(before + 4, tl.atomic_min(x + 4, -5.0))
+    tl.store(before + 5, tl.atomic_min(x + 5, 1.0))
+    tl.store(before + 6, tl.atomic_xchg(x + 6, 1))
+    i = tl.arange(0, 4)
+    tl.store(before + 8 + i, tl.atomic_max(x + 8 + i, tl.where(i < 2, 1.0, -5.0), mask=i != 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_atomics_of_floats(dtype):
+    x, before = torch.full((12,), -3, dtype=dtype), torch.zeros(12, dtype=dtype)
+    run(atomics_of_floats, x=x, before=before)
+    assert x.tolist() == [-1.5, 1, -3, -1, -5, -3, 1, -3, 1, 1, -3, -3]
+    assert before[:7].tolist() == [-3] * 7
+    assert before[8:11].tolist() == [-3] * 3
+
+
 # -- what is left behind
 
 

@@ -788,10 +788,14 @@ def _atomic(name: str, signed: Any, unsigned: Any = None, floating: Any = None) 
                 raise KernelError(f"{what} is not supported for {dtype}")
             if dtype is BFLOAT16:
                 raise KernelError(f"the simulator has no {what} for bf16: add in fp32")
+            if name == "xchg":  # bits are exchanged
+                bits = values.view(f"i{values.itemsize}")
+                before = _perform(floating, pointer, addresses, bits, chosen, dtype, order, False)
+                return Tensor(before._data.view(values.dtype), dtype)
             return _perform(floating, pointer, addresses, values, chosen, dtype, order, False)
         operation = signed if kind.signed or unsigned is None else unsigned
         # waiting CTAs read by adding nothing, and keep the newest time by a maximum
-        only_looks = (name == "add" and not values.any()) or operation == _RMW.MAX
+        only_looks = operation is _RMW.MAX or (name == "add" and not (values[0] if values.size == 1 else values.any()))
         return _perform(operation, pointer, addresses, values, chosen, dtype, order, only_looks)
 
     return function

@@ -76,6 +76,7 @@ class PointerType(tl.pointer_type):
     def __init__(self, element: tl.dtype, address_space: int, const: bool):
         super().__init__(element, address_space, const)
         self.element_bytes = _ADDRESS.memory.itemsize if element.is_ptr() else max(1, element.primitive_bitwidth // 8)
+        self.step = np.uint64(self.element_bytes)
 
 
 _pointers: dict[tuple[str, int, bool], PointerType] = {}
@@ -177,6 +178,8 @@ def dtype_of_number(value: Any) -> Any:
 def to_tensor(value: Any) -> Tensor:
     if type(value) is Tensor:
         return value
+    if type(value) is int and value in _small:
+        return _small[value]
     if isinstance(value, (bool, int, float)):
         dtype = dtype_of_number(value)
         return Tensor(constant(value, dtype), dtype)
@@ -283,6 +286,10 @@ def operands(left: Any, right: Any, division: bool = False, pointers: bool = Fal
         dtype = left.dtype
         if dtype is INT32 or dtype is INT64 or dtype is FLOAT32 or dtype is INT1:
             return left._data, right._data, dtype
+    if type(left) is Tensor and type(right) is int and left.dtype is INT32 and -(2**31) <= right < 2**31:
+        return left._data, np.int32(right), INT32
+    if type(left) is Tensor and type(right) is float and left.dtype is FLOAT32:
+        return left._data, np.float32(right), FLOAT32
     left_is_number, right_is_number = type(left) is not Tensor, type(right) is not Tensor
     a = dtype_of_number(_number(left)) if left_is_number else left.dtype
     b = dtype_of_number(_number(right)) if right_is_number else right.dtype
@@ -465,7 +472,7 @@ def offset_by(pointer: Tensor, other: Any) -> Tensor:
         steps = other._data
         if isinstance(start, np.ndarray) or isinstance(steps, np.ndarray):
             try:
-                return Tensor(start + steps.astype(np.uint64) * np.uint64(size), pointer.dtype)
+                return Tensor(start + steps.astype(np.uint64) * pointer.dtype.step, pointer.dtype)
             except ValueError:
                 raise _shapes(pointer, other) from None
     elif isinstance(other, int):
@@ -643,8 +650,11 @@ class Tensor:
     def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Tensor:
         if dtype is self.dtype:
             return self
-        if dtype is INT64 and self.dtype is INT32 and not bitcast and fp_downcast_rounding is None:
-            return Tensor(self._data.astype(np.int64), INT64)
+        if fp_downcast_rounding is None and not bitcast:  # what kernels mostly do
+            if dtype is INT64 and self.dtype is INT32:
+                return Tensor(self._data.astype(np.int64), INT64)
+            if type(dtype) is PointerType and self.dtype is INT64:
+                return Tensor(self._data.astype(np.uint64), dtype)
         if not isinstance(dtype, tl.dtype):
             raise KernelError(f"a tensor is cast to a dtype, got {describe(dtype)}")
         target = same_dtype(dtype)
@@ -670,6 +680,7 @@ class Tensor:
         return lambda *args, **kwargs: function(self, *args, **kwargs)
 
 
+_small = {number: Tensor(np.int32(number), INT32) for number in range(-16, 257)}
 _and, _or, _xor = _bitwise("&", operator.and_), _bitwise("|", operator.or_), _bitwise("^", operator.xor)
 _bitcast = bitcast
 methods: dict[str, Callable[..., Any]] = {}  # functions of language.py that are methods, too
