@@ -435,6 +435,16 @@ def takes_array(out):
 
 
 @triton.jit
+def takes_items(out):
+    tl.store(out, tl.load(out + tl.arange(0, 4)).item())
+
+
+@triton.jit
+def uses_item_as_a_number(out):
+    tl.store(out + tl.arange(0, tl.load(out).item()), 1)
+
+
+@triton.jit
 def takes_list(out):
     tl.store(out, tl.load(out).tolist())
 
@@ -541,6 +551,8 @@ REFUSED = [
     (takes_handle, "no attribute `handle`"),
     (takes_data, "no attribute `data`"),
     (takes_array, "memory of a tensor"),
+    (takes_items, "one element"),
+    (uses_item_as_a_number, "tl.arange needs constants"),
     (takes_list, "no attribute `tolist`"),
     (unpacks, "not known when the kernel is compiled"),
     (shows_a_value, "f-string"),

@@ -257,6 +257,9 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def item(input: Tensor) -> Tensor:
+    """A block of one element as a scalar tensor: no number of the host."""
+    if input.numel != 1:
+        raise KernelError(f".item() needs a tensor of one element, got {describe(input)}")
     return _reshaped(input, ())
 
 
