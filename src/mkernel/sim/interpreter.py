@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
-from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, Pointers, device_assert, native, running
+from mkernel.sim.language import BUILTINS, GIVES_TENSOR, Cta, Descriptor, device_assert, native, running
 from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
@@ -76,7 +76,7 @@ def _translated(value: Any) -> Any:
     if found is not None:
         return found
     if isinstance(value, JIT):
-        return value
+        return _compiled(value).function
     if isinstance(value, ConstexprFunction):
         return value.fn
     if isinstance(value, ModuleType) or _is_named_tuple(value):
@@ -134,7 +134,6 @@ class _Compiler(ast.NodeTransformer):
             "(tuple)": tuple, "(shown)": tensors.shown,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
-        self.calls: set[_Compiled] = set()
         self.temporaries = 0
 
     def _call(self, node: ast.AST, name: str, *args: ast.expr) -> ast.Call:
@@ -183,10 +182,6 @@ class _Compiler(ast.NodeTransformer):
         if value is _REFUSED:
             return found
         meaning = _translated(value)
-        if isinstance(meaning, JIT):
-            callee = _compiled(meaning)
-            self.calls.add(callee)
-            return name, callee.function
         if meaning is _REFUSED and isinstance(node, ast.Attribute) and callable(value):
             return name, _host_function(name, value)
         return name, meaning
@@ -309,7 +304,7 @@ class _Compiler(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and self.names.get(node.func.id) is Pointers:
+        if isinstance(node.func, ast.Name) and self.names.get(node.func.id) is native(tl.pointer_type):
             parts = [self.names.get(each.id) if isinstance(each, ast.Name) else None for each in node.args]
             if len(parts) == 1 and isinstance(parts[0], tl.dtype) and not node.keywords:
                 name = f"({parts[0]}*)"
@@ -370,14 +365,18 @@ class _Compiled:
 
 
 _cache: weakref.WeakKeyDictionary[Any, _Compiled] = weakref.WeakKeyDictionary()
+_compiling: list[_Compiled] = []  # the functions that are being compiled, each used by the one before
 _lock = threading.RLock()
 
 
 def _compiled(jit: Any) -> _Compiled:
-    function = jit.fn
-    found = _cache.get(function)
-    if found is not None:
-        return found
+    found = _cache.get(jit.fn) or _compile(jit.fn)
+    if _compiling:
+        _compiling[-1].calls.add(found)
+    return found
+
+
+def _compile(function: FunctionType) -> _Compiled:
     lines, first = inspect.getsourcelines(function)
     start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
     tree = ast.parse(textwrap.dedent("".join(lines[start:])))
@@ -389,6 +388,7 @@ def _compiled(jit: Any) -> _Compiled:
     # it may call itself, and be called by what it calls: the function is there before its names are
     result = _Compiled(FunctionType(_EMPTY, names))
     _cache[function] = result
+    _compiling.append(result)
     try:
         tree.body = [compiler.visit_FunctionDef(definition)]
         ast.fix_missing_locations(tree)
@@ -396,10 +396,12 @@ def _compiled(jit: Any) -> _Compiled:
         result.function.__code__ = next(code for code in module.co_consts if isinstance(code, CodeType))
         result.function.__defaults__ = tuple(_constant(default) for default in function.__defaults__ or ()) or None
         result.function.__name__ = result.function.__qualname__ = function.__name__
-        result.uses, result.calls = compiler.uses, compiler.calls
+        result.uses = compiler.uses
     except BaseException:
         del _cache[function]
         raise
+    finally:
+        _compiling.pop()
     return result
 
 
