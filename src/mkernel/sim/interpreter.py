@@ -39,7 +39,6 @@ from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_
 JIT = (JITFunction, InterpretedFunction)
 _MARK = "__mkernel_kernel__"  # in the globals of compiled functions
 _TRITON = os.path.dirname(triton.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 _RANGES = (tensors.counted, tensors.unrolled)
 _PLAIN = (bool, int, float, str, type(None))
 
