@@ -321,7 +321,8 @@ def second_operand(function: Any, dtype: Any, shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("function", BINARY, ids=lambda function: function.fn.__name__)
 def test_operators_of_two_tensors(function):
     for first, second in itertools.product(DTYPES, DTYPES):
-        for a, b in (((), ()), ((4,), ()), ((), (4,)), ((8, 4), (4,)), ((8, 1), (1, 4))):
+        more = (((), (4,)), ((8, 4), (4,)), ((8, 1), (1, 4))) if first is second else ()
+        for a, b in (((), ()), ((4,), ()), *more):
             check_binary(function, block(first, a), second_operand(function, second, b))
 
 
