@@ -207,7 +207,7 @@ def test_roce_without_an_address(cluster):
         ({"torch": "2.12.0.dev20260101+cu130"}, "torch", "ok", ""),
         ({"triton": "3.10"}, "triton", "ok", ""),  # 3.10 is newer than 3.6
         ({"triton": None}, "triton", "problem", "pip install 'triton>=3.6'"),
-        ({"numpy": "nonsense"}, "numpy", "problem", "1.26 or newer"),
+        ({"numpy": "nonsense"}, "numpy", "problem", "2.0 or newer"),
         ({"greenlet": None}, "greenlet", "note", "simulator"),
         ({"plotly": None}, "plotly", "note", "HTML"),
     ],

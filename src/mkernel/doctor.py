@@ -35,7 +35,7 @@ OLDEST_PYTHON = (3, 10)
 PACKAGES = (  # name, oldest version, what it is for; "" is needed in any case
     ("torch", "2.11", ""),
     ("triton", "3.6", ""),
-    ("numpy", "1.26", ""),
+    ("numpy", "2.0", ""),
     ("greenlet", "3.0", "the simulator: pip install 'mkernel[sim]'"),
     ("plotly", "6.0", "reports in HTML: pip install 'mkernel[cli]'"),
 )

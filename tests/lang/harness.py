@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import triton.language as tl
-
 import mkernel as mk
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.world import Launch

@@ -1,20 +1,32 @@
 """Triton's language on numpy: numbers as a GPU's, and a process that is left as it was found."""
 
+import gc
+import inspect
+import math
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from patience import HANG
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import mkernel as mk
 from mkernel.lang.order import grouped
+from mkernel.sim.interpreter import _cache, argument, python_function
+from mkernel.sim.interpreter import run as run_kernel
 
-from .harness import run, simulate
+from .harness import launch, run, simulate
 
 
 @triton.jit
@@ -198,6 +210,28 @@ def test_atomics_do_what_they_say(dtype):
     assert before.tolist() == [7] * 7
 
 
+@triton.jit
+def atomics_of_floats(x, before):
+    tl.store(before + 0, tl.atomic_add(x + 0, 1.5))
+    tl.store(before + 1, tl.atomic_max(x + 1, 1))
+    tl.store(before + 2, tl.atomic_max(x + 2, -5.0))
+    tl.store(before + 3, tl.atomic_max(x + 3, -1.0))
+    tl.store(before + 4, tl.atomic_min(x + 4, -5.0))
+    tl.store(before + 5, tl.atomic_min(x + 5, 1.0))
+    tl.store(before + 6, tl.atomic_xchg(x + 6, 1))
+    i = tl.arange(0, 4)
+    tl.store(before + 8 + i, tl.atomic_max(x + 8 + i, tl.where(i < 2, 1.0, -5.0), mask=i != 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_atomics_of_floats(dtype):
+    x, before = torch.full((12,), -3, dtype=dtype), torch.zeros(12, dtype=dtype)
+    run(atomics_of_floats, x=x, before=before)
+    assert x.tolist() == [-1.5, 1, -3, -1, -5, -3, 1, -3, 1, 1, -3, -3]
+    assert before[:7].tolist() == [-3] * 7
+    assert before[8:11].tolist() == [-3] * 3
+
+
 # -- what is left behind
 
 
@@ -329,3 +363,467 @@ def test_it_works_under_triton_interpret():
         TRITON_INTERPRET="1",
     )
     assert done.stdout.strip() == "right", done.stderr
+
+
+# -- what a GPU refuses
+
+
+LIMIT = 5
+TABLE = [1, 2]
+
+
+def helper(x):
+    return x + 1
+
+
+@triton.jit
+def reads_a_global(out):
+    tl.store(out, LIMIT)
+
+
+@triton.jit
+def reads_a_global_in_a_branch(out, WANTED: tl.constexpr):
+    if WANTED:
+        tl.store(out, LIMIT)
+    else:
+        tl.store(out, 1)
+
+
+@triton.jit
+def calls_python(out):
+    tl.store(out, helper(1))
+
+
+@triton.jit
+def calls_numpy(out):
+    tl.store(out, np.maximum(tl.load(out), 1))
+
+
+@triton.jit
+def calls_torch(out):
+    tl.store(out, torch.relu(tl.load(out)))
+
+
+@triton.jit
+def calls_an_unknown_builtin(out):
+    tl.store(out, sorted([1, 2]))
+
+
+@triton.jit
+def takes_int(out):
+    tl.store(out, int(tl.load(out)))
+
+
+@triton.jit
+def takes_float(out):
+    tl.store(out, float(tl.load(out)))
+
+
+@triton.jit
+def takes_handle(out):
+    tl.store(out, tl.load(out).handle)
+
+
+@triton.jit
+def takes_data(out):
+    tl.store(out, tl.load(out).data)
+
+
+@triton.jit
+def takes_array(out):
+    tl.store(out, tl.load(out)._data)
+
+
+@triton.jit
+def takes_items(out):
+    tl.store(out, tl.load(out + tl.arange(0, 4)).item())
+
+
+@triton.jit
+def uses_item_as_a_number(out):
+    tl.store(out + tl.arange(0, tl.load(out).item()), 1)
+
+
+@triton.jit
+def takes_list(out):
+    tl.store(out, tl.load(out).tolist())
+
+
+@triton.jit
+def unpacks(out):
+    a, b = tl.arange(0, 2)
+    tl.store(out, a + b)
+
+
+@triton.jit
+def shows_a_value(out):
+    tl.device_print(f"value {tl.load(out)}")
+
+
+@triton.jit
+def indexes(out):
+    tl.store(out, tl.arange(0, 4)[1])
+
+
+@triton.jit
+def sizes_of_tensors(out):
+    tl.store(out + tl.arange(0, tl.load(out)), 0)
+
+
+@triton.jit
+def three_elements(out):
+    tl.store(out + tl.arange(0, 3), 0)
+
+
+@triton.jit
+def blocks_that_do_not_fit(out):
+    tl.store(out, tl.sum(tl.arange(0, 4) + tl.arange(0, 8)))
+
+
+@triton.jit
+def block_into_scalar(out):
+    tl.store(out, tl.arange(0, 4))
+
+
+@triton.jit
+def branches_on_a_block(out):
+    if tl.arange(0, 4) > 2:
+        tl.store(out, 1)
+
+
+@triton.jit
+def loops_on_a_block(out):
+    while tl.arange(0, 4) > 2:
+        tl.store(out, 1)
+
+
+@triton.jit
+def loops_over_a_tuple(out):
+    for x in (1, 2):
+        tl.store(out, x)
+
+
+@triton.jit
+def compares_twice(out):
+    if 0 < tl.load(out) < 3:
+        tl.store(out, 1)
+
+
+@triton.jit
+def negates_a_number(out):
+    if not tl.load(out):
+        tl.store(out, 1)
+
+
+@triton.jit
+def masks_with_numbers(out):
+    tl.store(out, 1, mask=tl.load(out))
+
+
+@triton.jit
+def loads_a_number(out):
+    tl.store(out, tl.load(tl.load(out)))
+
+
+@triton.jit
+def partial_barrier(out):
+    tl.inline_asm_elementwise("bar.sync 1, 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def too_few_arguments(out):
+    choose(out)
+
+
+@triton.jit
+def unknown_function(out):
+    tl.store(out, tl.median(tl.arange(0, 4)))
+
+
+REFUSED = [
+    (reads_a_global, "`LIMIT`.*tl.constexpr"),
+    (calls_python, "`helper`.*@triton.jit"),
+    (calls_numpy, "`np.maximum` is a Python function"),
+    (calls_torch, "`torch.relu` is a Python function"),
+    (calls_an_unknown_builtin, "`sorted` is not defined"),
+    (takes_int, "not known when the kernel is compiled"),
+    (takes_float, "not known when the kernel is compiled"),
+    (takes_handle, "no attribute `handle`"),
+    (takes_data, "no attribute `data`"),
+    (takes_array, "memory of a tensor"),
+    (takes_items, "one element"),
+    (uses_item_as_a_number, "tl.arange needs constants"),
+    (takes_list, "no attribute `tolist`"),
+    (unpacks, "not known when the kernel is compiled"),
+    (shows_a_value, "f-string"),
+    (indexes, "indexed with"),
+    (sizes_of_tensors, "tl.arange needs constants"),
+    (three_elements, "power of two, it is 3"),
+    (blocks_that_do_not_fit, r"shapes \[4\] and \[8\] do not broadcast"),
+    (block_into_scalar, "scalar pointer"),
+    (branches_on_a_block, "a condition must be a scalar"),
+    (loops_on_a_block, "a condition must be a scalar"),
+    (loops_over_a_tuple, "tl.static_range"),
+    (compares_twice, "two comparisons"),
+    (negates_a_number, "compare it"),
+    (masks_with_numbers, "a mask must be a condition"),
+    (loads_a_number, "tl.load needs a pointer"),
+    (partial_barrier, "bar.sync 1, 64"),
+    (too_few_arguments, "missing 1 required positional argument"),
+    (unknown_function, "`tl.median`"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "message"), REFUSED, ids=[kernel.fn.__name__ for kernel, _ in REFUSED])
+def test_what_a_gpu_refuses(kernel, message):
+    """The error names the line of the kernel."""
+    lines, first = inspect.getsourcelines(kernel.fn)
+    with pytest.raises(mk.SimulatorError, match=message) as caught:
+        run(kernel, out=torch.zeros(4, dtype=torch.int32))
+    file, line, _ = str(caught.value).split(":", 2)
+    assert file == __file__
+    assert first < int(line) < first + len(lines)
+
+
+def test_what_is_not_compiled_is_not_refused():
+    out = torch.zeros(1, dtype=torch.int32)
+    run(reads_a_global_in_a_branch, out=out, WANTED=False)
+    assert out.item() == 1
+    with pytest.raises(mk.SimulatorError, match="LIMIT"):
+        run(reads_a_global_in_a_branch, out=out, WANTED=True)
+
+
+def test_the_error_names_the_function_that_made_it():
+    """And not the kernel that called it, nor Triton's library."""
+
+    @triton.jit
+    def inner(out):
+        return tl.sort(out)
+
+    @triton.jit
+    def outer(out):
+        inner(out)
+
+    _, first = inspect.getsourcelines(inner.fn)
+    with pytest.raises(mk.SimulatorError, match=f"test_interpreter.py:{first + 2}: "):
+        run(outer, out=torch.zeros(1))
+
+
+def test_a_replaced_function_is_used(monkeypatch):
+    """Globals of a kernel are looked up anew at every launch."""
+
+    @triton.jit
+    def two(x):
+        return x + 2
+
+    out = torch.zeros(1, dtype=torch.int32)
+    run(calls_another, out=out)
+    assert out.item() == 1
+    monkeypatch.setitem(globals(), "one", two)
+    run(calls_another, out=out)
+    assert out.item() == 3
+    monkeypatch.undo()
+    run(calls_another, out=out)
+    assert out.item() == 4
+
+
+def test_a_kernel_that_is_gone_leaves_nothing_behind():
+    before = len(_cache)
+    for step in range(20):
+        run(kernel_with(tl.constexpr(step)), out=torch.zeros(1, dtype=torch.int32))
+    gc.collect()
+    assert len(_cache) < before + 10
+
+
+@triton.jit
+def one(x):
+    return x + 1
+
+
+@triton.jit
+def calls_another(out):
+    tl.store(out, one(tl.load(out)))
+
+
+# -- what Triton allows
+
+
+class View(NamedTuple):
+    pointer: object
+    stride: object
+
+
+class Problem(NamedTuple):
+    source: object
+    views: tuple
+    rows: object
+    SIZE: object
+
+
+@triton.jit
+def every_other(view):
+    return View(view.pointer, view.stride * 2)
+
+
+@triton.jit
+def structured(problem, scale, N: tl.constexpr):
+    i = tl.arange(0, N)
+    total = tl.sum(problem.source.load([0, 0]), 1)
+    view = every_other(problem.views[0])
+    total += tl.load(view.pointer + i * view.stride)
+    for _ in tl.static_range(problem.SIZE):
+        total += scale
+    _, (target, last) = problem.views
+    tl.store(target.pointer + i * target.stride, total, mask=i < problem.rows)
+    tl.store(last, problem.SIZE)
+
+
+def test_structures_as_arguments():
+    a, b, out, last = torch.randn(8, 16), torch.randn(32), torch.zeros(8), torch.zeros(1)
+    problem = Problem(TensorDescriptor.from_tensor(a, [8, 16]), (View(b, 2), (View(out, 1), last)), 6, tl.constexpr(3))
+    run(structured, problem=problem, scale=0.5, N=8)
+    assert torch.allclose(out[:6], (a.sum(1) + b[::4] + 1.5)[:6])
+    assert (out[6:] == 0).all()
+    assert last.item() == 3
+
+
+DEFAULT = tl.constexpr(7)
+
+
+@triton.jit
+def with_defaults(x, by=2, MORE: tl.constexpr = DEFAULT):
+    return x * by + MORE
+
+
+@triton.jit
+def many_statements(out, n, FLAG: tl.constexpr, NOTHING: tl.constexpr = None):
+    x, y = 3, (4, 5.5)
+    WIDTH: tl.constexpr = len(out.shape) + 4
+    z: tl.int32 = WIDTH
+    z += 1
+    tl.static_assert(WIDTH == 4, "a scalar has no shape")
+    tl.store(out + 0, x + y[0])
+    tl.store(out + 1, with_defaults(n) + with_defaults(n, 3, MORE=1))
+    if NOTHING is not None and NOTHING.shape[0] == 3:
+        tl.store(out + 2, 100)
+    if (n > 2 and n < 9) or n == 100:
+        tl.store(out + 2, 1)
+    tl.store(out + 3, n if n > 100 else min(n, 3) + max(2, 5))
+    total = 0
+    for i in range(n):
+        for j in tl.range(0, i, 2, num_stages=3):
+            total += j
+        if not (i < 3):
+            total += 10
+    tl.store(out + 4, total)
+    for i in tl.static_range(2):
+        tl.store(out + 5 + i, tl.full((1,), i + 1, tl.int32).item())
+    while z < 20:
+        z = z * 2
+    tl.store(out + 7, z)
+    if isinstance(x, tl.tensor) and not isinstance(WIDTH, tl.tensor) and hasattr(x, "dtype"):
+        tl.store(out + 8, 1 if FLAG == "yes" else 2)
+    assert n > 0, "n is positive"
+    tl.store(out + 9, triton.cdiv(WIDTH, 3) + math.gcd(WIDTH, 6))
+    for i in range(n, 0, -2):
+        tl.store(out + 10, i)
+    a, b = y
+    tl.store(out + 11, a + b.to(tl.int32))
+
+
+def test_statements_mean_what_triton_makes_of_them():
+    out = torch.zeros(12, dtype=torch.int32)
+    run(many_statements, out=out, n=5, FLAG="yes")
+    triangle = sum(j for i in range(5) for j in range(0, i, 2))
+    assert out.tolist() == [7, 17 + 16, 1, 8, triangle + 20, 1, 2, 20, 1, 2 + 2, 1, 9]
+
+
+@triton.jit
+def makes_a_descriptor(source, target, rows, columns, R: tl.constexpr, C: tl.constexpr):
+    a = tl.make_tensor_descriptor(source, shape=[rows, columns], strides=[columns, 1], block_shape=[R, C])
+    b = tl.make_tensor_descriptor(target, [rows, columns], [columns, 1], [R, C])
+    for i in range(0, rows, R):
+        for j in range(0, columns, C):
+            b.store([i, j], a.load([i, j]) * 2)
+
+
+def test_descriptors_made_by_a_kernel():
+    source = torch.randn(10, 12)
+    target = torch.zeros_like(source)
+    run(makes_a_descriptor, source=source, target=target, rows=10, columns=12, R=4, C=8)
+    assert torch.equal(target, 2 * source)
+
+
+@triton.jit
+def block_pointers(source, target, n, m, R: tl.constexpr, C: tl.constexpr):
+    a = tl.make_block_ptr(source, (n, m), (m, 1), (0, 0), (R, C), (1, 0))
+    b = tl.make_block_ptr(target, (n, m), (m, 1), (0, 0), (R, C), (1, 0))
+    for _ in range(tl.cdiv(m, C)):
+        tl.store(b, tl.load(a, boundary_check=(0, 1), padding_option="zero") + 1, boundary_check=(0, 1))
+        a, b = tl.advance(a, (0, C)), b.advance((0, C))
+
+
+def test_block_pointers():
+    """Triton's own interpreter does these, in the simulator's memory."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        source = torch.arange(30).reshape(3, 10).to(dtype)
+        target = torch.zeros_like(source)
+        run(block_pointers, source=source, target=target, n=3, m=10, R=4, C=4)
+        assert torch.equal(target, source + 1)
+
+
+def test_warnings_are_as_the_user_set_them():
+    """A kernel's infinities are silent; numpy's error state outside of it is untouched."""
+
+    @triton.jit
+    def overflows(out):
+        x = tl.load(out)
+        tl.store(out, tl.exp(x * 1e30) - tl.exp(x * 1e30) + tl.log(x - x))
+        tl.store(out + 1, (tl.full((4,), 2**31 - 1, tl.int32) + 1).max())
+
+    def on_rank(group):
+        with np.errstate(over="raise", invalid="raise"):
+            launch(group, overflows, out=torch.ones(2))
+            launch(group, overflows, out=torch.ones(2))
+            return np.geterr()
+
+    before = np.geterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for state in simulate(on_rank, gpus=2):
+            assert state["over"] == state["invalid"] == "raise"
+    assert np.geterr() == before
+
+
+def test_it_compiles_for_a_gpu_meanwhile():
+    """While ranks simulate, in the same process."""
+
+    def on_rank(group):
+        source = ASTSource(choose, {"flag": "i1", "out": "*i32"}, {}, {})
+        text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+        mk.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8))
+        return "tt.store" in text
+
+    assert simulate(on_rank, gpus=2) == [True, True]
+
+
+def test_frames_between_kernel_and_memory_are_the_simulator_s():
+    """Whoever walks the frames finds the kernel's line."""
+    seen = []
+
+    class Cta(SimpleNamespace):
+        def load(self, addresses, mask, other, dtype, descriptor, volatile):
+            frame = sys._getframe(1)
+            while os.path.dirname(frame.f_code.co_filename).endswith(os.path.join("mkernel", "sim")):
+                frame = frame.f_back
+            seen.append((frame.f_code.co_filename, frame.f_lineno, volatile, addresses.dtype, mask.dtype))
+            return np.zeros(np.broadcast_shapes(addresses.shape, mask.shape), dtype=dtype)
+
+    @triton.jit
+    def loads(pointer):
+        tl.load(pointer)
+        tl.load(pointer + tl.arange(0, 4), mask=tl.arange(0, 4) < 2, volatile=True)
+
+    run_kernel(Cta(program_id=0, num_programs=1), python_function(loads), argument(torch.zeros(4)))
+    _, first = inspect.getsourcelines(loads.fn)
+    assert seen == [(__file__, first + 2, False, np.uint64, bool), (__file__, first + 3, True, np.uint64, bool)]

@@ -18,6 +18,7 @@ import inspect
 import os
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -33,12 +34,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
 from mkernel.sim.language import BUILTINS, GIVES_TENSOR, HINTS, Cta, Descriptor, device_assert, native, running
-from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, PointerType, Tensor, same_dtype, to_tensor
+from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
 _MARK = "__mkernel_kernel__"  # in the globals of compiled functions
 _TRITON = os.path.dirname(triton.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 _RANGES = (tensors.counted, tensors.unrolled)
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -130,7 +130,7 @@ class _Compiler(ast.NodeTransformer):
             _MARK: True, "__builtins__": {}, "(assigned)": tensors.assigned, "(refuse)": _refuse,
             "(chosen)": tensors.chosen, "(not)": tensors.negated, "(decides)": tensors.decides,
             "(combined)": tensors.combined, "(value)": _value_of, "(assert)": device_assert,
-            "(tuple)": tuple,
+            "(tuple)": tuple, "(shown)": tensors.shown,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
         self.temporaries = 0
@@ -282,9 +282,8 @@ class _Compiler(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.stmt:
         found = self._resolved(node.iter.func) if isinstance(node.iter, ast.Call) else None
         if found is None or not any(found[1] is each for each in _RANGES):
-            what = ast.unparse(node.iter)
-            return ast.copy_location(ast.Expr(self._refusal(
-                node.iter, f"a loop of a kernel goes over range, tl.range or tl.static_range, got {what}")), node)  # fmt: skip
+            message = f"a loop of a kernel goes over range, tl.range or tl.static_range, got {ast.unparse(node.iter)}"
+            return ast.copy_location(ast.Expr(self._refusal(node.iter, message)), node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
@@ -301,6 +300,21 @@ class _Compiler(ast.NodeTransformer):
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         self.generic_visit(node)
         return self._call(node, "(tuple)", node)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and self.names.get(node.func.id) is native(tl.pointer_type):
+            parts = [self.names.get(each.id) if isinstance(each, ast.Name) else None for each in node.args]
+            if len(parts) == 1 and isinstance(parts[0], tl.dtype) and not node.keywords:
+                name = f"({parts[0]}*)"
+                self.names[name] = tensors.pointer_type(parts[0])
+                return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+        return node
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self.generic_visit(node)
+        node.value = self._call(node, "(shown)", node.value)
+        return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)
@@ -335,20 +349,33 @@ class _Compiled:
     def __init__(self, function: FunctionType):
         self.function = function
         self.uses: list[tuple[dict[str, Any], str, Any]] = []
+        self.calls: set[_Compiled] = set()
 
     def current(self) -> bool:
-        return all(owner.get(name, _REFUSED) is value for owner, name, value in self.uses)
+        """Are all names, also in the functions that are called, what they were?"""
+        seen, left = {self}, [self]
+        while left:
+            compiled = left.pop()
+            if any(owner.get(name, _REFUSED) is not value for owner, name, value in compiled.uses):
+                return False
+            left += compiled.calls - seen
+            seen |= compiled.calls
+        return True
 
 
-_cache: dict[Any, _Compiled] = {}
+_cache: weakref.WeakKeyDictionary[Any, _Compiled] = weakref.WeakKeyDictionary()
+_compiling: list[_Compiled] = []  # the functions that are being compiled, each used by the one before
 _lock = threading.RLock()
 
 
 def _compiled(jit: Any) -> _Compiled:
-    function = jit.fn
-    found = _cache.get(function)
-    if found is not None:
-        return found
+    found = _cache.get(jit.fn) or _compile(jit.fn)
+    if _compiling:
+        _compiling[-1].calls.add(found)
+    return found
+
+
+def _compile(function: FunctionType) -> _Compiled:
     lines, first = inspect.getsourcelines(function)
     start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
     tree = ast.parse(textwrap.dedent("".join(lines[start:])))
@@ -360,6 +387,7 @@ def _compiled(jit: Any) -> _Compiled:
     # it may call itself, and be called by what it calls: the function is there before its names are
     result = _Compiled(FunctionType(_EMPTY, names))
     _cache[function] = result
+    _compiling.append(result)
     try:
         tree.body = [compiler.visit_FunctionDef(definition)]
         ast.fix_missing_locations(tree)
@@ -371,6 +399,8 @@ def _compiled(jit: Any) -> _Compiled:
     except BaseException:
         del _cache[function]
         raise
+    finally:
+        _compiling.pop()
     return result
 
 
@@ -383,7 +413,7 @@ _EMPTY = _nothing.__code__
 def python_function(jit: Any) -> Callable[..., Any]:
     """The Python function that does what a @triton.jit function does, for `run`."""
     with _lock:
-        if not all(compiled.current() for compiled in _cache.values()):
+        if not _compiled(jit).current():
             _cache.clear()  # a global of some kernel was replaced
         return _compiled(jit).function
 
@@ -456,15 +486,16 @@ def argument(value: Any) -> Any:
 
 
 def _method_of_triton(name: str, *args: Any, **kwargs: Any) -> Any:
+    function = getattr(tl, name)
     with _lock:
-        function = _translated(getattr(tl, name))
-    return function(*args, **kwargs)
+        call = native(function) or _compiled(function).function
+    return call(*args, **kwargs)
 
 
 for _name in dir(tl.tensor):
-    if not _name.startswith("_") and hasattr(tl, _name) and _name not in tensors.methods:
-        if _name not in Tensor.__dict__ and callable(getattr(tl, _name)) and not isinstance(getattr(tl, _name), type):
-            tensors.methods[_name] = partial(_method_of_triton, _name)
+    _function = getattr(tl, _name, None)
+    if isinstance(_function, JIT) or tl.core.is_builtin(_function):
+        tensors.methods.setdefault(_name, partial(_method_of_triton, _name))
 
 
 assert triton.__version__ >= "3.6"

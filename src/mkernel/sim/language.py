@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +25,32 @@ from triton.language.semantic import TritonSemantic
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import tensors
 from mkernel.sim.tensors import (
-    BFLOAT16, FLOAT, FLOAT16, FLOAT32, FLOAT64, INT1, INT32, INT64, INTEGER, UINT32, KernelError, PointerType, Tensor,
-    bf16_bits, bf16_values, constant, convert, describe, from_memory, info, operands, pointer_type, rounded_to_bf16,
-    same_dtype, to_memory, to_tensor,
+    BFLOAT16,
+    FLOAT,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT1,
+    INT32,
+    INT64,
+    INTEGER,
+    UINT32,
+    KernelError,
+    PointerType,
+    Tensor,
+    bf16_bits,
+    bf16_values,
+    constant,
+    convert,
+    describe,
+    from_memory,
+    info,
+    operands,
+    pointer_type,
+    rounded_to_bf16,
+    same_dtype,
+    to_memory,
+    to_tensor,
 )  # fmt: skip
 
 
@@ -236,6 +259,9 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def item(input: Tensor) -> Tensor:
+    """A block of one element as a scalar tensor: no number of the host."""
+    if input.numel != 1:
+        raise KernelError(f".item() needs a tensor of one element, got {describe(input)}")
     return _reshaped(input, ())
 
 
@@ -267,11 +293,15 @@ def _promoted(value: Any) -> Tensor:
     return tensor.to(FLOAT32) if tensor.dtype is BFLOAT16 else tensor
 
 
-def _extreme(name: str, plain: Callable, without_nan: Callable, with_nan: Callable) -> Callable[..., Tensor]:
+def _extreme(name: str, scalar: Callable, plain: Callable, without_nan: Callable) -> Callable[..., Tensor]:
+    """`plain` lets NaN through, `without_nan` does not."""
+
     def extreme(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tensor:
         first, second, dtype = operands(_promoted(x), _promoted(y))
+        if (dtype is INT32 or dtype is INT64) and not (first.shape or second.shape):
+            return Tensor(scalar(first, second), dtype)
         if info(dtype).kind == FLOAT:
-            operate = with_nan if propagate_nan == tl.PropagateNan.ALL else without_nan
+            operate = plain if propagate_nan == tl.PropagateNan.ALL else without_nan
         else:
             operate = plain
         try:
@@ -283,8 +313,8 @@ def _extreme(name: str, plain: Callable, without_nan: Callable, with_nan: Callab
     return extreme
 
 
-minimum = _extreme("minimum", np.minimum, np.fmin, np.minimum)
-maximum = _extreme("maximum", np.maximum, np.fmax, np.maximum)
+minimum = _extreme("minimum", min, np.minimum, np.fmin)
+maximum = _extreme("maximum", max, np.maximum, np.fmax)
 
 
 def _builtin_extreme(of_constants: Callable, of_tensors: Callable) -> Callable[..., Any]:
@@ -450,8 +480,8 @@ def _slices(inputs: Sequence[Tensor], axis: int) -> list[list[Tensor]]:
 
 
 def _combined(combine_fn: Callable, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    """Each element of two groups, combined; in the types that the groups have. Functions of scalars may branch, so it is
-    called for each element if it does."""
+    """Each element of two groups, combined, in the types that the groups have. The function is one of scalars: where it
+    branches on them, it is called for each element."""
     try:
         results = _tuple(combine_fn(*left, *right))
     except KernelError:
@@ -512,8 +542,7 @@ def associative_scan(input: Any, axis: Any, combine_fn: Callable, reverse: bool 
 
 def reduce_with_indices(input: Tensor, axis: Any, combine_fn: Callable, keep_dims: bool = False) -> Any:
     place = _wrapped(axis, len(input.shape))
-    index = np.arange(input.shape[place], dtype=np.int32)
-    index = index.reshape([-1 if each == place else 1 for each in range(len(input.shape))])
+    index = _counting(0, input.shape[place]).reshape(_along(place, len(input.shape)))
     return reduce((input, Tensor(np.broadcast_to(index, input.shape), INT32)), axis, combine_fn, keep_dims)
 
 
@@ -764,10 +793,14 @@ def _atomic(name: str, signed: Any, unsigned: Any = None, floating: Any = None) 
                 raise KernelError(f"{what} is not supported for {dtype}")
             if dtype is BFLOAT16:
                 raise KernelError(f"the simulator has no {what} for bf16: add in fp32")
+            if name == "xchg":  # bits are exchanged
+                bits = values.view(f"i{values.itemsize}")
+                before = _perform(floating, pointer, addresses, bits, chosen, dtype, order, False)
+                return Tensor(before._data.view(values.dtype), dtype)
             return _perform(floating, pointer, addresses, values, chosen, dtype, order, False)
         operation = signed if kind.signed or unsigned is None else unsigned
         # waiting CTAs read by adding nothing, and keep the newest time by a maximum
-        only_looks = (name == "add" and not values.any()) or operation == _RMW.MAX
+        only_looks = operation is _RMW.MAX or (name == "add" and not (values[0] if values.size == 1 else values.any()))
         return _perform(operation, pointer, addresses, values, chosen, dtype, order, only_looks)
 
     return function
@@ -776,8 +809,8 @@ def _atomic(name: str, signed: Any, unsigned: Any = None, floating: Any = None) 
 def _float_extreme(
     name: str, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any, order: tuple[bool, bool]
 ) -> Tensor:
-    """Maxima and minima of floats are those of their bits as integers: of signed ones for positive numbers, the opposite
-    of unsigned ones for negative numbers. Two atomics, as on a GPU."""
+    """Maxima and minima of floats are those of their bits as integers: of signed ones for positive numbers, and the
+    opposite of unsigned ones for negative numbers. Two atomics, as on a GPU."""
     size = values.itemsize
     negative = np.signbit(values)
     signed, unsigned = (_RMW.MAX, _RMW.UMIN) if name == "max" else (_RMW.MIN, _RMW.UMAX)
@@ -827,8 +860,10 @@ class Descriptor:
         self.padding = padding
         rank = len(self.shape)
         if not 1 <= rank <= 5 or len(self.strides) != rank or len(self.block_shape) != rank:
-            raise KernelError(f"a tensor descriptor has 1 to 5 sizes and as many strides and block sizes, got {rank} sizes, "
-                              f"{len(self.strides)} strides and {len(self.block_shape)} block sizes")  # fmt: skip
+            raise KernelError(
+                f"a tensor descriptor has 1 to 5 sizes and as many strides and block sizes, got {rank} sizes, "
+                f"{len(self.strides)} strides and {len(self.block_shape)} block sizes"
+            )
         size = info(self.dtype).memory.itemsize
         self._base = int(base._data)
         self._sizes = [int(each._data) for each in self.shape]
@@ -866,11 +901,13 @@ class Descriptor:
                 )
             starts.append(int(value._data))
         if starts[-1] * self._steps[-1] % 16:
-            raise KernelError(f"the last offset of a block must be a multiple of 16 bytes, got {starts[-1]} elements of "
-                              f"{self._steps[-1]}")  # fmt: skip
+            raise KernelError(
+                f"the last offset of a block must be a multiple of 16 bytes, got {starts[-1]} elements of "
+                f"{self._steps[-1]}"
+            )
         first = self._base + sum(start * step for start, step in zip(starts, self._steps, strict=True))
         addresses = (self._places + first).view(np.uint64)
-        if all(0 <= start and start + count <= size
+        if all(start >= 0 and start + count <= size
                for start, count, size in zip(starts, self.block_shape, self._sizes, strict=True)):  # fmt: skip
             return addresses, _everything(self.block_shape)
         inside = np.ones(self.block_shape, dtype=bool)
@@ -1001,8 +1038,10 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 def inline_asm_elementwise(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
     instruction = INSTRUCTIONS.get(" ".join(asm.split()))
     if instruction is None:
-        raise KernelError(f"the simulator does not know the instruction {asm!r}: it knows those of mkernel.lang.device, "
-                          ".trace and .multicast")  # fmt: skip
+        raise KernelError(
+            f"the simulator does not know the instruction {asm!r}: it knows those of mkernel.lang.device, .trace and "
+            ".multicast"
+        )
     return instruction(*(to_tensor(arg) for arg in args))
 
 
@@ -1120,7 +1159,7 @@ def _come_back(value: Any) -> Any:
     if isinstance(value, tl.tensor):
         if isinstance(value.handle, base.BlockPointerHandle):
             return BlockPointer(value)
-        if value.type.is_void():
+        if value.dtype.name == "void":
             return None
         dtype = same_dtype(value.dtype)
         data = np.asarray(value.handle.data)
@@ -1181,11 +1220,11 @@ _FUNCTIONS: dict[str, Any] = {
     "abs": abs_, "sum": sum_, "max": max_, "min": min_, "view": reshape,
     "multiple_of": hint, "max_contiguous": hint, "max_constancy": hint,
     **{function.__name__: function for function in (
-        program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast, permute,
-        trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce, associative_scan, cumsum,
-        cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor, load_tensor_descriptor,
-        store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert, device_assert,
-        device_print, static_print,
+        program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast,
+        permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
+        associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor,
+        load_tensor_descriptor, store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert,
+        device_assert, device_print, static_print,
     )},
     "minimum": minimum, "maximum": maximum, "xor_sum": xor_sum, "reduce_or": reduce_or, "exp": exp, "exp2": exp2,
     "log": log, "log2": log2, "cos": cos, "sin": sin, "sqrt": sqrt, "sqrt_rn": sqrt_rn, "floor": floor, "ceil": ceil,
@@ -1224,6 +1263,7 @@ def native(value: Any) -> Any:
     return found
 
 
+tensors.methods["cast_fp8"] = partial(_elsewhere, tl.cast)
 for _name in dir(tl.tensor):
     if _name in _FUNCTIONS and _name not in Tensor.__dict__:
         tensors.methods[_name] = _FUNCTIONS[_name]

@@ -67,6 +67,7 @@ INT1, INT32, INT64, UINT32, UINT64 = tl.int1, tl.int32, tl.int64, tl.uint32, tl.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
 _SAME = {dtype.name: dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name in _INFOS}
 _ALL_BITS = (1 << 64) - 1
+_WHOLE = slice(None)
 
 
 class PointerType(tl.pointer_type):
@@ -75,6 +76,7 @@ class PointerType(tl.pointer_type):
     def __init__(self, element: tl.dtype, address_space: int, const: bool):
         super().__init__(element, address_space, const)
         self.element_bytes = _ADDRESS.memory.itemsize if element.is_ptr() else max(1, element.primitive_bitwidth // 8)
+        self.step = np.uint64(self.element_bytes)
 
 
 _pointers: dict[tuple[str, int, bool], PointerType] = {}
@@ -83,7 +85,7 @@ _pointers: dict[tuple[str, int, bool], PointerType] = {}
 def pointer_type(element: tl.dtype, address_space: int = 1, const: bool = False) -> PointerType:
     if not isinstance(element, tl.dtype):
         raise KernelError(f"tl.pointer_type needs a dtype, got {describe(element)}")
-    key = (str(element), address_space, const)
+    key = (str(element) if element.is_ptr() else element.name, address_space, const)
     found = _pointers.get(key)
     if found is None:
         found = _pointers[key] = PointerType(same_dtype(element), address_space, const)
@@ -157,6 +159,8 @@ def constant(value: Any, dtype: Any) -> Any:
 
 def dtype_of_number(value: Any) -> Any:
     """The dtype that Triton gives to a Python number."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return INT32
     if isinstance(value, bool):
         return INT1
     if isinstance(value, int):
@@ -174,6 +178,8 @@ def dtype_of_number(value: Any) -> Any:
 def to_tensor(value: Any) -> Tensor:
     if type(value) is Tensor:
         return value
+    if type(value) is int and value in _small:
+        return _small[value]
     if isinstance(value, (bool, int, float)):
         dtype = dtype_of_number(value)
         return Tensor(constant(value, dtype), dtype)
@@ -276,6 +282,14 @@ def _computation_type(a: Any, a_is_number: bool, b: Any, b_is_number: bool, divi
 
 def operands(left: Any, right: Any, division: bool = False, pointers: bool = False) -> tuple[Any, Any, Any]:
     """The data of two operands in the type in which Triton computes with them, and that type."""
+    if type(left) is Tensor and type(right) is Tensor and left.dtype is right.dtype and not division:
+        dtype = left.dtype
+        if dtype is INT32 or dtype is INT64 or dtype is FLOAT32 or dtype is INT1:
+            return left._data, right._data, dtype
+    if type(left) is Tensor and type(right) is int and left.dtype is INT32 and -(2**31) <= right < 2**31:
+        return left._data, np.int32(right), INT32
+    if type(left) is Tensor and type(right) is float and left.dtype is FLOAT32:
+        return left._data, np.float32(right), FLOAT32
     left_is_number, right_is_number = type(left) is not Tensor, type(right) is not Tensor
     a = dtype_of_number(_number(left)) if left_is_number else left.dtype
     b = dtype_of_number(_number(right)) if right_is_number else right.dtype
@@ -339,6 +353,23 @@ def _divide(left: Any, right: Any) -> Tensor:
     return Tensor(np.divide(a, b), dtype)
 
 
+def _whole_numbers(left: Tensor, right: Any) -> tuple[int, int] | None:
+    """Two scalars of int32 or int64 as Python's integers, the second one positive: what kernels mostly divide."""
+    dtype, dividend = left.dtype, left._data
+    if (dtype is INT32 or dtype is INT64) and not isinstance(dividend, np.ndarray):
+        if type(right) is Tensor:
+            if right.dtype is not dtype or isinstance(right._data, np.ndarray):
+                return None
+            divisor = int(right._data)
+        elif type(right) is int:
+            divisor = right
+        else:
+            return None
+        if 0 < divisor < 2**31:
+            return int(dividend), divisor
+    return None
+
+
 def _divide_integers(left: Any, right: Any) -> Tensor:
     a, b, dtype = operands(left, right, division=True)
     _refuse_floats(left, right, dtype, "//")
@@ -384,8 +415,10 @@ def _shift_right(left: Any, right: Any, arithmetic: bool) -> Tensor:
 
 
 def _compare(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
+    """Unlike in arithmetic, a number is a tensor of its own type here: it may widen the comparison."""
+
     def general(left: Any, right: Any) -> Tensor:
-        a, b, _ = operands(left, right)
+        a, b, _ = operands(to_tensor(left), to_tensor(right))
         return Tensor(operate(a, b), INT1)
 
     return general
@@ -416,7 +449,7 @@ def _method(
                         return Tensor(operate(self._data, other._data), result or dtype)
                 elif (dtype is INT32 or dtype is INT64) and (theirs is INT32 or theirs is INT64):
                     return Tensor(operate(self._data, other._data), result or INT64)
-            elif kind is int and (dtype is INT32 or dtype is INT64):
+            elif kind is int and (dtype is INT32 or dtype is INT64) and -(2**31) <= other < 2**31:
                 return Tensor(operate(self._data, other), result or dtype)
         except (ValueError, OverflowError):
             pass  # what is wrong is found, and said, on the long path
@@ -439,11 +472,12 @@ def offset_by(pointer: Tensor, other: Any) -> Tensor:
         steps = other._data
         if isinstance(start, np.ndarray) or isinstance(steps, np.ndarray):
             try:
-                return Tensor(start + steps.astype(np.uint64) * np.uint64(size), pointer.dtype)
+                return Tensor(start + steps.astype(np.uint64) * pointer.dtype.step, pointer.dtype)
             except ValueError:
                 raise _shapes(pointer, other) from None
     elif isinstance(other, int):
-        dtype_of_number(other)
+        if not -(2**63) <= other < 2**64:
+            raise KernelError(f"the offset {other} of a pointer does not fit in 64 bits")
         steps = other
         if isinstance(start, np.ndarray):
             return Tensor(start + np.uint64((steps * size) & _ALL_BITS), pointer.dtype)
@@ -497,8 +531,8 @@ class Tensor:
         raise KernelError(f"the value of {describe(self)} is not known when the kernel is compiled: use .to(dtype), or "
                           "pass it as tl.constexpr")  # fmt: skip
 
-    __int__ = __float__ = __index__ = __complex__ = __iter__ = __format__ = _no_host_value  # type: ignore[assignment]
-    __len__ = __array__ = __contains__ = _no_host_value  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = __iter__ = _no_host_value
+    __len__ = __array__ = __contains__ = _no_host_value
     __hash__ = None  # type: ignore[assignment]
 
     # operators
@@ -528,11 +562,19 @@ class Tensor:
     __rtruediv__ = _reflected(_divide)
 
     def __floordiv__(self, other: Any) -> Tensor:
+        numbers = _whole_numbers(self, other)
+        if numbers is not None:
+            x, y = numbers
+            return Tensor(type(self._data)(x // y if x >= 0 else -(-x // y)), self.dtype)
         return _in_shape(_divide_integers, self, other)
 
     __rfloordiv__ = _reflected(_divide_integers)
 
     def __mod__(self, other: Any) -> Tensor:
+        numbers = _whole_numbers(self, other)
+        if numbers is not None:
+            x, y = numbers
+            return Tensor(type(self._data)(x % y if x >= 0 else -(-x % y)), self.dtype)
         return _in_shape(_remainder, self, other)
 
     __rmod__ = _reflected(_remainder)
@@ -585,8 +627,8 @@ class Tensor:
     __le__ = _method(operator.le, _compare(operator.le), INT1)
     __gt__ = _method(operator.gt, _compare(operator.gt), INT1)
     __ge__ = _method(operator.ge, _compare(operator.ge), INT1)
-    __eq__ = _method(operator.eq, _compare(operator.eq), INT1)  # type: ignore[assignment]
-    __ne__ = _method(operator.ne, _compare(operator.ne), INT1)  # type: ignore[assignment]
+    __eq__ = _method(operator.eq, _compare(operator.eq), INT1)
+    __ne__ = _method(operator.ne, _compare(operator.ne), INT1)
 
     def logical_and(self, other: Any) -> Tensor:
         return bitcast(self, INT1) & bitcast(to_tensor(other), INT1)
@@ -597,27 +639,33 @@ class Tensor:
     # shapes and types; the other methods are functions of language.py
 
     def __getitem__(self, index: Any) -> Tensor:
-        data = self._data
         places = index if isinstance(index, tuple) else (index,)
-        for place, part in enumerate(places):
-            if part is None:
-                data = np.expand_dims(data, place)
-            elif not (isinstance(part, slice) and part == slice(None)):
+        for part in places:
+            if part is not None and not (isinstance(part, slice) and part == _WHOLE):
                 raise KernelError(f"a tensor is indexed with `:` and None only, got {describe(part)}")
-        if sum(part is not None for part in places) > self._data.ndim:
+        if len(places) - places.count(None) > self._data.ndim:
             raise KernelError(f"too many indices for {describe(self)}: {len(places)}")
-        return Tensor(data, self.dtype)
+        return Tensor(self._data[index], self.dtype)
 
     def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Tensor:
         if dtype is self.dtype:
             return self
+        if fp_downcast_rounding is None and not bitcast:  # what kernels mostly do
+            if dtype is INT64 and self.dtype is INT32:
+                return Tensor(self._data.astype(np.int64), INT64)
+            if type(dtype) is PointerType and self.dtype is INT64:
+                return Tensor(self._data.astype(np.uint64), dtype)
         if not isinstance(dtype, tl.dtype):
             raise KernelError(f"a tensor is cast to a dtype, got {describe(dtype)}")
         target = same_dtype(dtype)
-        return _bitcast(self, target) if bitcast else cast(self, target, fp_downcast_rounding)
+        if bitcast:
+            return _bitcast(self, target)
+        if RAW in (info(self.dtype).kind, info(target).kind):
+            return methods["cast_fp8"](self, target, fp_downcast_rounding)
+        return cast(self, target, fp_downcast_rounding)
 
     @property
-    def T(self) -> Tensor:  # noqa: N802
+    def T(self) -> Tensor:
         if len(self.shape) != 2:
             raise KernelError(f".T is for two dimensions, got {describe(self)}: use tl.permute")
         return Tensor(self._data.T, self.dtype)
@@ -625,11 +673,14 @@ class Tensor:
     def __getattr__(self, name: str) -> Any:
         function = methods.get(name)
         if function is None:
-            raise NoAttribute(f"a tensor in a kernel has no attribute `{name}`: its values and its memory belong to the "
-                              "GPU, kernels use the functions of triton.language")  # fmt: skip
+            raise NoAttribute(
+                f"a tensor in a kernel has no attribute `{name}`: its values and its memory belong to the GPU, and "
+                "kernels use the functions of triton.language"
+            )
         return lambda *args, **kwargs: function(self, *args, **kwargs)
 
 
+_small = {number: Tensor(np.int32(number), INT32) for number in range(-16, 257)}
 _and, _or, _xor = _bitwise("&", operator.and_), _bitwise("|", operator.or_), _bitwise("^", operator.xor)
 _bitcast = bitcast
 methods: dict[str, Callable[..., Any]] = {}  # functions of language.py that are methods, too
@@ -647,6 +698,13 @@ def assigned(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = [assigned(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def shown(value: Any) -> Any:
+    """A part of an f-string."""
+    if isinstance(value, Tensor):
+        raise KernelError(f"an f-string in a kernel can show constants only, got {describe(value)}")
     return value
 
 
