@@ -139,7 +139,7 @@ def test_a_source_may_be_written_again_when_it_was_sent(patient):
         assert {simulate(rank, nodes=2, gpus=1, seed=seed)[1] for seed in range(8)} == {(1,) * 8}
     else:
         for seed in range(8):
-            with pytest.raises(mk.RaceError, match="to the network (has )?load"):
+            with pytest.raises(mk.RaceError, match=r"to the network (has )?load"):
                 simulate(rank, nodes=2, gpus=1, seed=seed)
 
 
@@ -189,7 +189,7 @@ def test_a_request_may_use_all_that_was_declared():
     asking(source=size - 64, target=size - 64)
     asking(source=1024, target=1024, size=size - 1024)
     asking(source=size, target=size, size=0)
-    with pytest.raises(mk.SimulatorError, match=r"8 bytes behind the end of the signals of all_gather_matmul of rank 0"):
+    with pytest.raises(mk.SimulatorError, match="8 bytes behind the end of the signals of all_gather_matmul of rank"):
         asking(source=40, target=1024, size=8)
 
 

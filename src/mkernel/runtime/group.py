@@ -430,9 +430,9 @@ class Group:
         cut = (f"workspace of {op}", (("signal_words", signal_words), ("half_bytes", half_bytes)))
         nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
         start = nbytes - 2 * half_bytes
-        parts = [Part(f"half {i} of the workspace of {op}", start + i * half_bytes, start + (i + 1) * half_bytes, "buffer")
-                 for i in (0, 1)]  # fmt: skip
-        parts.append(Part(f"the signals of {op}", 0, signal_words * 8, "signals"))
+        parts = [Part(f"the signals of {op}", 0, signal_words * 8, "signals")]
+        for parity, begin in enumerate((start, start + half_bytes)):
+            parts.append(Part(f"half {parity} of the workspace of {op}", begin, begin + half_bytes, "buffer"))
         segment = self.heap.allocate(nbytes, cut, replaces, parts)
         state = self.world.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value

@@ -63,8 +63,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Part:
-    """What bytes start..end-1 of a segment are. kind: "signals"; "buffer", in which kernels leave things for each other; or
-    "tensor", which belongs to the user."""
+    """What bytes start..end-1 of a segment are. kind: "signals"; "buffer", in which kernels leave things for each
+    other; or "tensor", which belongs to the user."""
 
     name: str
     start: int

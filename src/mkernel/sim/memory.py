@@ -1,10 +1,10 @@
 """The memory of a simulated cluster: what kernels may touch, and what they find there.
 
-Memory comes in pieces, each allocated as one (`Shadow`), with named parts (`Region`). Every element that a kernel touches
-must lie in one of them; one that does not is an error here, instead of a corrupted process.
+Memory comes in pieces, each allocated as one (`Shadow`), with named parts (`Region`). Every element that a kernel
+touches must lie in one of them; one that does not is an error here, instead of a corrupted process.
 
-A store is in memory at once, and a load sees the newest value. A GPU is weaker than that, but what a weaker memory would
-show is always a race, and those are found as such (`races.py`).
+A store is in memory at once, and a load sees the newest value. A GPU is weaker than that, but what a weaker memory
+would show is always a race, and those are found as such (`races.py`).
 
 Multicast addresses are ranges of their own: a store there is one store to each member; a load adds the members in
 random order, since the switch promises none.
@@ -149,8 +149,8 @@ class Memory:
         raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every multicast range{self._here()}")
 
     def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:
-        """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them is
-        outside of what may be touched."""
+        """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them
+        is outside of what may be touched."""
         if addresses.size == 1:
             low = int(addresses.item())
             high = low + size
@@ -161,7 +161,7 @@ class Memory:
             self._check_inside(piece, addresses, size, low, high, what, stores)
             return [Access(piece, addresses, size, low, high)]
         found = []
-        left = addresses.reshape(-1)
+        left: np.ndarray = addresses.reshape(-1)
         while left.size:
             low = int(left.min())
             piece = self.piece_of(low)
@@ -247,8 +247,8 @@ class Memory:
                 else:
                     self.races.load(Actor(cta.main, _clock(cta, path), cta), access)
         if touched is addresses and addresses.size == 1:
-            word = (ctypes.c_char * dtype.itemsize).from_address(found[0].low)
-            return np.frombuffer(bytes(word), dtype=dtype).reshape(addresses.shape), found
+            value = ctypes.string_at(found[0].low, dtype.itemsize)
+            return np.frombuffer(value, dtype=dtype).reshape(addresses.shape), found
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
         return result, found

@@ -130,8 +130,8 @@ class Proxy(Task):
     def _set_word(
         self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock, in_order: bool = False
     ) -> None:
-        """Give a word a value, by a release that tells what the clock knows. in_order: others that have changed the word
-        must have done so before."""
+        """Give a word a value, by a release that tells what the clock knows. in_order: others that have changed the
+        word must have done so before."""
         word = tensor.data_ptr()
         before = int(tensor.view(torch.int64)[0])
         address = np.array([word], dtype=np.uint64)
@@ -150,7 +150,8 @@ class Proxy(Task):
         races = self.memory.races
         if races is None or thread is None or not tensor.numel() or self.given_up():
             return
-        access = self.memory.span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), f"{thread.name}: an access")
+        size = tensor.numel() * tensor.element_size()
+        access = self.memory.span(tensor.data_ptr(), size, f"{thread.name}: an access")
         site = races.sites.named("the network writes what arrives" if stores else "the network reads what it sends")
         if stores:
             races.store(Actor(thread, thread.clock), access, site)

@@ -107,14 +107,14 @@ class Cta:
 
     def __init__(self, main: Thread, descriptors: Thread, multicast: Thread):
         self.main, self.descriptors, self.multicast = main, descriptors, multicast
-        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose result
-        # all threads of the GPU have; and by each of them for itself, so that all may rely on it behind a barrier
+        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
+        # result all threads of the GPU have; and by each of them for itself
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
         self._acquired: set[int] = set()  # words that no wait has said anything about since
         self.covered = main.last  # own events that a release speaks for
-        self._covered_others = (0, 0)  # the same, on the other paths
+        self._covered_others: tuple[int, ...] = (0, 0)  # the same, on the other paths
         self.fence_descriptors()
         self.fence_multicast()
 

@@ -150,7 +150,7 @@ class Races:
         self._threads: dict[Hashable, Thread] = {}
         self._by_number: list[Thread] = []
         self._last = 0  # event
-        self._thread_of = np.zeros(1024, dtype=np.int32)  # by event
+        self._thread_of: np.ndarray = np.zeros(1024, dtype=np.int32)  # by event
         self._site_of = [self.sites.named("the user's code")]  # by event
         self._words: dict[int, Word] = {}
         self._mail: dict[Hashable, Clock] = {}

@@ -5,8 +5,9 @@ call of a rank's Python code is a point where another task may run. Choices are 
 seed or by the name of a schedule: the same one gives the same order, so any failure can be replayed.
 
 A CTA that waits sleeps until one of the words that it looks at, or the clock, has changed; a rank's Python code and a
-proxy sleep until something happened that they may wait for. So waiting costs nothing. When no task can run, ranks that were told to start late start; then the clock advances, so that timeouts run
-out. The clock stands still otherwise: a rank that is slow, but alive, never times out.
+proxy sleep until something happened that they may wait for. So waiting costs nothing. When no task can run, ranks that
+were told to start late start; then the clock advances, so that timeouts run out. The clock stands still otherwise: a
+rank that is slow, but alive, never times out.
 """
 
 from __future__ import annotations
@@ -319,8 +320,9 @@ class CtaTask(Task):
         return before
 
     def _orders(
-        self, races: Races, order: Cta, words: list[int], before: list[int], now: list[int], acquire: bool, release: bool
-    ) -> None:
+        self, races: Races, order: Cta, words: list[int], before: list[int], now: list[int], acquire: bool,
+        release: bool,
+    ) -> None:  # fmt: skip
         """What an atomic operation tells the CTA, and what it tells others."""
         if acquire:
             for word in words:
@@ -332,8 +334,8 @@ class CtaTask(Task):
                 races.release(order.main, clock, word, old, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
-        """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing is
-        new, it sleeps."""
+        """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing
+        is new, it sleeps."""
         now = (self.scheduler.memory.writes, self.scheduler.clock)
         self.looks_now = self.looks_now + 1 if now == self.last_look else 1
         self.last_look = now

@@ -484,8 +484,8 @@ class SimWorld:
         )
 
     def _returned(self, running: RunningLaunch) -> None:
-        """A call has returned: the rank's Python code may do with its tensors what it likes. Those in the symmetric heap
-        other ranks' kernels can reach, too."""
+        """A call has returned: the rank's Python code may do with its tensors what it likes. Those in the symmetric
+        heap other ranks' kernels can reach, too."""
         self._waited_for_streams(running.rank, running.stream)
         host = self._host(running.rank)
         if host is None or self.races is None or running.given_up():
