@@ -81,12 +81,12 @@ def failure_of(broken, folder):
 
 
 def assert_caught(broken, folder):
-    """It fails as expected, and the first record says what it must."""
+    """It fails as expected, and one of the records says what it must: other CTAs of the rank wait for the one that
+    waits in vain, and may have been the first to give up."""
     failure = failure_of(broken, folder)
     if broken.record:
-        record = failure.record
-        assert record.timed_out
-        assert record.op == broken.scenario.op
-        assert record.peer != record.rank
-        assert {name: getattr(record, name) for name in broken.record} == broken.record
-        assert f"signal '{record.signal}' is {record.seen}, expected {record.expected}" in str(failure)
+        first = failure.record
+        assert first.timed_out
+        assert f"signal '{first.signal}' is {first.seen}, expected {first.expected}" in str(failure)
+        assert all(record.op == broken.scenario.op for record in failure.records)
+        assert broken.record in [{name: getattr(each, name) for name in broken.record} for each in failure.records]
