@@ -19,6 +19,7 @@ from mkernel.lang.routing import (
     FIRST_EXPERT,
     FITS,
     HELD,
+    NUMBERED,
     TOKENS,
     VERDICT,
     announce,
@@ -129,7 +130,7 @@ def send_tokens(
     DTYPE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GPUS: tl.constexpr,
     RANKS: tl.constexpr, CHUNK: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send to each other node the tokens that it needs. Every sender numbers all tokens; their chunks go round the
+    """Send to each other node the tokens that it needs. The first sender numbers all tokens; their chunks go round the
     senders."""
     rank = rank_of(context)
     parity = (epoch % 2).to(tl.int32)
@@ -138,15 +139,18 @@ def send_tokens(
     if good:
         table = table_of(context, rank, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
-        for away in range(1, SIZE // GPUS):
-            base = (rank // GPUS + away) % (SIZE // GPUS) * GPUS
-            low = experts_before(context, base, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
-            high = experts_before(context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
-            # every sender stores the same numbers
-            number_crossings(table, tokens, low, high, departed + (away - 1) * most_tokens, K, SLOTS)
-        tl.debug_barrier()
+        numbered = own_signal(segment_of(context, rank, tl.int64), 2, SIZE, GPUS)
         if first == 0:
-            notify(own_signal(segment_of(context, rank, tl.int64), 2, SIZE, GPUS), epoch)
+            for away in range(1, SIZE // GPUS):
+                base = (rank // GPUS + away) % (SIZE // GPUS) * GPUS
+                low = experts_before(context, base, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS)
+                high = experts_before(
+                    context, base + GPUS, parity, tables_at, half_words, table_words, SIZE, GPUS, RANKS
+                )
+                number_crossings(table, tokens, low, high, departed + (away - 1) * most_tokens, K, SLOTS)
+            notify(numbered, epoch)
+        elif not wait(context, numbered, epoch, SEND, NUMBERED, -1, 0):
+            tokens = 0
         for chunk in range(first, tl.cdiv(tokens, CHUNK), step):
             since = trace_time(context)
             for away in range(1, SIZE // GPUS):
