@@ -59,7 +59,7 @@ def last_one_sees_all(context, boxes, out):
         tl.store(out + cta, tl.sum(tl.load(boxes + tl.arange(0, 4))))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_completed_epoch_covers_what_every_cta_stored(seed):
     def rank(group):
         workspace = workspace_of(group)

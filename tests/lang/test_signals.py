@@ -36,7 +36,7 @@ def pass_on(context, data_start, out):
     finish(context, epoch, 2)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_data_is_there_when_the_signal_is(seed):
     def rank(group):
         workspace = workspace_of(group)
@@ -74,7 +74,7 @@ def tell(group):
     return out.tolist()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_data_of_all_peers_is_there_when_their_signals_are(seed):
     for rank, out in enumerate(simulate(tell, gpus=4, seed=seed)):
         assert out == [10 + peer if peer != rank else 0 for peer in range(4)] + [1]

@@ -40,10 +40,11 @@ over_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 # -- many schedules
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(4))
 @over_clusters
 def test_schedules(cluster, seed):
-    case = Case(*SHAPES[seed % len(SHAPES)], DTYPES[seed % len(DTYPES)])
+    number = 4 * CLUSTERS.index(cluster) + seed
+    case = Case(*SHAPES[number % len(SHAPES)], DTYPES[number % len(DTYPES)])
     run(call, case, cluster=cluster, seed=seed)
 
 
@@ -123,7 +124,7 @@ def test_ranks_may_share_a_tensor():
         for turn in range(3):
             call(group, case, turn, b=b)
 
-    for seed in range(4):
+    for seed in range(2):
         run(work, cluster=(1, 2), seed=seed)
 
 
@@ -289,7 +290,7 @@ def test_n_differs_on_a_large_device():
     run(work, cluster=(1, 3), ctas=16)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1)], ids=cluster_name)
 def test_a_rank_without_columns_does_not_run_ahead(cluster, seed):
     """A rank with n = 0 needs no rows, but they come all the same: rule 3 holds for it, too."""
@@ -302,7 +303,7 @@ def test_a_rank_without_columns_does_not_run_ahead(cluster, seed):
     run(work, cluster=cluster, seed=seed, slow={1: 0.02})
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_workspace_grows_under_a_rank_without_columns(seed):
     def work(group):
         for turn, m in enumerate([1, 20, 40]):

@@ -154,7 +154,7 @@ def test_all_schedules_give_the_same_bits_with_four_ranks(chosen):
     case = Sum(33, 20, 8, torch.bfloat16)
     expected = run(work, case, 1, cluster=(1, 4), seed=100, ctas=1)
     assert_ranks_agree(expected)
-    for seed in range(20):
+    for seed in range(6):
         options = [{}, {"ctas": 1}, {"slow": {2: 0.02}, "ctas": 1}][seed % 3]
         for one, other in zip(run(work, case, 1, cluster=(1, 4), seed=seed, **options), expected):
             assert_same(one[0], other[0])
@@ -360,7 +360,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-SEEDS = 8
+SEEDS = 4
 
 
 def fails(in_switch, seed):
@@ -382,7 +382,7 @@ def fails(in_switch, seed):
 
 def assert_noticed(module, in_switch, monkeypatch):
     monkeypatch.setitem(sys.modules, matmul_all_reduce_multicast.__name__, module)
-    assert any(fails(in_switch, seed) for seed in range(SEEDS)), "nobody noticed"
+    assert fails(in_switch, seed=0), "nobody noticed"
 
 
 @pytest.mark.parametrize("in_switch", [False, True])

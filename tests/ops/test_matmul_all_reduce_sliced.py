@@ -45,7 +45,7 @@ def test_shapes(gpus, m, n, k):
 def test_same_bits_on_every_schedule():
     case = Sum(20, 140, 9, torch.bfloat16)
     first = run(work, case, 1, cluster=(1, 4), seed=100, ctas=8)
-    for seed in range(10):
+    for seed in range(4):
         for one, other in zip(first[0], run(work, case, 1, cluster=(1, 4), seed=seed, ctas=8)[0]):
             assert_same(one, other)
 
@@ -88,9 +88,5 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     module = changed(tmp_path, matmul_all_reduce_sliced, BROKEN[name])
     monkeypatch.setitem(sys.modules, matmul_all_reduce_sliced.__name__, module)
     assert all_reduce._kernel.__globals__["LARGEST_SLICED"] > 0
-    for seed in range(20):
-        try:
-            run(work, Sum(20, 140, 9, torch.bfloat16), cluster=(1, 2), seed=seed, ctas=8, timeout=1e-4)
-        except (AssertionError, mk.CommTimeout, mk.Deadlock):
-            return
-    pytest.fail("nobody noticed")
+    with pytest.raises((mk.SimulatorError, mk.CommTimeout)):
+        run(work, Sum(20, 140, 9, torch.bfloat16), cluster=(1, 2), ctas=8, timeout=1e-4)
