@@ -1,5 +1,6 @@
 """The simulated cluster: poison, streams, traffic, and the same run again in another process."""
 
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from patience import HANG
 
 import mkernel as mk
+from mkernel.sim import progress
 
 from .harness import simulate
 
@@ -280,3 +282,20 @@ def test_threads_simulate_one_after_the_other():
     with ThreadPoolExecutor(2) as threads:
         done = [threads.submit(mk.spawn, on_rank, device="cpu", seed=seed) for seed in range(2)]
         assert [task.result() for task in done] == [[16000.0, 16000.0]] * 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_simulation_says_how_far_it_is(monkeypatch, terminal):
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "NEXT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "STEPS", 1)
+    mk.spawn(lambda group: mk.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8)), device="cpu")
+    assert ("launches done, in all_gather_matmul" in stream.getvalue()) == terminal
+    assert stream.getvalue().endswith("\r\033[K" if terminal else "")

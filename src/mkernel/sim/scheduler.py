@@ -388,6 +388,7 @@ class Scheduler:
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
         self.look_for_interrupt: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None
         self._watched: list[int] = []  # addresses that sleeping tasks wait for, sorted
         self._watchers: dict[int, list[Task]] = {}  # by address
         self.memory.on_change = self._changed
@@ -487,6 +488,7 @@ class Scheduler:
         self.hub = greenlet.getcurrent()
         while not finished():
             self.look_for_interrupt()
+            self.on_step()
             ready = [t for t in self.tasks if not t.asleep and self.late.get(t.rank, 0) <= self.steps and t.ready()]
             if not ready:
                 self._nothing_can_run()

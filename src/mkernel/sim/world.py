@@ -24,6 +24,7 @@ from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
+from mkernel.sim.progress import Line
 from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 from mkernel.sim.shadow import SPENT, Access
@@ -182,6 +183,7 @@ class SimWorld:
         self._mail: dict[Hashable, dict[int, Any]] = {}
         self._refused: dict[Hashable, dict[int, Any]] = {}  # group and rank -> the exchange of what it refused last
         self._ahead = Ahead(self)
+        self.launches_done = 0
         self._read: dict[Hashable, int] = {}
         self._queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}
         self._segments: dict[tuple[Hashable, int, int], torch.Tensor] = {}
@@ -293,11 +295,14 @@ class SimWorld:
         hosts = [HostTask(self.scheduler, rank, function) for rank, function in enumerate(functions)]
         for host in hosts:
             self.scheduler.add(host)
+        line = Line(self)
+        self.scheduler.on_step = line.step
         try:
             self.scheduler.run(
                 lambda: all(host.done for host in hosts) and not any(self._queues.values()), self._task_done
             )
         finally:
+            line.end()
             self.scheduler.close()
         for group in list(self._groups):
             try:
@@ -536,6 +541,7 @@ class SimWorld:
                     self._spend(running, used[start:end])
         self.scheduler.memory.take_back(running.loans)
         running.done = True
+        self.launches_done += 1
         for queue in self._queues.values():
             if queue and queue[0] is running:
                 queue.popleft()
