@@ -77,6 +77,7 @@ class Task:
     """Something that can be run for a while."""
 
     asleep = False  # it can not run before it is woken
+    seen_nothing_new: Any = ()  # unless this is None, it must be asked whether it can run
     label = ""  # in the names of schedules: the rank and what the task is
     number = 0  # tasks are numbered as they are added
 
@@ -301,11 +302,17 @@ class CtaTask(Task):
         if words:
             memory.atomic(order, chosen, size, changes=not only_looks)
         before = act()
-        now = _native.load(addresses, mask, np.zeros(addresses.shape, dtype=before.dtype), before.dtype)[mask].tolist()
-        seen = dict(zip(words, before[mask].tolist(), strict=True))
+        if len(words) == addresses.size == 1:
+            old = [before.item()]
+            now = [np.frombuffer(ctypes.string_at(words[0], size), dtype=before.dtype).item()]
+        else:
+            old = before[mask].tolist()
+            fill = np.zeros(addresses.shape, dtype=before.dtype)
+            now = _native.load(addresses, mask, fill, before.dtype)[mask].tolist()
+        seen = dict(zip(words, old, strict=True))
         if order is not None and memory.races is not None:
-            self._orders(memory.races, order, words, before[mask].tolist(), now, acquire, release)
-        if now == list(seen.values()):
+            self._orders(memory.races, order, words, old, now, acquire, release)
+        if now == old:
             self._polled(seen)
         else:
             if release:
@@ -489,7 +496,9 @@ class Scheduler:
         while not finished():
             self.look_for_interrupt()
             self.on_step()
-            ready = [t for t in self.tasks if not t.asleep and self.late.get(t.rank, 0) <= self.steps and t.ready()]
+            ready = [t for t in self.tasks if not t.asleep and (t.seen_nothing_new is None or t.ready())]
+            if self.late:
+                ready = [task for task in ready if self.late.get(task.rank, 0) <= self.steps]
             if not ready:
                 self._nothing_can_run()
                 continue
@@ -499,10 +508,10 @@ class Scheduler:
             if task.done:
                 self.tasks.remove(task)
                 on_done(task)
-            if task.done or not isinstance(task, CtaTask):  # only these can do what a rank's Python code waits for
+            if task.done or task.seen_nothing_new == ():  # only these can do what a rank's Python code waits for
                 for host in self.tasks:
-                    if isinstance(host, HostTask):
-                        host.wake()
+                    if host.asleep and isinstance(host, HostTask):
+                        host.asleep = False
 
     def _nothing_can_run(self) -> None:
         ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
