@@ -24,11 +24,13 @@ from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.runtime.world import Part
-from mkernel.sim.order import Cta
+from mkernel.sim.order import Cta, Thread
 from mkernel.sim.races import Actor, Races
 from mkernel.sim.shadow import GIVEN, UNWRITTEN, Access, Region, Shadow
 
 PLAIN, DESCRIPTOR, MULTICAST = "plain", "descriptor", "multicast"  # paths to memory
+# what lets accesses on a path know what the CTA knows
+FENCES = {PLAIN: "", DESCRIPTOR: "acquire_for_descriptors", MULTICAST: "fence_aliases"}
 
 
 class Memory:
@@ -243,9 +245,9 @@ class Memory:
                     continue
                 if volatile:
                     for word in _words(access):
-                        self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes=False)
+                        self.races.atomic(Actor(cta.atomics, cta.main.clock, cta), word, changes=False)
                 else:
-                    self.races.load(Actor(cta.main, _clock(cta, path), cta), access)
+                    self.races.load(Actor(cta.main, _thread(cta, path).clock, cta, FENCES[path]), access)
         if touched is addresses and addresses.size == 1:
             word = (ctypes.c_char * dtype.itemsize).from_address(found[0].low)
             return np.frombuffer(bytes(word), dtype=dtype).reshape(addresses.shape), found
@@ -264,9 +266,9 @@ class Memory:
             return []
         found = self.accesses(addresses, values.itemsize, "a store", stores=True)
         if self.races is not None and cta is not None:
-            thread = {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path]
+            thread = _thread(cta, path)
             for access in found:
-                self.races.store(Actor(thread, _clock(cta, path), cta), access)
+                self.races.store(Actor(thread, thread.clock, cta, FENCES[path]), access)
         self.write(addresses, values)
         return found
 
@@ -287,7 +289,7 @@ class Memory:
         for access in self.accesses(addresses, size, "an atomic operation", stores=changes):
             if self.races is not None and cta is not None:
                 for word in _words(access):
-                    self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes)
+                    self.races.atomic(Actor(cta.atomics, cta.main.clock, cta), word, changes)
 
     # -- memory itself
 
@@ -308,9 +310,9 @@ class Memory:
         self.on_change(where)
 
 
-def _clock(cta: Cta, path: str) -> np.ndarray:
-    """What accesses on a path know of."""
-    return {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path].clock
+def _thread(cta: Cta, path: str) -> Thread:
+    """Who accesses memory on a path."""
+    return cta.main if path == PLAIN else cta.descriptors if path == DESCRIPTOR else cta.multicast
 
 
 def _words(access: Access) -> list[Access]:

@@ -131,11 +131,12 @@ def _line(code: CodeType, line: int) -> str:
 @dataclass(eq=False, slots=True)
 class Actor:
     """Who accesses memory, and what it knows of. cta: of the CTA whose access it is; it may know more than that, from
-    what it has acquired."""
+    what it has acquired. fence: what lets accesses on this path know what the CTA knows; none on the plain one."""
 
     thread: Thread
     clock: Clock
     cta: Cta | None = None
+    fence: str = ""
 
 
 class Races:
@@ -181,7 +182,7 @@ class Races:
 
     def cta(self, key: Hashable, name: str, clock: Clock) -> Cta:
         """The threads of a CTA that starts, knowing this."""
-        threads = [self.thread((key, path), name) for path in ("plain", "descriptor", "multicast")]
+        threads = [self.thread((key, part), name) for part in ("plain", "atomic", "descriptor", "multicast")]
         for thread in threads:
             thread.begin(clock)
         return Cta(*threads)
@@ -206,7 +207,7 @@ class Races:
         self, thread: Thread, clock: Clock, word: int, before: int, value: int, site: int | None = None
     ) -> None:
         """A word was given a value, instead of the one before, by a release, which tells what the clock knows."""
-        self._words.setdefault(word, Word(before)).release(value, clock)
+        self._words.setdefault(word, Word(before)).release(before, value, clock)
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         covers = int(clock[thread.number]) if thread.number < len(clock) else 0
@@ -282,7 +283,7 @@ class Races:
         self, actor: Actor, access: Access, changes: bool, site: int | None = None, in_order: bool = False
     ) -> None:
         """A word is changed, or only looked at, by an atomic operation. in_order: it must come after all changes."""
-        shadow, word = access.shadow, access.low
+        shadow = access.shadow
         event = self._event(actor.thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
         what = "changes (atomically)" if changes else "looks at (atomically)"
@@ -293,8 +294,11 @@ class Races:
         if in_order:
             self._after_atomics(actor, access, event, what, shadow.changes)
         kind = shadow.changes if changes else shadow.looks
-        kind.setdefault(word, {})[actor.thread.number] = event
-        shadow.atomic_low, shadow.atomic_high = min(shadow.atomic_low, word), max(shadow.atomic_high, access.high)
+        kind.setdefault((access.low, access.high), {})[actor.thread.number] = event
+        shadow.atomic_low = min(shadow.atomic_low, access.low)
+        shadow.atomic_high = max(shadow.atomic_high, access.high)
+        if changes and shadow.may_be_undefined:
+            shadow.define(access.units())
 
     def _lengthen(self, actor: Actor) -> None:
         """Give the actor's clock a place for every thread there is."""
@@ -332,8 +336,9 @@ class Races:
         for load, thread, theirs in shadow.loads.unknown(actor.clock, access.low, access.high):
             if thread == own:
                 continue
-            units = theirs.units()
+            theirs.units()  # units may become smaller for these, and again for mine
             mine = access.units()
+            units = theirs.units()
             if touched is None or len(touched) != len(shadow.writes):
                 touched = np.zeros(len(shadow.writes), dtype=bool)
                 touched[mine] = True
@@ -350,19 +355,19 @@ class Races:
                     self._check(actor, shadow, access.address(units, place), event, what, load, thread, "loaded")
 
     def _after_atomics(
-        self, actor: Actor, access: Access, event: int, what: str, kind: dict[int, dict[int, int]]
+        self, actor: Actor, access: Access, event: int, what: str, kind: dict[tuple[int, int], dict[int, int]]
     ) -> None:
         """The event, which is not atomic, must come after all atomic operations on what it touches."""
         how = "looked at (atomically)" if kind is access.shadow.looks else "changed (atomically)"
-        for word, threads in kind.items():
-            if word < access.high and access.low <= word:
+        for (word, end), threads in kind.items():
+            if word < access.high and access.low < end and access.meets(word, end):
                 for thread, last in threads.items():
                     if last > actor.clock[thread]:
                         self._check(actor, access.shadow, word, event, what, last, thread, how)
 
     def _settle(self, actor: Actor) -> None:
         """Let the actor know what its CTA has acquired."""
-        if actor.cta is not None and actor.thread is actor.cta.main and actor.cta.settle():
+        if actor.cta is not None and not actor.fence and actor.cta.settle():
             actor.clock = actor.cta.main.clock
             self._lengthen(actor)
 

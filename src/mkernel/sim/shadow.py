@@ -98,9 +98,9 @@ class Shadow:
         self.may_be_undefined = initially < 0
         self.writers: dict[int, int] = {}  # thread -> its last store here
         self.loads = Loads()
-        # word -> thread -> its last atomic operation there: those that change it, and those that only look
-        self.changes: dict[int, dict[int, int]] = {}
-        self.looks: dict[int, dict[int, int]] = {}
+        # word and its end -> thread -> its last atomic operation there: those that change it, and those that only look
+        self.changes: dict[tuple[int, int], dict[int, int]] = {}
+        self.looks: dict[tuple[int, int], dict[int, int]] = {}
         self.atomic_low, self.atomic_high = end, start
         self._shift = 3  # a unit has 1 << shift bytes
         self._writes: np.ndarray | None = None  # by unit
@@ -118,16 +118,23 @@ class Shadow:
     def address(self, unit: int) -> int:
         return self.start + (unit << self._shift)
 
-    def units(self, addresses: np.ndarray, size: int, low: int, high: int) -> Units:
-        """The units of elements of `size` bytes at these addresses, which lie in [low, high)."""
-        offset = low - self.start
-        if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
-            self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
-        if addresses.size * size == high - low:
-            return slice(offset >> self._shift, (high - self.start) >> self._shift)
-        first = (addresses.reshape(-1) - np.uint64(self.start)).astype(np.int64) >> self._shift
+    def between(self, low: int, high: int, size: int = 1) -> slice:
+        """The units of [low, high), which elements of `size` bytes fill."""
+        self._refine_for(low - self.start, size)
+        return slice((low - self.start) >> self._shift, (high - self.start) >> self._shift)
+
+    def scattered(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The units of elements of `size` bytes at these addresses."""
+        offsets = (addresses.reshape(-1) - np.uint64(self.start)).astype(np.int64)
+        self._refine_for(int(np.bitwise_or.reduce(offsets)), size)
+        first = offsets >> self._shift
         wide = size >> self._shift
         return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
+
+    def _refine_for(self, offset: int, size: int) -> None:
+        """Make units so small that elements of `size` bytes at this offset, or at any whose bits are in it, have their own."""
+        if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
+            self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
 
     def _refine(self, shift: int) -> None:
         finer = 1 << (self._shift - shift)
@@ -141,11 +148,15 @@ class Shadow:
         self.writes[units] = event
         self.writers[thread] = event
 
+    def define(self, units: Units) -> None:
+        """An atomic operation has written these. Which one does not matter: atomics have no race with each other."""
+        self.writes[units] = np.maximum(self.writes[units], GIVEN)
+
     def set(self, low: int, high: int, what: int) -> None:
         """Bytes in [low, high) are GIVEN, UNWRITTEN or SPENT now."""
         self.may_be_undefined |= what < 0
         unit = next(unit for unit in (8, 4, 2, 1) if not ((low - self.start) | (high - low)) & (unit - 1))
-        self.writes[self.units(np.arange(low, high, unit), unit, low, high)] = what
+        self.writes[self.between(low, high, unit)] = what
 
     def undefined(self, low: int, high: int) -> list[tuple[int, int]]:
         """Which bytes of [low, high) nobody has written, counted from low: (first, end) of each run of them."""
@@ -156,8 +167,7 @@ class Shadow:
 
     def unwritten_since(self, region: Region, event: int) -> int | None:
         """The address of a byte of the region that no later event has written; None if there is none."""
-        units = self.units(np.empty(region.end - region.start), 1, region.start, region.end)
-        old = self.writes[units] <= event
+        old = self.writes[self.between(region.start, region.end)] <= event
         if region.inside is not None:
             old &= region.inside
         return region.start + int(np.argmax(old)) if old.any() else None
@@ -187,9 +197,26 @@ class Access:
     size: int
     low: int
     high: int
+    _is_range: bool | None = None  # do its elements lie one behind the other?
 
     def units(self) -> Units:
-        return self.shadow.units(self.addresses, self.size, self.low, self.high)
+        if self.is_range:
+            return self.shadow.between(self.low, self.high, self.size)
+        return self.shadow.scattered(self.addresses, self.size)
+
+    @property
+    def is_range(self) -> bool:
+        if self._is_range is None:
+            self._is_range = self.addresses.size * self.size == self.high - self.low and (
+                self.addresses.size == 1 or bool((np.diff(self.addresses.reshape(-1)) == self.size).all())
+            )
+        return self._is_range
+
+    def meets(self, low: int, high: int) -> bool:
+        """Does one of its elements lie in [low, high), at least in part?"""
+        if self.high <= low or high <= self.low:
+            return False
+        return self.is_range or bool(((self.addresses < high) & (self.addresses + np.uint64(self.size) > low)).any())
 
     def address(self, units: Units, place: int) -> int:
         """The address of one of its units."""
