@@ -92,6 +92,8 @@ class Thread:
         self.number = number
         self.name = name
         self.last = 0  # its last event
+        self.speaker = self  # who releases for it, and waits
+        self.completed_by = ""  # what its speaker must call before a release speaks for it; a barrier is always needed
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
@@ -124,8 +126,12 @@ class Cta:
     def __init__(self, main: Thread, atomics: Thread, descriptors: Thread, multicast: Thread):
         self.main, self.atomics, self.descriptors, self.multicast = main, atomics, descriptors, multicast
         main.learn(_of(atomics, EVERYTHING))
-        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose result
-        # all threads of the GPU have; and by each of them for itself, so that all may rely on it behind a barrier
+        for thread in (atomics, descriptors, multicast):
+            thread.speaker = main
+        descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
+        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
+        # result all threads of the GPU have; and by each of them for itself, so that all may rely on it behind a barrier
+        # (many words without a wait are taken to be brought together by a reduction, which has barriers in it)
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
@@ -159,11 +165,12 @@ class Cta:
 
     def settle(self) -> bool:
         """Take what was acquired for granted. False if there was nothing."""
-        if not self._by_all:
+        if not self._by_all and not self._by_each:
             return False
-        for clock in self._by_all.values():
+        for clock in (*self._by_all.values(), *self._by_each.values()):
             self.main.learn(clock)
         self._by_all.clear()
+        self._by_each.clear()
         return True
 
     def barrier(self) -> None:

@@ -38,11 +38,11 @@ Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
 
 @dataclass(frozen=True)
 class Release:
-    """That a thread has released a word, and which of its events the release speaks for."""
+    """That a thread has released a word, and what the release tells."""
 
     word: int
     value: int
-    covers: int  # its events up to this one
+    tells: Clock
     after: int  # all threads' events up to this one came before it
     site: int
 
@@ -53,6 +53,8 @@ class Waited:
 
     word: int
     expected: int
+    acquired: bool
+    one_by_one: bool  # many words at once, each by a thread of its own
     site: int
 
 
@@ -157,6 +159,7 @@ class Races:
         self._mail: dict[Hashable, Clock] = {}
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
+        self._changed: dict[int, tuple[int, int]] = {}  # by thread: its last atomic change, and the word
 
     @property
     def waits(self) -> dict[str, list[int]]:
@@ -210,8 +213,7 @@ class Races:
         self._words.setdefault(word, Word(before)).release(before, value, clock)
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
-        covers = int(clock[thread.number]) if thread.number < len(clock) else 0
-        releases.append(Release(word, value, covers, self._last, site))
+        releases.append(Release(word, value, clock, self._last, site))
 
     def clock_of(self, word: int) -> Clock:
         """What the word tells whoever acquires it now."""
@@ -228,8 +230,8 @@ class Races:
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
-            waits.append(Waited(word, value, site))
+            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
+            waits.append(Waited(word, value, acquired, len(words) > 1, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
 
     def forget(self, shadow: Shadow) -> None:
@@ -293,6 +295,8 @@ class Races:
             self._after_loads(actor, access, event, what)
         if in_order:
             self._after_atomics(actor, access, event, what, shadow.changes)
+        if changes:
+            self._changed[actor.thread.speaker.number] = event, access.low
         kind = shadow.changes if changes else shadow.looks
         kind.setdefault((access.low, access.high), {})[actor.thread.number] = event
         shadow.atomic_low = min(shadow.atomic_low, access.low)
@@ -325,7 +329,9 @@ class Races:
                 self._ordered(store, event)
         if unknown.any():
             place = int(np.argmax(unknown))
-            raise self._race(access.shadow, access.address(units, place), event, what, int(stores[place]), "stored to")
+            raise self._race(
+                actor, access.shadow, access.address(units, place), event, what, int(stores[place]), "stored to"
+            )
 
     def _after_loads(self, actor: Actor, access: Access, event: int, what: str) -> None:
         """The event must come after all loads of what it changes."""
@@ -377,7 +383,7 @@ class Races:
         if earlier > actor.clock[thread]:
             self._settle(actor)
         if earlier > actor.clock[thread]:
-            raise self._race(shadow, address, event, what, earlier, how)
+            raise self._race(actor, shadow, address, event, what, earlier, how)
         if self.record_orders:
             self._ordered(earlier, event)
 
@@ -397,49 +403,70 @@ class Races:
             SPENT: "was written for a launch that has ended, and by nobody since",
         }[why]
         return SimulatorError(
-            f"{self._did(event)} loads what {reason}: {shadow.describe(address)}\n"
-            f"    {self.sites.long(self._site_of[event])}"
+            f"{self._did(event)} loads {shadow.describe(address)}, which {reason}:\n"
+            f"    {self.sites.long(self._site_of[event])}\n"
+            f"  Whoever writes it must signal that, and this CTA must wait for the signal{self._waits_of(event)}."
         )
 
-    def _race(self, shadow: Shadow, address: int, event: int, what: str, earlier: int, how: str) -> RaceError:
+    def _race(
+        self, actor: Actor, shadow: Shadow, address: int, event: int, what: str, earlier: int, how: str
+    ) -> RaceError:
         return RaceError(
             f"race on {shadow.describe(address)}\n"
             f"  {self._did(event)} {what} it:\n"
             f"    {self.sites.long(self._site_of[event])}\n"
-            f"  {self._did(earlier)} has {how} it before, and nothing orders the two:\n"
+            f"  {self._did(earlier)} {how} it before, and nothing orders the two:\n"
             f"    {self.sites.long(self._site_of[earlier])}\n"
-            f"  {self._missing(earlier, event)}"
+            f"  {self._missing(actor, earlier, event)}"
         )
 
-    def _missing(self, earlier: int, event: int) -> str:
+    def _missing(self, actor: Actor, earlier: int, event: int) -> str:
         """What would have ordered two events, if one can tell."""
-        first, second = int(self._thread_of[earlier]), int(self._thread_of[event])
-        one, other = self._did(earlier), self._did(event)
-        waits = {each.word: each for each in self._waited.get(second, ())}
-        since = [each for each in self._releases.get(first, ()) if each.after >= earlier]
-        enough = [each for each in since if each.covers >= earlier]
+        thread = self._by_number[self._thread_of[earlier]]
+        first, second = thread.speaker, actor.thread.speaker
+        one, other = first.name, second.name
+        if actor.fence and actor.cta is not None:
+            actor.cta.settle()
+            if actor.cta.main.knows_of(thread) >= earlier and first is not second:
+                return f"{other} knows of that, but its accesses on this path do not before {actor.fence}()."
+        if first is second:
+            return f"{thread.completed_by or actor.fence}() must stand between the two."
+        waits = {each.word: each for each in self._waited.get(second.number, ())}
+        since = [each for each in self._releases.get(first.number, ()) if each.after >= earlier]
+        enough = [each for each in since if thread.number < len(each.tells) and each.tells[thread.number] >= earlier]
         if enough:
             release = next((each for each in enough if each.word in waits), enough[0])
-            told = f"{one} has set {self.describe(release.word)} to {release.value} since ({self._at(release.site)})"
-            if release.word in waits:
-                wait = waits[release.word]
-                return f"{told}; {other} waited for {wait.expected} there only ({self._at(wait.site)})."
-            return f"{told}; {other} has not waited for that{self._last_wait(second)}."
+            told = f"{one} then set {self.describe(release.word)} to {release.value} ({self._at(release.site)})"
+            if release.word not in waits:
+                return f"{told}; {other} has not waited for that{self._waits_of(event)}."
+            wait = waits[release.word]
+            at = f" ({self._at(wait.site)})"
+            if not wait.acquired:
+                return f"{told}; {other} saw that by an operation that does not acquire{at}."
+            if wait.one_by_one and wait.expected >= release.value:
+                return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
+            return f"{told}; {other} has only waited until it was {wait.expected}{at}."
         if since:
+            stands = f"{thread.completed_by}() and a barrier" if thread.completed_by else "a barrier"
             return (
-                f"{one} has set {self.describe(since[0].word)} since ({self._at(since[0].site)}), but the release does "
-                f"not speak for it: no barrier stands between, or a store on another path was not completed."
+                f"{one} then set {self.describe(since[0].word)} to {since[0].value} ({self._at(since[0].site)}), but "
+                f"{stands} must stand between the first access and that."
             )
-        return f"{one} has signalled nothing since{self._last_wait(second)}."
+        change, word = self._changed.get(first.number, (0, 0))
+        if change > earlier:
+            where = f"{self.describe(word)} ({self._at(self._site_of[change])})"
+            return f"{one} then changed {where}, but not by a release, so it tells nothing."
+        return f"{one} has signalled nothing since{self._waits_of(event)}."
 
     def _at(self, site: int) -> str:
         return self.sites.caller(site)
 
-    def _last_wait(self, thread: int) -> str:
-        waits = self._waited.get(thread)
+    def _waits_of(self, event: int) -> str:
+        thread = self._by_number[self._thread_of[event]].speaker
+        waits = self._waited.get(thread.number)
         if not waits:
-            return ", and the other has waited for nothing in this launch"
+            return f"; {thread.name} has waited for nothing"
         wait = waits[-1]
         return (
-            f"; the other's last wait was for {self.describe(wait.word)} to be {wait.expected} ({self._at(wait.site)})"
+            f"; {thread.name} last waited until {self.describe(wait.word)} was {wait.expected} ({self._at(wait.site)})"
         )

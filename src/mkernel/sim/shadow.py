@@ -8,7 +8,7 @@ it by: an argument of a launch, the signals of a workspace, one of its halves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,24 +33,44 @@ class Region:
     strides: Sequence[int] = ()  # in bytes
     writable: bool = True
     inside: np.ndarray | None = None  # by byte: does it belong to the tensor? None: all do
+    unit: str = "byte"  # of a region with no shape: what it consists of
+    lent: bool = False  # it is an argument of a launch
+    _fits: dict[int, np.ndarray] = field(default_factory=dict)
 
     def holds(self, low: int, high: int) -> bool:
         return self.start <= low and high <= self.end
 
+    def elements(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Which elements of `size` bytes lie in the region, all bytes of them."""
+        within = (addresses >= self.start) & (addresses + np.uint64(size) <= self.end)
+        if self.inside is not None:
+            if size not in self._fits:
+                fits = self.inside.copy()
+                for shift in range(1, size):
+                    fits[:-shift] &= self.inside[shift:]
+                self._fits[size] = fits
+            within[within] = self._fits[size][(addresses[within] - np.uint64(self.start)).astype(np.int64)]
+        return within
+
     def place(self, address: int) -> str:
-        """An address, as an author would say it."""
-        offset = address - self.start
-        if not self.shape:
-            return f"byte {offset}"
-        index = []
-        for size, stride in zip(self.shape, self.strides):
-            index.append(min(offset // stride, size - 1) if stride and size > 1 else 0)
-            offset -= index[-1] * stride
+        """An element of a tensor."""
+        offset, index = address - self.start, [0] * len(self.shape)
+        for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
+            if self.strides[axis] and self.shape[axis] > 1:
+                index[axis] = min(offset // self.strides[axis], self.shape[axis] - 1)
+                offset -= index[axis] * self.strides[axis]
         return "[" + ", ".join(map(str, index)) + "]"
 
+    def describe(self, address: int, where: str = "") -> str:
+        """An address in the region, as an author would say it. where: whose memory it is."""
+        if self.shape:
+            return f"{self.name}{self.place(address)}{where}"
+        size = 8 if self.unit == "word" else 1
+        return f"{self.unit} {(address - self.start) // size} of {self.name}{where}"
+
     def distance(self, low: int, high: int) -> int:
-        """Bytes between the region and [low, high); below 1 if they meet."""
-        return max(self.start - high, low - self.end) + 1
+        """Bytes between the region and [low, high); 0 if they touch."""
+        return max(self.start - high, low - self.end, 0)
 
 
 class Loads:
@@ -132,7 +152,7 @@ class Shadow:
         return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
 
     def _refine_for(self, offset: int, size: int) -> None:
-        """Make units so small that elements of `size` bytes at this offset, or at any whose bits are in it, have their own."""
+        """Let no unit be shared by elements of `size` bytes at this offset, or at several, combined by `or`."""
         if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
             self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
 
@@ -156,7 +176,8 @@ class Shadow:
         """Bytes in [low, high) are GIVEN, UNWRITTEN or SPENT now."""
         self.may_be_undefined |= what < 0
         unit = next(unit for unit in (8, 4, 2, 1) if not ((low - self.start) | (high - low)) & (unit - 1))
-        self.writes[self.between(low, high, unit)] = what
+        units = self.between(low, high, unit)
+        self.writes[units] = what
 
     def undefined(self, low: int, high: int) -> list[tuple[int, int]]:
         """Which bytes of [low, high) nobody has written, counted from low: (first, end) of each run of them."""
@@ -167,7 +188,11 @@ class Shadow:
 
     def unwritten_since(self, region: Region, event: int) -> int | None:
         """The address of a byte of the region that no later event has written; None if there is none."""
-        old = self.writes[self.between(region.start, region.end)] <= event
+        units = self.between(region.start, region.end)
+        old = self.writes[units] <= event
+        for (word, end), threads in self.changes.items():
+            if region.holds(word, end) and max(threads.values()) > event:
+                old[word - region.start : end - region.start] = False
         if region.inside is not None:
             old &= region.inside
         return region.start + int(np.argmax(old)) if old.any() else None
@@ -179,13 +204,14 @@ class Shadow:
                 return region
         return None
 
+    @property
+    def where(self) -> str:
+        return f" on rank {self.owner}" if self.owner is not None else ""
+
     def describe(self, address: int) -> str:
         """An address, as an author would say it."""
-        region = self.region_of(address, address + 1)
-        whose = f" of rank {self.owner}" if self.owner is not None else ""
-        if region is None:
-            return f"byte {address - self.start} of memory{whose}"
-        return f"{region.name}{whose}, {region.place(address)}"
+        region = self.region_of(address, address + 1) or Region("memory", self.start, self.end)
+        return region.describe(address, self.where)
 
 
 @dataclass(eq=False, slots=True)
