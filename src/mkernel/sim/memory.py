@@ -172,7 +172,7 @@ class Memory:
             self._check_inside(piece, addresses, size, low, high, what, stores)
             return [Access(piece, addresses, size, low, high)]
         found = []
-        left = addresses.reshape(-1)
+        left: np.ndarray = addresses.reshape(-1)
         while left.size:
             low = int(left.min())
             piece = self.piece_of(low)
@@ -282,8 +282,8 @@ class Memory:
                 else:
                     self.races.load(Actor(cta.main, _thread(cta, path).clock, cta, FENCES[path]), access)
         if touched is addresses and addresses.size == 1:
-            word = (ctypes.c_char * dtype.itemsize).from_address(found[0].low)
-            return np.frombuffer(bytes(word), dtype=dtype).reshape(addresses.shape), found
+            element = (ctypes.c_char * dtype.itemsize).from_address(found[0].low)
+            return np.frombuffer(bytes(element), dtype=dtype).reshape(addresses.shape), found
         result = _native.load(np.ascontiguousarray(addresses), np.ascontiguousarray(mask),
                               np.ascontiguousarray(np.broadcast_to(other, addresses.shape)), dtype)  # fmt: skip
         return result, found

@@ -162,13 +162,20 @@ class Proxy(Task):
     def _bytes_of(self, rank: int, segment: int, offset: int, size: int, what: str) -> torch.Tensor:
         memory = self.segment(rank, segment)
         if memory is None:
-            raise SimulatorError(f"a request of rank {self.group_rank}: rank {rank} has no segment {segment}")
+            raise SimulatorError(
+                f"a request of rank {self.group_rank}: rank {rank} has no segment {segment}{self._posted_by()}"
+            )
         if not 0 <= offset <= offset + size <= memory.numel():
             raise SimulatorError(
                 f"a request of rank {self.group_rank}: {what} [{offset}, {offset + size}) is outside of "
-                f"rank {rank}'s segment {segment} of {memory.numel()} bytes"
+                f"rank {rank}'s segment {segment} of {memory.numel()} bytes{self._posted_by()}"
             )
         return memory[offset : offset + size]
+
+    def _posted_by(self) -> str:
+        """Who posted the request that is being taken."""
+        races = self.memory.races
+        return f"\n  posted by {races.last_release(self._turn())}" if races is not None else ""
 
     def _take(self) -> None:
         capacity = int(self.words[layout.CAPACITY.value])

@@ -130,7 +130,7 @@ class Cta:
             thread.speaker = main
         descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
         # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
-        # result all threads of the GPU have; and by each of them for itself, so that all may rely on it behind a barrier
+        # result all threads of the GPU have; and by each for itself, so that all may rely on it behind a barrier
         # (many words without a wait are taken to be brought together by a reduction, which has barriers in it)
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}

@@ -153,7 +153,7 @@ class Races:
         self._threads: dict[Hashable, Thread] = {}
         self._by_number: list[Thread] = []
         self._last = 0  # event
-        self._thread_of = np.zeros(1024, dtype=np.int32)  # by event
+        self._thread_of: np.ndarray = np.zeros(1024, dtype=np.int32)  # by event
         self._site_of = [self.sites.named("the user's code")]  # by event
         self._words: dict[int, Word] = {}
         self._mail: dict[Hashable, Clock] = {}
@@ -214,6 +214,15 @@ class Races:
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         releases.append(Release(word, value, clock, self._last, site))
+
+    def last_release(self, word: int) -> str:
+        """Who released the word last, and where; for people."""
+        found = [(each.after, number, each.site) for number, releases in self._releases.items()
+                 for each in releases if each.word == word]  # fmt: skip
+        if not found:
+            return "somebody"
+        _, number, site = max(found)
+        return f"{self._by_number[number].name}: {self.sites.long(site)}"
 
     def clock_of(self, word: int) -> Clock:
         """What the word tells whoever acquires it now."""
