@@ -1,468 +1,49 @@
-"""Memory: as weak as promised, never weaker; and nobody touches what is not theirs."""
+"""Memory: kernels touch only what they were given, and read only what was written. Messages say who, where, how far."""
 
-import random
-from itertools import pairwise
+import re
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import mkernel as mk
-from mkernel.sim.memory import BUFFERED, DESCRIPTOR, PLAIN, Memory, View
+from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
+from mkernel.lang.hints import used_below
+from mkernel.lang.requests import post
+from mkernel.lang.roles import COMPUTE, SEND
+from mkernel.lang.signals import ARRIVED, finish, notify, wait
+from mkernel.runtime.group import Scratch
+from mkernel.runtime.operands import descriptor
+from mkernel.runtime.world import Launch
 
-from .harness import launch, run, simulate
+from .harness import OP, launch, simulate
 
-SEEDS = range(40)
+HERE = rf"\n  rank 0, CTA 0 of {OP}:\n    sim/test_memory.py:\d+ in touch"
+HOWS = ["load", "store", "add", "look", "exchange", "compare"]
+WHAT = {"load": "a load", "store": "a store"}
 
 
-def numbers_with_room(count: int) -> torch.Tensor:
-    """64-bit zeros in the middle of other memory of this test, so that nothing breaks if a check is missing."""
-    return torch.from_numpy(np.zeros(count + 32, dtype=np.int64)[16 : 16 + count])
+def with_room(count, dtype=torch.int64):
+    """Zeros in the middle of other memory of this test, so that nothing breaks if a check is missing."""
+    size = dtype.itemsize
+    whole = torch.from_numpy(np.zeros((count + 64) * size, dtype=np.uint8))
+    return torch.from_numpy(whole.numpy()[32 * size : (32 + count) * size]).view(dtype)
 
 
-class Bench:
-    """Memory of some bytes, and CTAs that look at it."""
+def run(kernel, grid=1, inputs=(), results=(), races=True, **arguments):
+    def on_rank(group):
+        group.launch(
+            Launch(op=OP, group=group, kernel=kernel, grid=grid, arguments=arguments, inputs=inputs, results=results)
+        )
 
-    def __init__(self, size: int = 64, seed: int = 0):
-        self.bytes = np.zeros(size, dtype=np.uint8)
-        self.start = self.bytes.ctypes.data
-        self.memory = Memory(random.Random(seed))
-        self.memory.allow(self.start, size)
+    simulate(on_rank, races=races)
 
-    def addresses(self, places, dtype):
-        step = np.dtype(dtype).itemsize
-        return np.array([self.start + place * step for place in places], dtype=np.uint64)
 
-    def store(self, view, places, values, dtype=np.int64, mask=None):
-        mask = np.ones(len(places), dtype=bool) if mask is None else np.array(mask)
-        self.memory.store(view, self.addresses(places, dtype), np.array(values, dtype=dtype), mask)
-
-    def load(self, view, places, dtype=np.int64, path=PLAIN, mask=None):
-        mask = np.ones(len(places), dtype=bool) if mask is None else np.array(mask)
-        other = np.full((), 9, dtype=dtype)
-        dtype = np.dtype(dtype)
-        return self.memory.load(view, self.addresses(places, dtype), mask, other, dtype, path).tolist()
-
-    def view(self):
-        return View(*[self.memory.writes] * 3)
-
-    def publish(self, view):
-        self.memory.barrier(view)
-        self.memory.release(view)
-
-
-# -- stores
-
-
-def test_a_store_is_seen_by_its_cta_only():
-    bench = Bench()
-    writer, reader = bench.view(), bench.view()
-    bench.store(writer, [0, 1], [5, 6])
-    assert bench.load(writer, [0, 1, 2]) == [5, 6, 0]
-    assert bench.load(reader, [0, 1, 2]) == [0, 0, 0]
-    assert not bench.bytes.any()
-
-
-def test_barrier_and_release_make_it_seen():
-    bench = Bench()
-    writer, reader = bench.view(), bench.view()
-    bench.store(writer, [0, 1], [5, 6])
-    bench.publish(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0, 1]) == [5, 6]
-
-
-def test_a_release_speaks_only_for_what_is_behind_a_barrier():
-    bench = Bench()
-    writer, reader = bench.view(), bench.view()
-    bench.store(writer, [0], [5])
-    bench.memory.release(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0]) == [0], "no barrier"
-    bench.memory.barrier(writer)
-    bench.store(writer, [1], [6])
-    bench.memory.release(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0, 1]) == [5, 0], "the second store came after the barrier"
-
-
-def test_a_release_speaks_for_stores_through_descriptors_once_they_were_waited_for():
-    bench = Bench()
-    writer, reader = bench.view(), bench.view()
-    bench.memory.store(writer, bench.addresses([0], np.int64), np.array([5]), np.array([True]), DESCRIPTOR)
-    bench.publish(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0]) == [0], "on its way"
-    bench.memory.complete_descriptor_stores(writer)
-    bench.memory.release(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0]) == [0], "no barrier since"
-    bench.publish(writer)
-    bench.memory.acquire(reader)
-    assert bench.load(reader, [0]) == [5]
-
-
-def test_a_scattered_load_may_touch_several_tensors_and_nothing_between():
-    bench = Bench(size=64)
-    other = np.zeros(8, dtype=np.int64)
-    bench.memory.allow(other.ctypes.data, 64)
-    both = np.array([bench.start, other.ctypes.data + 8], dtype=np.uint64)
-    zero = np.zeros((), dtype=np.int64)
-    assert bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64)).tolist() == [0, 0]
-    both[1] += 4096
-    with pytest.raises(mk.SimulatorError, match="a load of"):
-        bench.memory.load(bench.view(), both, np.ones(2, bool), zero, np.dtype(np.int64))
-
-
-def test_a_barrier_alone_does_nothing():
-    bench = Bench()
-    writer = bench.view()
-    bench.store(writer, [0], [5])
-    bench.memory.barrier(writer)
-    assert not bench.bytes.any()
-
-
-def test_a_release_is_the_cta_s_own():
-    bench = Bench()
-    writer, other = bench.view(), bench.view()
-    bench.store(writer, [0], [5])
-    bench.memory.barrier(writer)
-    bench.publish(other)
-    assert not bench.bytes.any()
-
-
-def test_the_end_of_a_launch_lets_everything_through():
-    bench = Bench()
-    writer = bench.view()
-    for place in range(5):
-        bench.store(writer, [place], [place + 1])
-    bench.memory.drain(writer)
-    assert bench.bytes.view(np.int64)[:6].tolist() == [1, 2, 3, 4, 5, 0]
-
-
-def test_old_stores_leave_a_full_buffer():
-    bench = Bench(8 * 2 * BUFFERED)
-    writer = bench.view()
-    for place in range(BUFFERED + 3):
-        bench.store(writer, [place], [1])
-    assert bench.bytes.view(np.int64).tolist()[:4] == [1, 1, 1, 0]
-
-
-def test_masked_stores_and_loads():
-    bench = Bench()
-    writer = bench.view()
-    bench.store(writer, [0, 1, 2], [5, 6, 7], mask=[True, False, True])
-    assert bench.load(writer, [0, 1, 2], mask=[True, True, False]) == [5, 0, 9]
-    bench.store(writer, [0, 1], [1, 1], mask=[False, False])
-    bench.memory.drain(writer)
-    assert bench.bytes.view(np.int64)[:3].tolist() == [5, 0, 7]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_leaks_come_in_pieces_and_lose_nothing(seed):
-    bench = Bench(seed=seed)
-    writer = bench.view()
-    bench.store(writer, range(8), range(1, 9))
-    seen = []
-    while bench.memory.leak(writer):
-        seen.append(tuple(bench.bytes.view(np.int64).tolist()))
-        assert bench.load(writer, range(8)) == list(range(1, 9)), "the CTA itself sees all of it"
-    assert seen[-1] == tuple(range(1, 9))
-    assert all(new in (old, place + 1) for a, b in pairwise(seen) for place, (old, new) in enumerate(zip(a, b)))
-
-
-def test_some_leak_is_partial():
-    def partial(seed):
-        bench = Bench(seed=seed)
-        writer = bench.view()
-        bench.store(writer, range(8), range(1, 9))
-        bench.memory.leak(writer)
-        return 0 < np.count_nonzero(bench.bytes.view(np.int64)) < 8
-
-    assert any(partial(seed) for seed in SEEDS)
-
-
-def test_stores_to_different_places_may_overtake():
-    def second_first(seed):
-        bench = Bench(seed=seed)
-        writer = bench.view()
-        bench.store(writer, [0], [1])
-        bench.store(writer, [1], [1])
-        bench.memory.leak(writer)
-        return bench.bytes.view(np.int64)[:2].tolist() == [0, 1]
-
-    found = {second_first(seed) for seed in SEEDS}
-    assert found == {True, False}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_stores_to_one_place_keep_their_order(seed):
-    bench = Bench(seed=seed)
-    writer = bench.view()
-    for value in range(1, 7):
-        bench.store(writer, [0, value], [value, value])
-    values = [0]
-    while bench.memory.leak(writer):
-        values.append(int(bench.bytes.view(np.int64)[0]))
-    assert values == sorted(values)
-    assert values[-1] == 6
-
-
-def test_an_atomic_pushes_out_earlier_stores_in_their_order():
-    """Three stores that overlap like the links of a chain; the atomic is on the last one's end."""
-    bench = Bench()
-    writer = bench.view()
-    bench.store(writer, [0], [1])
-    bench.store(writer, [0, 1], [2, 2])
-    bench.store(writer, [1, 2], [3, 3])
-    bench.memory.commit_stores_to(writer, bench.start + 16, 8)
-    bench.memory.drain(writer)
-    assert bench.bytes.view(np.int64)[:3].tolist() == [2, 3, 3]
-
-
-SIZES = st.sampled_from([np.uint8, np.int16, np.int32, np.int64])
-STEPS = st.one_of(
-    st.tuples(st.just("store"), SIZES, st.integers(0, 3), st.integers(1, 4), st.integers(1, 120)),
-    st.tuples(st.just("load"), SIZES, st.integers(0, 3), st.integers(1, 4)),
-    st.tuples(st.just("leak")),
-    st.tuples(st.just("barrier")),
-    st.tuples(st.just("release")),
-    st.tuples(st.just("atomic"), st.integers(0, 3)),
-)
-
-
-@settings(max_examples=250, deadline=None)
-@given(steps=st.lists(STEPS, max_size=14), seed=st.integers(0, 5))
-@example(
-    steps=[("store", np.int64, 0, 1, 1), ("store", np.int64, 0, 2, 2), ("store", np.int64, 1, 2, 3), ("atomic", 2)],
-    seed=0,
-)
-def test_a_cta_alone_sees_memory_in_its_own_order(steps, seed):
-    """Whatever sizes it stores in and whatever has left its buffer, against plain memory."""
-    bench = Bench(64, seed)
-    view = bench.view()
-    model = np.zeros(64, dtype=np.uint8)
-    for name, *numbers in steps:
-        if name in ("store", "load"):
-            dtype, first, count = numbers[:3]
-            places = range(first, first + count)
-            plain = model.view(dtype)[first : first + count]
-            if name == "store":
-                values = np.arange(numbers[3], numbers[3] + count).astype(dtype)
-                plain[:] = values
-                bench.store(view, places, values, dtype)
-            else:
-                assert bench.load(view, places, dtype) == plain.tolist()
-        elif name == "atomic":
-            bench.memory.commit_stores_to(view, bench.start + 8 * numbers[0], 8)
-            assert bench.bytes.view(np.int64)[numbers[0]] == model.view(np.int64)[numbers[0]]
-        else:
-            getattr(bench.memory, name)(view)
-    assert bench.load(view, range(64), np.uint8) == model.tolist()
-    bench.memory.drain(view)
-    assert bench.bytes.tolist() == model.tolist()
-
-
-# -- loads
-
-
-def test_a_load_may_be_old_until_the_cta_acquires():
-    def look(seed, acquire):
-        bench = Bench(seed=seed)
-        writer, reader = bench.view(), bench.view()
-        bench.store(writer, [0], [5])
-        bench.publish(writer)
-        if acquire:
-            bench.memory.acquire(reader)
-        return bench.load(reader, [0])[0]
-
-    assert {look(seed, acquire=False) for seed in SEEDS} == {0, 5}
-    assert {look(seed, acquire=True) for seed in SEEDS} == {5}
-
-
-def test_a_load_is_never_older_than_the_last_acquire():
-    found = set()
-    for seed in SEEDS:
-        bench = Bench(seed=seed)
-        writer, reader = bench.view(), bench.view()
-        for value in range(1, 7):
-            bench.store(writer, [0], [value])
-            bench.publish(writer)
-            if value == 3:
-                bench.memory.acquire(reader)
-        found.add(bench.load(reader, [0])[0])
-    assert found <= {3, 4, 5, 6}
-    assert len(found) > 1
-
-
-def test_a_load_may_mix_old_and_new():
-    def look(seed):
-        bench = Bench(seed=seed)
-        writer, reader = bench.view(), bench.view()
-        for place in range(4):
-            bench.store(writer, [place], [1])
-            bench.publish(writer)
-        return tuple(bench.load(reader, range(4)))
-
-    assert len({look(seed) for seed in SEEDS}) > 4
-
-
-def test_a_cta_sees_its_own_store_or_something_newer():
-    """Also when its store has reached memory, on top of another CTA's that it never acquired."""
-
-    def look(seed):
-        bench = Bench(seed=seed)
-        other, mine = bench.view(), bench.view()
-        bench.store(other, [0], [1])
-        bench.publish(other)
-        bench.store(mine, [0], [2])
-        bench.publish(mine)
-        return bench.load(mine, [0])[0]
-
-    assert {look(seed) for seed in SEEDS} == {2}
-
-
-@pytest.mark.parametrize("size", [np.uint8, np.int16, np.int32])
-def test_old_values_are_told_in_every_element_size(size):
-    found = set()
-    for seed in SEEDS:
-        bench = Bench(seed=seed)
-        writer, reader = bench.view(), bench.view()
-        bench.store(writer, [0], [0x0102030405060708])
-        bench.publish(writer)
-        found.add(tuple(bench.load(reader, [0, 1], size)))
-    assert found == {(0, 0), tuple(np.array([0x0102030405060708]).view(size)[:2].tolist())}
-
-
-def test_descriptors_need_a_fence_as_well():
-    def look(seed, order):
-        bench = Bench(seed=seed)
-        writer, reader = bench.view(), bench.view()
-        bench.store(writer, [0], [5])
-        bench.publish(writer)
-        for step in order:
-            getattr(bench.memory, step)(reader)
-        return bench.load(reader, [0], path=DESCRIPTOR)[0]
-
-    def seen(*order):
-        return {look(seed, order) for seed in SEEDS}
-
-    assert seen("acquire", "acquire_for_descriptors") == {5}
-    assert seen("acquire") == {0, 5}
-    assert seen("acquire_for_descriptors") == {0, 5}, "there was nothing acquired that the fence could order"
-    assert seen("acquire_for_descriptors", "acquire") == {0, 5}
-
-
-# -- multicast
-
-
-class Members:
-    """Two members, which are the halves of one memory, and their common address."""
-
-    ADDRESS = 1 << 56
-
-    def __init__(self, seed=0):
-        self.bench = Bench(size=64, seed=seed)
-        self.memory = self.bench.memory
-        self.memory.allow_multicast(self.ADDRESS, 32, [self.bench.start, self.bench.start + 32])
-
-    def store(self, view, value):
-        self.memory.store_everywhere(view, np.array([self.ADDRESS]), np.array([value], dtype=np.int64))
-
-    def load(self, view):
-        return sorted(part.item() for part in self.memory.load_from_all(view, np.array([self.ADDRESS]), np.dtype("i8")))
-
-
-def test_a_multicast_store_is_one_to_each_member():
-    members = Members()
-    writer = members.bench.view()
-    members.store(writer, 5)
-    members.memory.fence_aliases(writer)
-    members.bench.publish(writer)
-    assert members.bench.bytes.view(np.int64).tolist() == [5, 0, 0, 0, 5, 0, 0, 0]
-
-
-def test_a_multicast_store_needs_a_fence_and_then_a_barrier():
-    members = Members()
-    bench, writer = members.bench, members.bench.view()
-    members.store(writer, 5)
-    bench.publish(writer)
-    assert not bench.bytes.any(), "no fence"
-    members.memory.complete_descriptor_stores(writer)
-    bench.publish(writer)
-    assert not bench.bytes.any(), "not that fence"
-    members.memory.fence_aliases(writer)
-    members.memory.release(writer)
-    assert not bench.bytes.any(), "no barrier since"
-    bench.publish(writer)
-    assert bench.bytes.any()
-
-
-def test_a_multicast_load_needs_a_fence_as_well():
-    def look(seed, order):
-        members = Members(seed)
-        writer, reader = members.bench.view(), members.bench.view()
-        members.bench.store(writer, [0, 4], [5, 6])
-        members.bench.publish(writer)
-        for step in order:
-            getattr(members.memory, step)(reader)
-        return tuple(members.load(reader))
-
-    def seen(*order):
-        return {look(seed, order) for seed in SEEDS}
-
-    assert seen("acquire", "fence_aliases") == {(5, 6)}
-    assert len(seen("acquire")) > 1
-    assert len(seen("fence_aliases")) > 1, "there was nothing acquired that the fence could order"
-    assert len(seen("fence_aliases", "acquire")) > 1
-
-
-def test_a_multicast_load_does_not_see_what_its_cta_has_not_released():
-    members = Members()
-    cta = members.bench.view()
-    members.bench.store(cta, [0, 4], [5, 6])
-    members.memory.fence_aliases(cta)
-    assert members.load(cta) == [0, 0]
-    members.bench.publish(cta)
-    members.memory.acquire(cta)
-    members.memory.fence_aliases(cta)
-    assert members.load(cta) == [5, 6]
-
-
-# -- bounds
-
-
-def test_only_allowed_memory_can_be_touched():
-    bench = Bench(64)
-    view = bench.view()
-    for place in (-1, 8, 1000):
-        with pytest.raises(mk.SimulatorError, match="a load"):
-            bench.load(view, [0, place])
-        with pytest.raises(mk.SimulatorError, match="a store"):
-            bench.store(view, [0, place], [1, 1])
-    with pytest.raises(mk.SimulatorError):
-        bench.memory.check(bench.start + 60, bench.start + 68, "a thing")
-    assert bench.load(view, [7, 1000], mask=[True, False]) == [0, 9]
-    bench.store(view, [7, 1000], [1, 1], mask=[True, False])
-
-
-def test_memory_that_was_taken_back_can_not_be_touched():
-    bench = Bench(64)
-    bench.memory.forbid(bench.start)
-    with pytest.raises(mk.SimulatorError):
-        bench.load(bench.view(), [0])
-
-
-def test_allowed_memory_may_lie_in_other_allowed_memory():
-    bench = Bench(64)
-    bench.memory.allow(bench.start + 16, 8)
-    assert bench.load(bench.view(), [3, 7]) == [0, 0]
-    bench.memory.forbid(bench.start + 16)
-    assert bench.load(bench.view(), [2, 7]) == [0, 0]
+def refused(message, *args, **arguments):
+    with pytest.raises(mk.SimulatorError, match=message):
+        run(*args, **arguments)
 
 
 @triton.jit
@@ -481,59 +62,181 @@ def touch(x, place, HOW: tl.constexpr):
         tl.atomic_cas(x + place, 0, 1)
 
 
-@pytest.mark.parametrize("how", ["load", "store", "add", "look", "exchange", "compare"])
-@pytest.mark.parametrize("place", [-1, 4, 9])
-def test_a_kernel_can_not_leave_its_tensors(how, place):
-    x = numbers_with_room(4)
-    with pytest.raises(mk.SimulatorError, match="outside of every tensor"):
-        run(touch, x=x, place=place, HOW=how)
-    run(touch, x=x, place=3, HOW=how)
+# -- bounds
+
+
+@pytest.mark.parametrize("races", [True, False])
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        (-1, "8 bytes before the beginning of x on rank 0, of shape [4] (element -1, counted from its first one)"),
+        (4, "0 bytes behind the end of x on rank 0, of shape [4] (element 4, counted from its first one)"),
+        (9, "40 bytes behind the end of x on rank 0, of shape [4] (element 9, counted from its first one)"),
+    ],
+)
+@pytest.mark.parametrize("how", HOWS)
+def test_before_and_behind_a_tensor(how, place, where, races):
+    what = WHAT.get(how, "an atomic operation")
+    message = f"^{what} of 8 bytes is outside of every tensor that the kernel was given: {re.escape(where)}{HERE}"
+    refused(message, touch, x=with_room(4), place=place, HOW=how, races=races)
+    run(touch, x=with_room(4), place=3, HOW=how, races=races)
 
 
 @triton.jit
 def straddle(x, HOW: tl.constexpr):
-    last = (x.to(tl.int64) + 4).to(tl.pointer_type(tl.int64))
-    if HOW == "load":
-        tl.load(last)
-    elif HOW == "store":
-        tl.store(last, 1)
-    else:
-        tl.atomic_add(last, 1)
+    touch((x.to(tl.int64) + 4).to(tl.pointer_type(tl.int64)), 0, HOW)
 
 
-@pytest.mark.parametrize("how", ["load", "store", "atomic"])
+@pytest.mark.parametrize("how", HOWS)
 def test_the_last_byte_counts(how):
     """Eight bytes of which four lie outside."""
-    with pytest.raises(mk.SimulatorError):
-        run(straddle, x=numbers_with_room(1), HOW=how)
+    refused(rf"across the edge of x on rank 0, of shape \[1\]{HERE}", straddle, x=with_room(1), HOW=how)
 
 
 @triton.jit
-def add_block(x):
-    tl.atomic_add(x + tl.arange(0, 8), 1)
+def touch_block(x, first, HOW: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr):
+    i = first + tl.arange(0, COUNT)
+    mask = i < MASKED
+    if HOW == "load":
+        tl.load(x + i, mask=mask)
+    elif HOW == "store":
+        tl.store(x + i, i, mask=mask)
+    else:
+        tl.atomic_add(x + i, 1, mask=mask)
 
 
-def test_every_element_of_a_block_of_atomics_counts():
-    with pytest.raises(mk.SimulatorError):
-        run(add_block, x=numbers_with_room(4))
-    x = torch.zeros(8, dtype=torch.int64)
-    run(add_block, x=x)
-    assert (x == 1).all()
+@pytest.mark.parametrize("how", ["load", "store", "add"])
+def test_every_element_of_a_block_counts_unless_it_is_masked(how):
+    block = dict(HOW=how, COUNT=8)
+    refused(
+        r"0 bytes behind the end of x on rank 0, of shape \[4\]",
+        touch_block,
+        x=with_room(4),
+        first=0,
+        MASKED=8,
+        **block,
+    )
+    refused("8 bytes before the beginning of x", touch_block, x=with_room(9), first=-1, MASKED=8, **block)
+    run(touch_block, x=with_room(4), first=0, MASKED=4, **block)
+    run(touch_block, x=with_room(4), first=100, MASKED=4, **block)  # nothing at all
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_between_the_elements_of_a_tensor(how):
+    """Every second number; another tensor is nearer to the gap than the ends of this one."""
+    x = with_room(64)[::2]
+    refused(
+        rf"between the elements of x on rank 0, of shape \[32\], behind \[10\]{HERE}", touch, x=x, place=21, HOW=how
+    )
+    run(touch, x=x, place=20, HOW=how)
+
+
+@pytest.mark.parametrize("how", ["load", "store", "add"])
+def test_an_element_that_is_wider_than_those_of_the_tensor(how):
+    """Four bytes, a gap of four; eight at once are too many."""
+
+    @triton.jit
+    def wide(x, HOW: tl.constexpr):
+        touch(x.to(tl.pointer_type(tl.int64)), 0, HOW)
+
+    refused(
+        r"between the elements of x on rank 0, of shape \[4\], behind \[0\]",
+        wide,
+        x=with_room(8, torch.int32)[::2],
+        HOW=how,
+    )
+    run(wide, x=with_room(8, torch.int32), HOW=how)
+
+
+def test_between_two_tensors():
+    """The nearer one is named."""
+    whole = with_room(16)
+    pair = dict(x=whole[:4], y=whole[12:])
+
+    @triton.jit
+    def beside(x, y, place):
+        touch(x, place, "load")
+
+    # they are parts of one allocation
+    refused(r"8 bytes behind the end of x on rank 0, of shape \[4\]", beside, place=5, **pair)
+    refused(r"16 bytes before the beginning of y on rank 0, of shape \[4\]", beside, place=10, **pair)
+    run(beside, place=13, **pair)
+
+
+def test_columns_of_a_matrix_are_named_as_such():
+    """In whatever order its dimensions lie in memory."""
+
+    @triton.jit
+    def store_at(x, place):
+        tl.store(x + place, 1)
+
+    for x, place, name in (
+        (with_room(32).view(4, 8), 13, r"x\[1, 5\]"),
+        (with_room(32).view(4, 8).t(), 13, r"x\[5, 1\]"),
+        (with_room(32).view(2, 4, 4).permute(1, 2, 0), 27, r"x\[2, 3, 1\]"),
+    ):
+        refused(f"a store to an input of the kernel: {name} on rank 0", store_at, inputs=("x",), x=x, place=place)
+
+
+@triton.jit
+def touch_workspace(context, place, HOW: tl.constexpr):
+    touch(segment_of(context, rank_of(context), tl.int64), place, HOW)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_behind_the_signals_of_a_workspace(how):
+    """Of 3 words; the halves begin behind them, at the next multiple of what they are aligned to."""
+
+    def on_rank(group, place, how):
+        workspace = group.workspace(OP, 3, 64)
+        assert workspace.data_start > 3 * 8
+        launch(group, touch_workspace, context=workspace.context, place=place, HOW=how)
+
+    simulate(lambda group: on_rank(group, 2, how))
+    name = f"the signals of {OP} on rank 0, of 24 bytes"
+    with pytest.raises(mk.SimulatorError, match=f"0 bytes behind the end of {name}.*{HERE}"):
+        simulate(lambda group: on_rank(group, 3, how))
+    with pytest.raises(mk.SimulatorError, match=f"8 bytes before the beginning of {name}"):
+        simulate(lambda group: on_rank(group, -1, how))
+
+
+def test_across_the_two_halves():
+    """An element has to lie in one of them."""
+
+    @triton.jit
+    def store_byte(context, offset, WIDE: tl.constexpr):
+        address = segment_of(context, rank_of(context), tl.int8) + offset
+        if WIDE:
+            tl.store(address.to(tl.pointer_type(tl.int32)), 1)
+        else:
+            tl.store(address, 1)
+
+    def on_rank(group, before, wide):
+        workspace = group.workspace(OP, 3, 64)
+        middle = workspace.data_start + workspace.half_bytes
+        launch(group, store_byte, context=workspace.context, offset=middle - before, WIDE=wide)
+
+    for before, wide in ((4, True), (0, True), (1, False)):
+        simulate(lambda group, before=before, wide=wide: on_rank(group, before, wide))
+    with pytest.raises(mk.SimulatorError, match=f"across the edge of half 0 of the workspace of {OP} on rank 0"):
+        simulate(lambda group: on_rank(group, 2, True))
+    with pytest.raises(mk.SimulatorError, match=f"0 bytes behind the end of half 1 of the workspace of {OP} on rank 0"):
+        simulate(lambda group: on_rank(group, -group.workspace(OP, 3, 64).half_bytes, False))
 
 
 def test_a_tensor_is_lent_for_one_launch_only():
-    x = torch.zeros(4, dtype=torch.int64)
+    x = with_room(4)
 
     @triton.jit
     def by_address(address):
         tl.load(address.to(tl.pointer_type(tl.int64)))
 
-    def rank(group):
+    def on_rank(group):
         launch(group, touch, x=x, place=0, HOW="load")
         launch(group, by_address, address=x.data_ptr())
 
-    with pytest.raises(mk.SimulatorError):
-        simulate(rank)
+    with pytest.raises(mk.SimulatorError, match="outside of every tensor"):
+        simulate(on_rank)
 
 
 @triton.jit
@@ -549,83 +252,258 @@ def test_ranks_may_share_a_tensor():
     """One that is done early must not take it away from one that still reads it."""
     x = torch.ones(1, dtype=torch.int64)
 
-    def rank(group):
+    def on_rank(group):
         out = torch.zeros(2, dtype=torch.int64)
         group.barrier()
         launch(group, read_often, x=x, out=out, times=20 + 60 * group.rank)
         return int(out[0])
 
-    for seed in range(8):
-        assert simulate(rank, gpus=2, seed=seed) == [21, 81]
+    for seed in range(4):
+        assert simulate(on_rank, gpus=2, seed=seed) == [21, 81]
 
 
-# -- what kernels see of all this
+# -- inputs and results
+
+
+@pytest.mark.parametrize("how", ["store", "add", "exchange", "compare"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_input_is_not_stored_to(how, symmetric):
+    def on_rank(group, inputs):
+        x = group.empty(4, dtype=torch.int64) if symmetric else with_room(4)
+        arguments = dict(x=x, place=2, HOW=how)
+        group.launch(Launch(op=OP, group=group, kernel=touch, grid=1, arguments=arguments, inputs=inputs))
+
+    simulate(lambda group: on_rank(group, ()))
+    message = rf"to an input of the kernel: x\[2\] on rank 0, which the launch only reads \(`Launch.inputs`\){HERE}"
+    with pytest.raises(mk.SimulatorError, match=message):
+        simulate(lambda group: on_rank(group, ("x",)))
+
+
+@pytest.mark.parametrize("how", ["load", "look"])
+def test_an_input_may_be_looked_at(how):
+    run(touch, inputs=("x",), x=with_room(4), place=2, HOW=how)
 
 
 @triton.jit
-def message(box, flag, out, BARRIER: tl.constexpr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr):
-    """CTA 0 writes eight numbers and raises the flag, CTA 1 waits for the flag and reads them."""
-    place = tl.arange(0, 8)
-    if tl.program_id(0) == 0:
-        tl.store(box + place, place + 1)
-        if BARRIER:
-            tl.debug_barrier()
-        if RELEASE:
-            tl.atomic_xchg(flag, 1, sem="release")
+def write_some(y, count, HOW: tl.constexpr):
+    for i in range(count):
+        if HOW == "store":
+            tl.store(y + i, 1)
         else:
-            tl.atomic_xchg(flag, 1, sem="relaxed")
-    else:
-        while tl.atomic_add(flag, 0, sem="relaxed") == 0:
-            pass
-        if ACQUIRE:
-            tl.atomic_add(flag, 0, sem="acquire")
-        tl.store(out + place, tl.load(box + place))
+            tl.atomic_xchg(y + i, 1)
 
 
-def messages(barrier, release, acquire):
-    found = set()
-    for seed in range(20):
-        box, flag, out = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
-        run(message, grid=2, seed=seed, box=box, flag=flag, out=out, BARRIER=barrier, RELEASE=release, ACQUIRE=acquire)
-        assert box.tolist() == list(range(1, 9)), "lost"
-        found.add(tuple(out.tolist()))
-    return found
+@pytest.mark.parametrize("how", ["store", "exchange"])
+def test_every_element_of_a_result_must_be_written(how):
+    run(write_some, results=("y",), y=with_room(4), count=4, HOW=how)
+    message = rf"^{OP}: the launch on rank 0 has ended, and nobody has written y\[3\]"
+    refused(message, write_some, results=("y",), y=with_room(4), count=3, HOW=how)
+    run(write_some, y=with_room(4), count=3, HOW=how)  # it was not said to be a result
 
 
-def test_the_rule_of_data_first_then_signal():
-    right = {tuple(range(1, 9))}
-    assert messages(True, True, True) == right
-    assert messages(False, True, True) != right, "a missing barrier must show"
-    assert messages(True, False, True) != right, "a missing release must show"
-    assert messages(True, True, False) != right, "a missing acquire must show"
+def test_a_result_with_gaps():
+    @triton.jit
+    def write_even(y, count):
+        for i in range(count):
+            tl.store(y + 2 * i, 1)
+
+    run(write_even, results=("y",), y=with_room(8)[::2], count=4)
+    refused(r"nobody has written y\[2\]", write_even, results=("y",), y=with_room(8)[::2], count=2)
+
+
+# -- what nobody has written
 
 
 @triton.jit
-def message_by_descriptor(box, tile, flag, out, FENCE: tl.constexpr):
-    place = tl.arange(0, 16)
-    if tl.program_id(0) == 0:
-        tl.store(box + place, place + 1)
-        tl.debug_barrier()
-        tl.atomic_xchg(flag, 1, sem="release")
+def read_back(y, out, count, HOW: tl.constexpr):
+    for i in range(count):
+        if HOW == "store":
+            tl.store(y + i, 1)
+        else:
+            tl.atomic_xchg(y + i, 1)
+    tl.store(out, tl.sum(tl.load(y + tl.arange(0, 4))))
+
+
+@pytest.mark.parametrize("how", ["store", "exchange"])
+def test_a_new_output_is_unwritten(how):
+    def on_rank(group, count):
+        y = group.world.empty(0, (4,), torch.float32).view(torch.int32)
+        launch(group, read_back, y=y, out=torch.zeros(1), count=count, HOW=how)
+
+    simulate(lambda group: on_rank(group, 4))
+    message = (
+        rf"^rank 0, CTA 0 of {OP} loads y\[2\] on rank 0, which nobody has written:\n"
+        r"    sim/test_memory.py:\d+ in read_back\n"
+        rf"  Whoever writes it must signal that.*; rank 0, CTA 0 of {OP} has waited for nothing\."
+    )
+    with pytest.raises(mk.SimulatorError, match=message):
+        simulate(lambda group: on_rank(group, 2))
+
+
+def test_a_tensor_of_the_caller_is_written():
+    """The caller's code did, or did not; nobody knows."""
+    run(read_back, y=torch.empty(4), out=torch.zeros(1), count=0, HOW="store")
+
+
+@triton.jit
+def keep(context, start, out, WRITES: tl.constexpr):
+    epoch, data = current_epoch(context), segment_of(context, 0, tl.int64) + start
+    if WRITES:
+        tl.store(data, 5)
+    tl.store(out, tl.load(data))
+    finish(context, epoch, 1)
+
+
+def kept(group, writes, spends):
+    workspace = group.workspace(OP, 8, 64)
+    for call in writes:
+        arguments = dict(
+            context=workspace.context,
+            start=(workspace.data_start + workspace.half_bytes) // 8,
+            out=with_room(1),
+            WRITES=call,
+        )
+        scratch = Scratch(workspace, [(0, 8)]) if spends else None
+        # epoch 1 uses the second half, and both epochs look at that
+        group.launch(Launch(op=OP, group=group, kernel=keep, grid=1, arguments=arguments, scratch=scratch))
+
+
+def test_a_workspace_is_unwritten_at_first():
+    with pytest.raises(
+        mk.SimulatorError, match=f"loads byte 0 of half 1 of the workspace of {OP} on rank 0, which nobody"
+    ):
+        simulate(lambda group: kept(group, [False], spends=False))
+
+
+def test_what_a_launch_had_for_itself_is_spent_when_it_has_ended():
+    simulate(lambda group: kept(group, [True, True, True], spends=True))
+    simulate(lambda group: kept(group, [True, False], spends=False))
+    message = (
+        f"loads byte 0 of half 1 of the workspace of {OP} on rank 0, which was written for a launch that has ended"
+    )
+    with pytest.raises(mk.SimulatorError, match=message):
+        simulate(lambda group: kept(group, [True, False], spends=True))
+
+
+@triton.jit
+def send_unwritten(context, start, out, SIZE: tl.constexpr):
+    epoch, rank = current_epoch(context), rank_of(context)
+    segment, mine = tl.load(context + SEGMENT), segment_of(context, rank, tl.int64)
+    if rank == 0:
+        tl.store(mine + start, 1)
+        post(context, 1 - rank, segment, start * 8, segment, start * 8, 16, 0, epoch, SEND)
     else:
-        while tl.atomic_add(flag, 0, sem="acquire") == 0:
-            pass
-        if FENCE:
-            tl.inline_asm_elementwise(
-                "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
-        tl.store(out + place, tile.load([0, 0]).reshape(16))
+        wait(context, mine, epoch, COMPUTE, ARRIVED, 0, 0)
+        tl.store(out, tl.load(mine + start))
+        tl.store(out, tl.load(mine + start + 1))
+    finish(context, epoch, SIZE)
 
 
-@pytest.mark.parametrize("fence", [True, False])
-def test_the_rule_of_the_fence(fence):
-    from mkernel.runtime.operands import descriptor
+def test_what_nobody_has_written_is_as_unwritten_when_it_was_sent():
+    def on_rank(group):
+        workspace = group.workspace(OP, 8, 64)
+        start = workspace.data_start // 8
+        launch(group, send_unwritten, context=workspace.context, start=start, out=with_room(1), SIZE=2)
 
-    found = set()
-    for seed in range(20):
-        box, flag, out = torch.zeros(16), torch.zeros(1, dtype=torch.int64), torch.zeros(16)
-        tile = descriptor(box, [1, 16], [16, 1], [1, 16])
-        run(message_by_descriptor, grid=2, seed=seed, box=box, tile=tile, flag=flag, out=out, FENCE=fence)
-        found.add(tuple(out.tolist()))
-    right = {tuple(float(i) for i in range(1, 17))}
-    assert found == right if fence else found > right
+    with pytest.raises(
+        mk.SimulatorError, match=f"rank 1, CTA 0 of {OP} loads byte 8 of half 0 .* on rank 1, which nobody"
+    ):
+        simulate(on_rank, nodes=2)
+
+
+@triton.jit
+def rows(tile, box, out, used, HINT: tl.constexpr):
+    for i in range(4):
+        if i < used:
+            tl.store(box + i * 16 + tl.arange(0, 16), 1.0)
+    tl.debug_barrier()
+    acquire(0)
+    if HINT:
+        used_below(tile, used)
+    tl.store(out + tl.arange(0, 4), tl.sum(tile.load([0, 0]), 1))
+
+
+@triton.jit
+def acquire(_):
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def test_rows_that_are_not_used_may_be_unwritten():
+    """Their values are NaN, so that nobody does use them."""
+
+    def on_rank(group, hint):
+        box, out = group.world.empty(0, (4, 16), torch.float32), torch.zeros(4)
+        tile = descriptor(box, [4, 16], [16, 1], [4, 16])
+        launch(group, rows, tile=tile, box=box, out=out, used=2, HINT=hint)
+        return out
+
+    (out,) = simulate(lambda group: on_rank(group, True))
+    assert out[:2].tolist() == [16, 16]
+    assert out[2:].isnan().all()
+    with pytest.raises(mk.SimulatorError, match=r"\[2, 0\] on rank 0, which nobody has written"):
+        simulate(lambda group: on_rank(group, False))
+
+
+# -- epochs
+
+
+@triton.jit
+def forget_to_finish(context, SIZE: tl.constexpr, FORGETS: tl.constexpr):
+    epoch = current_epoch(context)
+    notify(segment_of(context, 0, tl.int64), epoch)
+    if tl.program_id(0) >= FORGETS:
+        finish(context, epoch, SIZE)
+
+
+@pytest.mark.parametrize("forgets", [0, 1, 2])
+def test_a_launch_must_finish_its_epoch(forgets):
+    def on_rank(group):
+        workspace = group.workspace(OP, 8, 64)
+        launch(group, forget_to_finish, grid=2, context=workspace.context, SIZE=1, FORGETS=forgets)
+
+    if forgets:
+        message = f"^{OP}: the launch on rank 0 has ended, but its epoch has not: every CTA must call finish"
+        with pytest.raises(mk.SimulatorError, match=message):
+            simulate(on_rank)
+    else:
+        simulate(on_rank)
+
+
+# -- requests to the network
+
+
+@triton.jit
+def ask(context, source, target, size, signal, SIZE: tl.constexpr):
+    epoch, rank, segment = current_epoch(context), rank_of(context), tl.load(context + SEGMENT)
+    if rank == 0:
+        post(context, 1 - rank, segment, source, segment, target, size, signal, epoch, SEND)
+    finish(context, epoch, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (dict(source=0, target=0, size=0, signal=0), None),
+        (dict(source=-8), "source [-8, 0) is outside of rank 0's segment"),
+        (dict(source=1 << 20), "source [1048576, 1048584) is outside of rank 0's segment"),
+        (dict(target=1 << 20), "target [1048576, 1048584) is outside of rank 1's segment"),
+        (dict(signal=1 << 20), "signal [1048576, 1048584) is outside of rank 1's segment"),
+    ],
+)
+def test_requests_outside_of_a_segment(numbers, message):
+    def on_rank(group):
+        workspace = group.workspace(OP, 8, 64)
+        start = workspace.data_start
+        request = {**dict(source=start, target=start, size=8, signal=0), **numbers}
+        launch(group, ask, context=workspace.context, **request, SIZE=2)
+        group.synchronize()
+        group.barrier()
+
+    if message is None:
+        simulate(on_rank, nodes=2)
+    else:
+        posted = rf".*\n  posted by rank 0, CTA 0 of {OP}: .* in post, called from sim/test_memory.py:\d+ in ask"
+        with pytest.raises(mk.SimulatorError, match="(?s)a request of rank 0: " + re.escape(message) + posted):
+            simulate(on_rank, nodes=2)

@@ -24,11 +24,14 @@ from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.runtime.world import Part
-from mkernel.sim.order import Cta
-from mkernel.sim.races import Actor, Races
+from mkernel.sim.language import running
+from mkernel.sim.order import Cta, Thread
+from mkernel.sim.races import Actor, Races, Sites
 from mkernel.sim.shadow import GIVEN, UNWRITTEN, Access, Region, Shadow
 
 PLAIN, DESCRIPTOR, MULTICAST = "plain", "descriptor", "multicast"  # paths to memory
+# what lets accesses on a path know what the CTA knows
+FENCES = {PLAIN: "", DESCRIPTOR: "acquire_for_descriptors", MULTICAST: "fence_aliases"}
 
 
 class Memory:
@@ -37,8 +40,10 @@ class Memory:
     def __init__(self, rng: random.Random, races: Races | None = None):
         self.rng = rng
         self.races = races
+        self.sites = Sites()
         if races is not None:
             races.describe = self.describe
+            self.sites = races.sites
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
         self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
         self.on_change: Callable[[Sequence[int] | range | None], None] = lambda where: None  # see `changed`
@@ -52,7 +57,7 @@ class Memory:
     def add(self, start: int, size: int, owner: int | None = None, *regions: Region) -> None:
         """Memory that kernels may touch until it is removed: all of it, or these parts."""
         piece = Shadow(start, start + size, owner, GIVEN if start not in self._fresh else UNWRITTEN)
-        piece.regions = list(regions) or [Region("memory", start, start + size)]
+        piece.regions = list(regions) or [Region("the library's own memory", start, start + size)]
         place = bisect.bisect_left(self._starts, start)
         self._starts.insert(place, start)
         self._pieces.insert(place, piece)
@@ -75,7 +80,10 @@ class Memory:
         """Say what a piece of memory consists of."""
         piece = self.piece_of(start)
         assert piece is not None
-        piece.regions = [Region(part.name, start + part.start, start + part.end) for part in parts]
+        piece.regions = [
+            Region(part.name, start + part.start, start + part.end, unit="word" if part.kind == "signals" else "byte")
+            for part in parts
+        ]
         piece.is_user_s = any(part.kind == "tensor" for part in parts)
         for part in parts:
             if part.kind == "buffer" and part.end > part.start:
@@ -101,7 +109,7 @@ class Memory:
                 piece.regions = []
             self._fresh.discard(piece.start)
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
-            region = Region(name, low, high, tuple(tensor.shape), strides, writable(name), _gaps(tensor))
+            region = Region(name, low, high, tuple(tensor.shape), strides, writable(name), _gaps(tensor), lent=True)
             piece.regions.append(region)
             if name == "context":  # the host's table, which no kernel changes
                 piece.regions = [region]
@@ -146,7 +154,10 @@ class Memory:
         for start, (end, members) in self._multicasts.items():
             if start <= low and high <= end:
                 return [(addresses - start + member).astype(np.uint64) for member in members]
-        raise SimulatorError(f"{what} of [{low:#x}, {high:#x}) is outside of every multicast range{self._here()}")
+        raise SimulatorError(
+            f"{what} of {high - low} bytes is outside of every multicast range: use an address that `everywhere` "
+            f"(lang/multicast.py) returns{self._here()}"
+        )
 
     def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:
         """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them
@@ -177,37 +188,61 @@ class Memory:
     def _check_inside(
         self, piece: Shadow, addresses: np.ndarray, size: int, low: int, high: int, what: str, stores: bool
     ) -> None:
-        for region in piece.regions:
-            if region.start <= low and high <= region.end and region.inside is None and (region.writable or not stores):
-                return
+        inputs = stores and any(not each.writable and each.start < high and low < each.end for each in piece.regions)
+        if not inputs:
+            for region in piece.regions:
+                if region.start <= low and high <= region.end and region.inside is None:
+                    return
         # one by one: the elements of a tensor with gaps, or of several
-        for address in np.unique(addresses).tolist():
-            regions = [each for each in piece.regions if each.holds(address, address + size)]
-            if not any(each.inside is None or each.inside[address - each.start] for each in regions):
-                raise self._outside(what, address, address + size)
-            if stores and not any(each.writable for each in regions):
-                raise SimulatorError(f"{what} to an input: {piece.describe(address)}{self._here()}")
+        addresses = np.unique(addresses)
+        inside, may_store, lent = (np.zeros(addresses.shape, dtype=bool) for _ in range(3))
+        for region in piece.regions:
+            here = region.elements(addresses, size)
+            inside |= here
+            lent |= here & region.lent
+            may_store |= here & (region.writable and region.lent)
+        if not inside.all():
+            address = int(addresses[np.argmin(inside)])
+            raise self._outside(what, address, address + size)
+        if inputs and (lent & ~may_store).any():
+            address = int(addresses[np.argmax(lent & ~may_store)])
+            raise SimulatorError(
+                f"{what} to an input of the kernel: {piece.describe(address)}, which the launch only reads "
+                f"(`Launch.inputs`){self._here()}"
+            )
 
     def _outside(self, what: str, low: int, high: int) -> SimulatorError:
         regions = [(region, piece) for piece in self._pieces for region in piece.regions]
         where = ""
         if regions:
-            region, piece = min(regions, key=lambda pair: abs(pair[0].distance(low, high)))
-            name = f"{region.name}" + (f" of rank {piece.owner}" if piece.owner is not None else "")
+            # of those that are as near, the one that holds it; then an argument of the kernel
+            region, piece = min(
+                regions, key=lambda pair: (pair[0].distance(low, high), not pair[0].holds(low, high), not pair[0].lent)
+            )
+            shape = f" of shape {list(region.shape)}" if region.shape else f" of {region.end - region.start} bytes"
+            name = f"{region.name}{piece.where},{shape}"
             if low >= region.end:
                 where = f": {low - region.end} bytes behind the end of {name}"
             elif high <= region.start:
                 where = f": {region.start - low} bytes before the beginning of {name}"
             elif region.holds(low, high):
-                where = f": between the elements of {name}, at byte {low - region.start}"
+                where = f": between the elements of {name}, behind {region.place(low)}"
             else:
                 where = f": across the edge of {name}"
+            if (low - region.start) % (high - low) == 0 and not region.holds(low, high):
+                where += f" (element {(low - region.start) // (high - low)}, counted from its first one)"
         return SimulatorError(
-            f"{what} of [{low:#x}, {high:#x}) is outside of every tensor that the kernel was given{where}{self._here()}"
+            f"{what} of {high - low} bytes is outside of every tensor that the kernel was given{where}{self._here()}"
         )
 
     def _here(self) -> str:
-        return f"\n    {self.races.sites.long(self.races.sites.here())}" if self.races is not None else ""
+        """Who is running, and where."""
+        cta: Any = running.get(None)
+        if cta is None:
+            return ""
+        return (
+            f"\n  rank {cta.rank}, CTA {cta.program_id} of {cta.launch.op}:\n    {self.sites.long(self.sites.here())}"
+        )
 
     def span(self, start: int, size: int, what: str) -> Access:
         """An access to all bytes of a range, which lies in one piece of memory."""
@@ -243,9 +278,9 @@ class Memory:
                     continue
                 if volatile:
                     for word in _words(access):
-                        self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes=False)
+                        self.races.atomic(Actor(cta.atomics, cta.main.clock, cta), word, changes=False)
                 else:
-                    self.races.load(Actor(cta.main, _clock(cta, path), cta), access)
+                    self.races.load(Actor(cta.main, _thread(cta, path).clock, cta, FENCES[path]), access)
         if touched is addresses and addresses.size == 1:
             value = ctypes.string_at(found[0].low, dtype.itemsize)
             return np.frombuffer(value, dtype=dtype).reshape(addresses.shape), found
@@ -264,9 +299,9 @@ class Memory:
             return []
         found = self.accesses(addresses, values.itemsize, "a store", stores=True)
         if self.races is not None and cta is not None:
-            thread = {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path]
+            thread = _thread(cta, path)
             for access in found:
-                self.races.store(Actor(thread, _clock(cta, path), cta), access)
+                self.races.store(Actor(thread, thread.clock, cta, FENCES[path]), access)
         self.write(addresses, values)
         return found
 
@@ -287,7 +322,7 @@ class Memory:
         for access in self.accesses(addresses, size, "an atomic operation", stores=changes):
             if self.races is not None and cta is not None:
                 for word in _words(access):
-                    self.races.atomic(Actor(cta.main, cta.main.clock, cta), word, changes)
+                    self.races.atomic(Actor(cta.atomics, cta.main.clock, cta), word, changes)
 
     # -- memory itself
 
@@ -308,9 +343,9 @@ class Memory:
         self.on_change(where)
 
 
-def _clock(cta: Cta, path: str) -> np.ndarray:
-    """What accesses on a path know of."""
-    return {PLAIN: cta.main, DESCRIPTOR: cta.descriptors, MULTICAST: cta.multicast}[path].clock
+def _thread(cta: Cta, path: str) -> Thread:
+    """Who accesses memory on a path."""
+    return cta.main if path == PLAIN else cta.descriptors if path == DESCRIPTOR else cta.multicast
 
 
 def _words(access: Access) -> list[Access]:

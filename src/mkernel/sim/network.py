@@ -23,7 +23,7 @@ from mkernel.sim.races import Actor
 from mkernel.sim.scheduler import Scheduler, Task
 
 AT_ONCE = 8  # requests in flight per proxy
-REQUESTS = 32  # of a proxy that the race detector tells apart
+REQUESTS = 32  # of a proxy that the race detector tells apart, the newest and those in flight
 HEADER = layout.HEADER_WORDS.value
 WORDS = layout.REQUEST_WORDS.value
 
@@ -46,6 +46,7 @@ class InFlight:
     posted: float  # times of a trace, in nanoseconds
     arrives: float
     thread: Thread | None  # as the race detector knows it; requests in flight know nothing of each other
+    number: int  # of that thread
 
 
 class Proxy(Task):
@@ -77,6 +78,7 @@ class Proxy(Task):
         self._watched: list[int] = []
         self.consumed = 0
         self.completed_in_order = 0
+        self._number = 0  # of the newest request's thread
 
     @property
     def memory(self) -> Memory:
@@ -161,13 +163,20 @@ class Proxy(Task):
     def _bytes_of(self, rank: int, segment: int, offset: int, size: int, what: str) -> torch.Tensor:
         memory = self.segment(rank, segment)
         if memory is None:
-            raise SimulatorError(f"a request of rank {self.group_rank}: rank {rank} has no segment {segment}")
+            raise SimulatorError(
+                f"a request of rank {self.group_rank}: rank {rank} has no segment {segment}{self._posted_by()}"
+            )
         if not 0 <= offset <= offset + size <= memory.numel():
             raise SimulatorError(
                 f"a request of rank {self.group_rank}: {what} [{offset}, {offset + size}) is outside of "
-                f"rank {rank}'s segment {segment} of {memory.numel()} bytes"
+                f"rank {rank}'s segment {segment} of {memory.numel()} bytes{self._posted_by()}"
             )
         return memory[offset : offset + size]
+
+    def _posted_by(self) -> str:
+        """Who posted the request that is being taken."""
+        races = self.memory.races
+        return f"\n  posted by {races.last_release(self._turn())}" if races is not None else ""
 
     def _take(self) -> None:
         capacity = int(self.words[layout.CAPACITY.value])
@@ -187,7 +196,19 @@ class Proxy(Task):
         self.free = max(self.free, posted) + size / BYTES_PER_NANOSECOND
         value = word[layout.VALUE.value]
         self.flying.append(
-            InFlight(self.consumed, peer, source, target, signal, value, pieces, posted, self.free + LATENCY, thread)
+            InFlight(
+                self.consumed,
+                peer,
+                source,
+                target,
+                signal,
+                value,
+                pieces,
+                posted,
+                self.free + LATENCY,
+                thread,
+                self._number,
+            )
         )
         self.consumed += 1
         self._set_word(
@@ -196,12 +217,16 @@ class Proxy(Task):
         self.scheduler.signalled(self.ring[layout.CONSUMED.value :].data_ptr(), posted)
 
     def _start_thread(self, slot: int) -> Thread | None:
-        """A request is a thread of its own, which knows what was known when it was posted. So many are told apart that
-        those of the same number are never in flight together."""
+        """A request is a thread of its own, which knows what was known when it was posted. Requests take turns to be
+        the same thread, but not with one that is still in flight: it may be overtaken by any number of them."""
         races = self.memory.races
         if races is None:
             return None
-        key = ("request", self.rank, self.ring.data_ptr(), self.consumed % REQUESTS)
+        taken = [request.number for request in self.flying]
+        self._number = (self._number + 1) % REQUESTS
+        while self._number in taken:
+            self._number = (self._number + 1) % REQUESTS
+        key = ("request", self.rank, self.ring.data_ptr(), self._number)
         thread = races.thread(key, f"rank {self.rank}, request {self.consumed} to the network")
         turn = self.ring[slot + layout.TURN.value :]
         thread.begin(races.clock_since(turn.data_ptr(), int(turn[0])))

@@ -19,13 +19,13 @@ reached the expected value (`Word.since`). A wait for the wrong epoch is found i
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
 
 EVERYTHING = np.iinfo(np.int32).max  # of its own events a thread knows all
-STEPS = 8  # values of a word that are kept apart
+STEPS = 1000  # values of a word that are kept apart, at least
 
 Clock = np.ndarray  # int32: by thread, the last of its events that is known; what is not in it is not known
 NOTHING: Clock = np.zeros(0, dtype=np.int32)  # known
@@ -39,6 +39,13 @@ def joined(mine: Clock, theirs: Clock) -> Clock:
     known = result[: len(theirs)]
     np.maximum(known, theirs, out=known)
     return result
+
+
+def _of(thread: Thread, event: int) -> Clock:
+    """A clock that knows this thread's events, up to one of them."""
+    clock = np.zeros(thread.number + 1, dtype=np.int32)
+    clock[thread.number] = event
+    return clock
 
 
 @dataclass(eq=False)
@@ -55,23 +62,27 @@ class Word:
 
     initial: int
     clock: Clock = field(default_factory=lambda: NOTHING)
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
+    steps: list[Step] = field(default_factory=list)  # values that only grow
 
-    def release(self, value: int, clock: Clock) -> None:
+    def release(self, before: int, value: int, clock: Clock) -> None:
+        """The word had the value `before`: that may be another than the last that was released to it."""
+        if self.steps and before > self.steps[-1].value:
+            self.steps.append(Step(before, self.clock))
+        self.initial = min(self.initial, before)
         self.clock = joined(self.clock, clock)
-        if self.steps and value < self.steps[-1].value:
-            self.steps.clear()
+        if self.steps and min(before, value) < self.steps[-1].value:
+            self.steps.clear()  # it has begun again
         self.steps.append(Step(value, self.clock))
+        if len(self.steps) > 2 * STEPS:
+            del self.steps[:STEPS]
 
     def since(self, expected: int) -> Clock:
         """What a wait for this value guarantees: what was known when the word first reached it, and nothing if it had
         that value from the start."""
         if expected <= self.initial:
             return NOTHING
-        for step in self.steps:
-            if step.value >= expected:
-                return step.clock
-        return self.clock
+        place = bisect.bisect_left(self.steps, expected, key=lambda step: step.value)
+        return self.steps[place].clock if place < len(self.steps) else self.clock
 
 
 class Thread:
@@ -81,6 +92,8 @@ class Thread:
         self.number = number
         self.name = name
         self.last = 0  # its last event
+        self.speaker = self  # who releases for it, and waits
+        self.completed_by = ""  # what its speaker must call before a release speaks for it; a barrier is always needed
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
@@ -92,6 +105,9 @@ class Thread:
     def learn(self, clock: Clock) -> None:
         self.clock = joined(self.clock, clock)
 
+    def knows_of(self, thread: Thread) -> int:
+        return int(self.clock[thread.number]) if thread.number < len(self.clock) else 0
+
     def told(self, up_to: int | None = None) -> Clock:
         """What it tells: all it knows, and its own events up to one of them; None is all."""
         clock = self.clock.copy()
@@ -100,37 +116,44 @@ class Thread:
 
 
 class Cta:
-    """The threads of one CTA: the one that computes, and its stores on other paths, which nobody waits for unless told.
+    """The threads of one CTA: the one that computes, its atomic operations, and its stores on other paths, which nobody
+    waits for unless told.
 
+    A release speaks for atomic operations before it, with or without a barrier: one thread of the GPU does them all.
     What loads on other paths may know is less than what the CTA knows, until a fence.
     """
 
-    def __init__(self, main: Thread, descriptors: Thread, multicast: Thread):
-        self.main, self.descriptors, self.multicast = main, descriptors, multicast
+    def __init__(self, main: Thread, atomics: Thread, descriptors: Thread, multicast: Thread):
+        self.main, self.atomics, self.descriptors, self.multicast = main, atomics, descriptors, multicast
+        main.learn(_of(atomics, EVERYTHING))
+        for thread in (atomics, descriptors, multicast):
+            thread.speaker = main
+        descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
         # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
-        # result all threads of the GPU have; and by each of them for itself
+        # result all threads of the GPU have; and by each for itself, so that all may rely on it behind a barrier
+        # (many words without a wait are taken to be brought together by a reduction, which has barriers in it)
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
         self._acquired: set[int] = set()  # words that no wait has said anything about since
-        self.covered = main.last  # own events that a release speaks for
-        self._covered_others: tuple[int, ...] = (0, 0)  # the same, on the other paths
+        self._cover()
         self.fence_descriptors()
         self.fence_multicast()
 
-    @property
-    def others(self) -> tuple[Thread, Thread]:
-        return self.descriptors, self.multicast
+    def _cover(self) -> None:
+        """A release speaks for what was done until now."""
+        self._covered = self.main.last
+        self._covered_others = [self.main.knows_of(thread) for thread in (self.descriptors, self.multicast)]
 
     def acquired(self, word: int, clock: Clock, by_all: bool) -> None:
         """A word was acquired, by a scalar operation or by one of many words."""
         (self._by_all if by_all else self._by_each)[word] = clock
         self._acquired.add(word)
 
-    def guaranteed(self, word: int, clock: Clock, by_all: bool) -> None:
-        """A wait for the word is over, and guarantees this much, if it has acquired the word."""
+    def guaranteed(self, word: int, clock: Clock, by_all: bool) -> bool:
+        """A wait for the word is over, and guarantees this much, if it has acquired the word. False if it has not."""
         if word not in self._acquired:
-            return
+            return False
         self._acquired.remove(word)
         if by_all:
             self._by_all.pop(word, None)
@@ -138,6 +161,7 @@ class Cta:
         else:
             self._by_each.pop(word, None)
             self._behind_barrier.append(clock)
+        return True
 
     def settle(self) -> bool:
         """Take what was acquired for granted. False if there was nothing."""
@@ -154,43 +178,42 @@ class Cta:
             self.main.learn(clock)
         self._behind_barrier.clear()
         self._by_each.clear()
-        self.covered = self.main.last
-        known = self.main.clock
-        self._covered_others = tuple(int(known[t.number]) if t.number < len(known) else 0 for t in self.others)
+        self._cover()
+
+    def _told(self, up_to: int | None = None) -> Clock:
+        clock = self.main.told(up_to)
+        clock[self.atomics.number] = self.atomics.last
+        return clock
 
     def released(self) -> Clock:
         """What a release tells."""
         self.settle()
-        clock = self.main.told(self.covered)
-        for thread, covered in zip(self.others, self._covered_others):
+        clock = self._told(self._covered)
+        for thread, covered in zip((self.descriptors, self.multicast), self._covered_others):
             if thread.number < len(clock):
                 clock[thread.number] = covered
         return clock
 
     def complete_descriptors(self) -> None:
         """Stores through descriptors are done."""
-        self.main.learn(self._last_of(self.descriptors))
+        self.main.learn(_of(self.descriptors, self.descriptors.last))
 
     def fence_descriptors(self) -> None:
-        """Accesses through descriptors know what the CTA knows now."""
+        """Accesses through descriptors know what the CTA knows now and, of its own accesses, those before its last
+        barrier: each thread of the GPU fences its own."""
         self.settle()
-        self.descriptors.learn(self.main.told())
+        self.descriptors.learn(self._told(self._covered))
 
     def fence_multicast(self) -> None:
-        """Loads through multicast addresses know what the CTA knows now; stores through them are done."""
+        """Loads through multicast addresses know what the CTA knows now and, of its own accesses, those before its last
+        barrier; stores through them are done."""
         self.settle()
-        self.main.learn(self._last_of(self.multicast))
-        self.multicast.learn(self.main.told())
-
-    @staticmethod
-    def _last_of(thread: Thread) -> Clock:
-        clock = np.zeros(thread.number + 1, dtype=np.int32)
-        clock[thread.number] = thread.last
-        return clock
+        self.main.learn(_of(self.multicast, self.multicast.last))
+        self.multicast.learn(self._told(self._covered))
 
     def ended(self) -> Clock:
         """What is known when the CTA has ended: all it did, on all paths."""
         self.settle()
-        for thread in self.others:
-            self.main.learn(self._last_of(thread))
-        return self.main.told()
+        for thread in (self.descriptors, self.multicast):
+            self.main.learn(_of(thread, thread.last))
+        return self._told()

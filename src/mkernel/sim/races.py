@@ -38,11 +38,11 @@ Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
 
 @dataclass(frozen=True)
 class Release:
-    """That a thread has released a word, and which of its events the release speaks for."""
+    """That a thread has released a word, and what the release tells."""
 
     word: int
     value: int
-    covers: int  # its events up to this one
+    tells: Clock
     after: int  # all threads' events up to this one came before it
     site: int
 
@@ -53,6 +53,8 @@ class Waited:
 
     word: int
     expected: int
+    acquired: bool
+    one_by_one: bool  # many words at once, each by a thread of its own
     site: int
 
 
@@ -131,11 +133,12 @@ def _line(code: CodeType, line: int) -> str:
 @dataclass(eq=False, slots=True)
 class Actor:
     """Who accesses memory, and what it knows of. cta: of the CTA whose access it is; it may know more than that, from
-    what it has acquired."""
+    what it has acquired. fence: what lets accesses on this path know what the CTA knows; none on the plain one."""
 
     thread: Thread
     clock: Clock
     cta: Cta | None = None
+    fence: str = ""
 
 
 class Races:
@@ -156,6 +159,7 @@ class Races:
         self._mail: dict[Hashable, Clock] = {}
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
+        self._changed: dict[int, tuple[int, int]] = {}  # by thread: its last atomic change, and the word
 
     @property
     def waits(self) -> dict[str, list[int]]:
@@ -181,7 +185,7 @@ class Races:
 
     def cta(self, key: Hashable, name: str, clock: Clock) -> Cta:
         """The threads of a CTA that starts, knowing this."""
-        threads = [self.thread((key, path), name) for path in ("plain", "descriptor", "multicast")]
+        threads = [self.thread((key, part), name) for part in ("plain", "atomic", "descriptor", "multicast")]
         for thread in threads:
             thread.begin(clock)
         return Cta(*threads)
@@ -206,11 +210,19 @@ class Races:
         self, thread: Thread, clock: Clock, word: int, before: int, value: int, site: int | None = None
     ) -> None:
         """A word was given a value, instead of the one before, by a release, which tells what the clock knows."""
-        self._words.setdefault(word, Word(before)).release(value, clock)
+        self._words.setdefault(word, Word(before)).release(before, value, clock)
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
-        covers = int(clock[thread.number]) if thread.number < len(clock) else 0
-        releases.append(Release(word, value, covers, self._last, site))
+        releases.append(Release(word, value, clock, self._last, site))
+
+    def last_release(self, word: int) -> str:
+        """Who released the word last, and where; for people."""
+        found = [(each.after, number, each.site) for number, releases in self._releases.items()
+                 for each in releases if each.word == word]  # fmt: skip
+        if not found:
+            return "somebody"
+        _, number, site = max(found)
+        return f"{self._by_number[number].name}: {self.sites.long(site)}"
 
     def clock_of(self, word: int) -> Clock:
         """What the word tells whoever acquires it now."""
@@ -227,8 +239,8 @@ class Races:
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
-            waits.append(Waited(word, value, site))
+            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
+            waits.append(Waited(word, value, acquired, len(words) > 1, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
 
     def forget(self, shadow: Shadow) -> None:
@@ -282,7 +294,7 @@ class Races:
         self, actor: Actor, access: Access, changes: bool, site: int | None = None, in_order: bool = False
     ) -> None:
         """A word is changed, or only looked at, by an atomic operation. in_order: it must come after all changes."""
-        shadow, word = access.shadow, access.low
+        shadow = access.shadow
         event = self._event(actor.thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
         what = "changes (atomically)" if changes else "looks at (atomically)"
@@ -292,9 +304,14 @@ class Races:
             self._after_loads(actor, access, event, what)
         if in_order:
             self._after_atomics(actor, access, event, what, shadow.changes)
+        if changes:
+            self._changed[actor.thread.speaker.number] = event, access.low
         kind = shadow.changes if changes else shadow.looks
-        kind.setdefault(word, {})[actor.thread.number] = event
-        shadow.atomic_low, shadow.atomic_high = min(shadow.atomic_low, word), max(shadow.atomic_high, access.high)
+        kind.setdefault((access.low, access.high), {})[actor.thread.number] = event
+        shadow.atomic_low = min(shadow.atomic_low, access.low)
+        shadow.atomic_high = max(shadow.atomic_high, access.high)
+        if changes and shadow.may_be_undefined:
+            shadow.define(access.units())
 
     def _lengthen(self, actor: Actor) -> None:
         """Give the actor's clock a place for every thread there is."""
@@ -321,7 +338,9 @@ class Races:
                 self._ordered(store, event)
         if unknown.any():
             place = int(np.argmax(unknown))
-            raise self._race(access.shadow, access.address(units, place), event, what, int(stores[place]), "stored to")
+            raise self._race(
+                actor, access.shadow, access.address(units, place), event, what, int(stores[place]), "stored to"
+            )
 
     def _after_loads(self, actor: Actor, access: Access, event: int, what: str) -> None:
         """The event must come after all loads of what it changes."""
@@ -332,8 +351,9 @@ class Races:
         for load, thread, theirs in shadow.loads.unknown(actor.clock, access.low, access.high):
             if thread == own:
                 continue
-            units = theirs.units()
+            theirs.units()  # units may become smaller for these, and again for mine
             mine = access.units()
+            units = theirs.units()
             if touched is None or len(touched) != len(shadow.writes):
                 touched = np.zeros(len(shadow.writes), dtype=bool)
                 touched[mine] = True
@@ -350,19 +370,19 @@ class Races:
                     self._check(actor, shadow, access.address(units, place), event, what, load, thread, "loaded")
 
     def _after_atomics(
-        self, actor: Actor, access: Access, event: int, what: str, kind: dict[int, dict[int, int]]
+        self, actor: Actor, access: Access, event: int, what: str, kind: dict[tuple[int, int], dict[int, int]]
     ) -> None:
         """The event, which is not atomic, must come after all atomic operations on what it touches."""
         how = "looked at (atomically)" if kind is access.shadow.looks else "changed (atomically)"
-        for word, threads in kind.items():
-            if word < access.high and access.low <= word:
+        for (word, end), threads in kind.items():
+            if word < access.high and access.low < end and access.meets(word, end):
                 for thread, last in threads.items():
                     if last > actor.clock[thread]:
                         self._check(actor, access.shadow, word, event, what, last, thread, how)
 
     def _settle(self, actor: Actor) -> None:
         """Let the actor know what its CTA has acquired."""
-        if actor.cta is not None and actor.thread is actor.cta.main and actor.cta.settle():
+        if actor.cta is not None and not actor.fence and actor.cta.settle():
             actor.clock = actor.cta.main.clock
             self._lengthen(actor)
 
@@ -372,7 +392,7 @@ class Races:
         if earlier > actor.clock[thread]:
             self._settle(actor)
         if earlier > actor.clock[thread]:
-            raise self._race(shadow, address, event, what, earlier, how)
+            raise self._race(actor, shadow, address, event, what, earlier, how)
         if self.record_orders:
             self._ordered(earlier, event)
 
@@ -392,49 +412,70 @@ class Races:
             SPENT: "was written for a launch that has ended, and by nobody since",
         }[why]
         return SimulatorError(
-            f"{self._did(event)} loads what {reason}: {shadow.describe(address)}\n"
-            f"    {self.sites.long(self._site_of[event])}"
+            f"{self._did(event)} loads {shadow.describe(address)}, which {reason}:\n"
+            f"    {self.sites.long(self._site_of[event])}\n"
+            f"  Whoever writes it must signal that, and this CTA must wait for the signal{self._waits_of(event)}."
         )
 
-    def _race(self, shadow: Shadow, address: int, event: int, what: str, earlier: int, how: str) -> RaceError:
+    def _race(
+        self, actor: Actor, shadow: Shadow, address: int, event: int, what: str, earlier: int, how: str
+    ) -> RaceError:
         return RaceError(
             f"race on {shadow.describe(address)}\n"
             f"  {self._did(event)} {what} it:\n"
             f"    {self.sites.long(self._site_of[event])}\n"
-            f"  {self._did(earlier)} has {how} it before, and nothing orders the two:\n"
+            f"  {self._did(earlier)} {how} it before, and nothing orders the two:\n"
             f"    {self.sites.long(self._site_of[earlier])}\n"
-            f"  {self._missing(earlier, event)}"
+            f"  {self._missing(actor, earlier, event)}"
         )
 
-    def _missing(self, earlier: int, event: int) -> str:
+    def _missing(self, actor: Actor, earlier: int, event: int) -> str:
         """What would have ordered two events, if one can tell."""
-        first, second = int(self._thread_of[earlier]), int(self._thread_of[event])
-        one, other = self._did(earlier), self._did(event)
-        waits = {each.word: each for each in self._waited.get(second, ())}
-        since = [each for each in self._releases.get(first, ()) if each.after >= earlier]
-        enough = [each for each in since if each.covers >= earlier]
+        thread = self._by_number[self._thread_of[earlier]]
+        first, second = thread.speaker, actor.thread.speaker
+        one, other = first.name, second.name
+        if actor.fence and actor.cta is not None:
+            actor.cta.settle()
+            if actor.cta.main.knows_of(thread) >= earlier and first is not second:
+                return f"{other} knows of that, but its accesses on this path do not before {actor.fence}()."
+        if first is second:
+            return f"{thread.completed_by or actor.fence}() must stand between the two."
+        waits = {each.word: each for each in self._waited.get(second.number, ())}
+        since = [each for each in self._releases.get(first.number, ()) if each.after >= earlier]
+        enough = [each for each in since if thread.number < len(each.tells) and each.tells[thread.number] >= earlier]
         if enough:
             release = next((each for each in enough if each.word in waits), enough[0])
-            told = f"{one} has set {self.describe(release.word)} to {release.value} since ({self._at(release.site)})"
-            if release.word in waits:
-                wait = waits[release.word]
-                return f"{told}; {other} waited for {wait.expected} there only ({self._at(wait.site)})."
-            return f"{told}; {other} has not waited for that{self._last_wait(second)}."
+            told = f"{one} then set {self.describe(release.word)} to {release.value} ({self._at(release.site)})"
+            if release.word not in waits:
+                return f"{told}; {other} has not waited for that{self._waits_of(event)}."
+            wait = waits[release.word]
+            at = f" ({self._at(wait.site)})"
+            if not wait.acquired:
+                return f"{told}; {other} saw that by an operation that does not acquire{at}."
+            if wait.one_by_one and wait.expected >= release.value:
+                return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
+            return f"{told}; {other} has only waited until it was {wait.expected}{at}."
         if since:
+            stands = f"{thread.completed_by}() and a barrier" if thread.completed_by else "a barrier"
             return (
-                f"{one} has set {self.describe(since[0].word)} since ({self._at(since[0].site)}), but the release does "
-                f"not speak for it: no barrier stands between, or a store on another path was not completed."
+                f"{one} then set {self.describe(since[0].word)} to {since[0].value} ({self._at(since[0].site)}), but "
+                f"{stands} must stand between the first access and that."
             )
-        return f"{one} has signalled nothing since{self._last_wait(second)}."
+        change, word = self._changed.get(first.number, (0, 0))
+        if change > earlier:
+            where = f"{self.describe(word)} ({self._at(self._site_of[change])})"
+            return f"{one} then changed {where}, but not by a release, so it tells nothing."
+        return f"{one} has signalled nothing since{self._waits_of(event)}."
 
     def _at(self, site: int) -> str:
         return self.sites.caller(site)
 
-    def _last_wait(self, thread: int) -> str:
-        waits = self._waited.get(thread)
+    def _waits_of(self, event: int) -> str:
+        thread = self._by_number[self._thread_of[event]].speaker
+        waits = self._waited.get(thread.number)
         if not waits:
-            return ", and the other has waited for nothing in this launch"
+            return f"; {thread.name} has waited for nothing"
         wait = waits[-1]
         return (
-            f"; the other's last wait was for {self.describe(wait.word)} to be {wait.expected} ({self._at(wait.site)})"
+            f"; {thread.name} last waited until {self.describe(wait.word)} was {wait.expected} ({self._at(wait.site)})"
         )

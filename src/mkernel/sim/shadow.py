@@ -8,7 +8,7 @@ it by: an argument of a launch, the signals of a workspace, one of its halves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,24 +33,44 @@ class Region:
     strides: Sequence[int] = ()  # in bytes
     writable: bool = True
     inside: np.ndarray | None = None  # by byte: does it belong to the tensor? None: all do
+    unit: str = "byte"  # of a region with no shape: what it consists of
+    lent: bool = False  # it is an argument of a launch
+    _fits: dict[int, np.ndarray] = field(default_factory=dict)
 
     def holds(self, low: int, high: int) -> bool:
         return self.start <= low and high <= self.end
 
+    def elements(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Which elements of `size` bytes lie in the region, all bytes of them."""
+        within = (addresses >= self.start) & (addresses + np.uint64(size) <= self.end)
+        if self.inside is not None:
+            if size not in self._fits:
+                fits = self.inside.copy()
+                for shift in range(1, size):
+                    fits[:-shift] &= self.inside[shift:]
+                self._fits[size] = fits
+            within[within] = self._fits[size][(addresses[within] - np.uint64(self.start)).astype(np.int64)]
+        return within
+
     def place(self, address: int) -> str:
-        """An address, as an author would say it."""
-        offset = address - self.start
-        if not self.shape:
-            return f"byte {offset}"
-        index = []
-        for size, stride in zip(self.shape, self.strides):
-            index.append(min(offset // stride, size - 1) if stride and size > 1 else 0)
-            offset -= index[-1] * stride
+        """An element of a tensor."""
+        offset, index = address - self.start, [0] * len(self.shape)
+        for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
+            if self.strides[axis] and self.shape[axis] > 1:
+                index[axis] = min(offset // self.strides[axis], self.shape[axis] - 1)
+                offset -= index[axis] * self.strides[axis]
         return "[" + ", ".join(map(str, index)) + "]"
 
+    def describe(self, address: int, where: str = "") -> str:
+        """An address in the region, as an author would say it. where: whose memory it is."""
+        if self.shape:
+            return f"{self.name}{self.place(address)}{where}"
+        size = 8 if self.unit == "word" else 1
+        return f"{self.unit} {(address - self.start) // size} of {self.name}{where}"
+
     def distance(self, low: int, high: int) -> int:
-        """Bytes between the region and [low, high); below 1 if they meet."""
-        return max(self.start - high, low - self.end) + 1
+        """Bytes between the region and [low, high); 0 if they touch."""
+        return max(self.start - high, low - self.end, 0)
 
 
 class Loads:
@@ -98,9 +118,9 @@ class Shadow:
         self.may_be_undefined = initially < 0
         self.writers: dict[int, int] = {}  # thread -> its last store here
         self.loads = Loads()
-        # word -> thread -> its last atomic operation there: those that change it, and those that only look
-        self.changes: dict[int, dict[int, int]] = {}
-        self.looks: dict[int, dict[int, int]] = {}
+        # word and its end -> thread -> its last atomic operation there: those that change it, and those that only look
+        self.changes: dict[tuple[int, int], dict[int, int]] = {}
+        self.looks: dict[tuple[int, int], dict[int, int]] = {}
         self.atomic_low, self.atomic_high = end, start
         self._shift = 3  # a unit has 1 << shift bytes
         self._writes: np.ndarray | None = None  # by unit
@@ -118,16 +138,23 @@ class Shadow:
     def address(self, unit: int) -> int:
         return self.start + (unit << self._shift)
 
-    def units(self, addresses: np.ndarray, size: int, low: int, high: int) -> Units:
-        """The units of elements of `size` bytes at these addresses, which lie in [low, high)."""
-        offset = low - self.start
-        if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
-            self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
-        if addresses.size * size == high - low:
-            return slice(offset >> self._shift, (high - self.start) >> self._shift)
-        first = (addresses.reshape(-1) - np.uint64(self.start)).astype(np.int64) >> self._shift
+    def between(self, low: int, high: int, size: int = 1) -> slice:
+        """The units of [low, high), which elements of `size` bytes fill."""
+        self._refine_for(low - self.start, size)
+        return slice((low - self.start) >> self._shift, (high - self.start) >> self._shift)
+
+    def scattered(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The units of elements of `size` bytes at these addresses."""
+        offsets = (addresses.reshape(-1) - np.uint64(self.start)).astype(np.int64)
+        self._refine_for(int(np.bitwise_or.reduce(offsets)), size)
+        first = offsets >> self._shift
         wide = size >> self._shift
         return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
+
+    def _refine_for(self, offset: int, size: int) -> None:
+        """Let no unit be shared by elements of `size` bytes at this offset, or at several, combined by `or`."""
+        if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
+            self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
 
     def _refine(self, shift: int) -> None:
         finer = 1 << (self._shift - shift)
@@ -141,11 +168,16 @@ class Shadow:
         self.writes[units] = event
         self.writers[thread] = event
 
+    def define(self, units: Units) -> None:
+        """An atomic operation has written these. Which one does not matter: atomics have no race with each other."""
+        self.writes[units] = np.maximum(self.writes[units], GIVEN)
+
     def set(self, low: int, high: int, what: int) -> None:
         """Bytes in [low, high) are GIVEN, UNWRITTEN or SPENT now."""
         self.may_be_undefined |= what < 0
         unit = next(unit for unit in (8, 4, 2, 1) if not ((low - self.start) | (high - low)) & (unit - 1))
-        self.writes[self.units(np.arange(low, high, unit), unit, low, high)] = what
+        units = self.between(low, high, unit)
+        self.writes[units] = what
 
     def undefined(self, low: int, high: int) -> list[tuple[int, int]]:
         """Which bytes of [low, high) nobody has written, counted from low: (first, end) of each run of them."""
@@ -156,8 +188,11 @@ class Shadow:
 
     def unwritten_since(self, region: Region, event: int) -> int | None:
         """The address of a byte of the region that no later event has written; None if there is none."""
-        units = self.units(np.empty(region.end - region.start), 1, region.start, region.end)
+        units = self.between(region.start, region.end)
         old = self.writes[units] <= event
+        for (word, end), threads in self.changes.items():
+            if region.holds(word, end) and max(threads.values()) > event:
+                old[word - region.start : end - region.start] = False
         if region.inside is not None:
             old &= region.inside
         return region.start + int(np.argmax(old)) if old.any() else None
@@ -169,13 +204,14 @@ class Shadow:
                 return region
         return None
 
+    @property
+    def where(self) -> str:
+        return f" on rank {self.owner}" if self.owner is not None else ""
+
     def describe(self, address: int) -> str:
         """An address, as an author would say it."""
-        region = self.region_of(address, address + 1)
-        whose = f" of rank {self.owner}" if self.owner is not None else ""
-        if region is None:
-            return f"byte {address - self.start} of memory{whose}"
-        return f"{region.name}{whose}, {region.place(address)}"
+        region = self.region_of(address, address + 1) or Region("memory", self.start, self.end)
+        return region.describe(address, self.where)
 
 
 @dataclass(eq=False, slots=True)
@@ -187,9 +223,26 @@ class Access:
     size: int
     low: int
     high: int
+    _is_range: bool | None = None  # do its elements lie one behind the other?
 
     def units(self) -> Units:
-        return self.shadow.units(self.addresses, self.size, self.low, self.high)
+        if self.is_range:
+            return self.shadow.between(self.low, self.high, self.size)
+        return self.shadow.scattered(self.addresses, self.size)
+
+    @property
+    def is_range(self) -> bool:
+        if self._is_range is None:
+            self._is_range = self.addresses.size * self.size == self.high - self.low and (
+                self.addresses.size == 1 or bool((np.diff(self.addresses.reshape(-1)) == self.size).all())
+            )
+        return self._is_range
+
+    def meets(self, low: int, high: int) -> bool:
+        """Does one of its elements lie in [low, high), at least in part?"""
+        if self.high <= low or high <= self.low:
+            return False
+        return self.is_range or bool(((self.addresses < high) & (self.addresses + np.uint64(self.size) > low)).any())
 
     def address(self, units: Units, place: int) -> int:
         """The address of one of its units."""
