@@ -107,7 +107,7 @@ def test_polling_for_ever_is_found_and_named(how):
     with pytest.raises(mk.Deadlock) as caught:
         simulate(rank, gpus=3, timeout=1e8)
     message = str(caught.value)
-    assert f"rank 2, {OP}, CTA 1 polls flag of rank 2, [0] = 7" in message
+    assert f"rank 2, {OP}, CTA 1 polls flag[0] on rank 2 = 7" in message
     assert "rank 2, Python waits for" in message
     assert "rank 0, Python waits for the other ranks" in message
     assert "CTA 0" not in message
