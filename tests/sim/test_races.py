@@ -29,7 +29,7 @@ def passes(on_rank, **cluster):
         simulate(on_rank, **cluster, **schedule)
 
 
-def races(on_rank, error=mk.RaceError, match="", **cluster):
+def races(on_rank, error=mk.RaceError, match=None, **cluster):
     """In every schedule. Returns the messages."""
     messages = []
     for schedule in SCHEDULES:
@@ -391,9 +391,9 @@ def test_a_fence_that_is_missing_is_named():
         )
 
     for message in races(lambda group: on_rank(group, False, "fence")):
-        assert "do not before acquire_for_descriptors()" in message
+        assert "through tensor descriptors need acquire_for_descriptors() behind the wait" in message
     for message in races(lambda group: on_rank(group, True, "complete")):
-        assert "complete_descriptor_stores() and a barrier must stand between" in message
+        assert "complete_descriptor_stores() and a barrier must stand between the access and that" in message
 
 
 def workspace_of(group):
@@ -580,10 +580,10 @@ def test_a_wait_for_the_epoch_before_is_told():
     assert late
     signal = "word 0 of the signals of all_gather_matmul on rank 0"
     told = f"then set {signal} to 2 (sim/test_races.py:"
-    for message in late:  # rank 0 may have signalled by then, or not
-        assert told in message or f"last waited until {signal} was 1 (sim/test_races.py:" in message
-        assert told not in message or "has only waited until it was 1 (sim/test_races.py:" in message
-    assert any("has only waited until it was 1" in message for message in late)
+    for message in late:  # rank 0 may have signalled by then, or not yet
+        assert "has only waited until it was 1 (sim/test_races.py:" in message
+        assert told in message or f"had set {signal} to 1 (sim/test_races.py:" in message
+    assert any(told in message for message in late)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from mkernel.sim.races import Actor, Races, Sites
 from mkernel.sim.shadow import GIVEN, UNWRITTEN, Access, Region, Shadow
 
 PLAIN, DESCRIPTOR, MULTICAST = "plain", "descriptor", "multicast"  # paths to memory
+OWN = "the library's own memory"
 # what lets accesses on a path know what the CTA knows
 FENCES = {PLAIN: "", DESCRIPTOR: "acquire_for_descriptors", MULTICAST: "fence_aliases"}
 
@@ -42,7 +43,7 @@ class Memory:
         self.races = races
         self.sites = Sites()
         if races is not None:
-            races.describe = self.describe
+            races.describe, races.is_named = self.describe, self._is_named
             self.sites = races.sites
         self.writes = 0  # how often memory changed; waiting tasks look again when it does
         self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
@@ -57,7 +58,7 @@ class Memory:
     def add(self, start: int, size: int, owner: int | None = None, *regions: Region) -> None:
         """Memory that kernels may touch until it is removed: all of it, or these parts."""
         piece = Shadow(start, start + size, owner, GIVEN if start not in self._fresh else UNWRITTEN)
-        piece.regions = list(regions) or [Region("the library's own memory", start, start + size)]
+        piece.regions = list(regions) or [Region(OWN, start, start + size)]
         place = bisect.bisect_left(self._starts, start)
         self._starts.insert(place, start)
         self._pieces.insert(place, piece)
@@ -140,6 +141,11 @@ class Memory:
         """An address, for people."""
         piece = self.piece_of(address)
         return piece.describe(address) if piece is not None else f"{address:#x}"
+
+    def _is_named(self, address: int) -> bool:
+        """Does an author know what is at this address?"""
+        piece = self.piece_of(address)
+        return piece is not None and any(region.name != OWN for region in piece.regions)
 
     def allow_multicast(self, start: int, size: int, members: Sequence[int]) -> None:
         """Let kernels touch all members' memory through one range of addresses, until `forbid_multicast`."""

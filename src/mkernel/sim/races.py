@@ -150,6 +150,7 @@ class Races:
         self.orders: dict[tuple[str, str], int] = {}  # sites of two ordered accesses that conflict -> how often
         self._waits: dict[int, list[int]] = {}  # site of a wait -> [satisfied at once, had to wait]
         self.describe: Callable[[int], str] = hex  # an address, for people
+        self.is_named: Callable[[int], bool] = lambda address: True  # does an author know what is there?
         self._threads: dict[Hashable, Thread] = {}
         self._by_number: list[Thread] = []
         self._last = 0  # event
@@ -159,7 +160,7 @@ class Races:
         self._mail: dict[Hashable, Clock] = {}
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
-        self._changed: dict[int, tuple[int, int]] = {}  # by thread: its last atomic change, and the word
+        self._changed: dict[int, deque[tuple[int, int]]] = {}  # by thread: its atomic changes, and the words
 
     @property
     def waits(self) -> dict[str, list[int]]:
@@ -305,7 +306,8 @@ class Races:
         if in_order:
             self._after_atomics(actor, access, event, what, shadow.changes)
         if changes:
-            self._changed[actor.thread.speaker.number] = event, access.low
+            changed = self._changed.setdefault(actor.thread.speaker.number, deque(maxlen=RELEASES))
+            changed.append((event, access.low))
         kind = shadow.changes if changes else shadow.looks
         kind.setdefault((access.low, access.high), {})[actor.thread.number] = event
         shadow.atomic_low = min(shadow.atomic_low, access.low)
@@ -414,7 +416,8 @@ class Races:
         return SimulatorError(
             f"{self._did(event)} loads {shadow.describe(address)}, which {reason}:\n"
             f"    {self.sites.long(self._site_of[event])}\n"
-            f"  Whoever writes it must signal that, and this CTA must wait for the signal{self._waits_of(event)}."
+            f"  Whoever writes it must signal that, and this CTA must wait for the signal; "
+            f"{self._last_wait(event)}."
         )
 
     def _race(
@@ -430,52 +433,67 @@ class Races:
         )
 
     def _missing(self, actor: Actor, earlier: int, event: int) -> str:
-        """What would have ordered two events, if one can tell."""
+        """What would have ordered two events, as far as one can tell."""
         thread = self._by_number[self._thread_of[earlier]]
         first, second = thread.speaker, actor.thread.speaker
         one, other = first.name, second.name
-        if actor.fence and actor.cta is not None:
-            actor.cta.settle()
-            if actor.cta.main.knows_of(thread) >= earlier and first is not second:
-                return f"{other} knows of that, but its accesses on this path do not before {actor.fence}()."
         if first is second:
             return f"{thread.completed_by or actor.fence}() must stand between the two."
+        if actor.fence and actor.cta is not None:
+            actor.cta.settle()
+            if actor.cta.main.knows_of(thread) >= earlier:
+                path = "tensor descriptors" if actor.fence == "acquire_for_descriptors" else "multicast addresses"
+                return f"{other} has waited for that, but accesses through {path} need {actor.fence}() behind the wait."
         waits = {each.word: each for each in self._waited.get(second.number, ())}
-        since = [each for each in self._releases.get(first.number, ()) if each.after >= earlier]
+        releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]
+        releases.sort(key=lambda each: each.word not in waits)  # those that the other waited for are the ones meant
+        since = [each for each in releases if each.after > earlier]
         enough = [each for each in since if thread.number < len(each.tells) and each.tells[thread.number] >= earlier]
-        if enough:
-            release = next((each for each in enough if each.word in waits), enough[0])
-            told = f"{one} then set {self.describe(release.word)} to {release.value} ({self._at(release.site)})"
-            if release.word not in waits:
-                return f"{told}; {other} has not waited for that{self._waits_of(event)}."
-            wait = waits[release.word]
-            at = f" ({self._at(wait.site)})"
-            if not wait.acquired:
-                return f"{told}; {other} saw that by an operation that does not acquire{at}."
-            if wait.one_by_one and wait.expected >= release.value:
-                return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
-            return f"{told}; {other} has only waited until it was {wait.expected}{at}."
-        if since:
+        relaxed = [
+            (change, word) for change, word in self._changed.get(first.number, ())
+            if change > earlier and self.is_named(word) and all(change != each.after for each in releases)
+        ]  # fmt: skip
+        relaxed.sort(key=lambda pair: pair[1] not in waits)
+        if enough and (enough[0].word in waits or since[0].word not in waits):
+            return self._not_waited(enough[0], one, other, event, waits.get(enough[0].word))
+        if since and (since[0].word in waits or not relaxed or relaxed[0][1] not in waits):
             stands = f"{thread.completed_by}() and a barrier" if thread.completed_by else "a barrier"
-            return (
-                f"{one} then set {self.describe(since[0].word)} to {since[0].value} ({self._at(since[0].site)}), but "
-                f"{stands} must stand between the first access and that."
-            )
-        change, word = self._changed.get(first.number, (0, 0))
-        if change > earlier:
+            return f"{self._set(since[0], one, 'then')}, but {stands} must stand between the access and that."
+        if relaxed:
+            change, word = relaxed[0]
             where = f"{self.describe(word)} ({self._at(self._site_of[change])})"
-            return f"{one} then changed {where}, but not by a release, so it tells nothing."
-        return f"{one} has signalled nothing since{self._waits_of(event)}."
+            return f"{one} then changed {where}, but not by a release, so that tells nothing."
+        before = [each for each in releases if each.word in waits]
+        if before:
+            wait = waits[before[-1].word]
+            return (
+                f"{self._set(before[-1], one, 'had')} before that access, and {other} has only waited until it was "
+                f"{wait.expected} ({self._at(wait.site)}): the signal to wait for must come behind the access."
+            )
+        return f"{one} has signalled nothing since; {self._last_wait(event)}."
+
+    def _not_waited(self, release: Release, one: str, other: str, event: int, wait: Waited | None) -> str:
+        """One has released enough; why does the other not know?"""
+        told = self._set(release, one, "then")
+        if wait is None:
+            return f"{told}, which {other} has not waited for: {self._last_wait(event)}."
+        at = f" ({self._at(wait.site)})"
+        if not wait.acquired:
+            return f"{told}; {other} saw that by an operation that does not acquire{at}."
+        if wait.one_by_one and wait.expected >= release.value:
+            return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
+        return f"{told}; {other} has only waited until it was {wait.expected}{at}."
+
+    def _set(self, release: Release, who: str, when: str) -> str:
+        return f"{who} {when} set {self.describe(release.word)} to {release.value} ({self._at(release.site)})"
 
     def _at(self, site: int) -> str:
         return self.sites.caller(site)
 
-    def _waits_of(self, event: int) -> str:
+    def _last_wait(self, event: int) -> str:
         thread = self._by_number[self._thread_of[event]].speaker
         waits = self._waited.get(thread.number)
         if not waits:
-            return f"; {thread.name} has waited for nothing"
+            return f"{thread.name} has waited for nothing"
         wait = waits[-1]
-        return (
-            f"; {thread.name} last waited until {self.describe(wait.word)} was {wait.expected} ({self._at(wait.site)})"
-        )
+        return f"{thread.name} last waited until {self.describe(wait.word)} was {wait.expected} ({self._at(wait.site)})"
