@@ -1,4 +1,5 @@
-"""Lets tests in every folder import `helpers` and `mutation`, and keeps the machine's tuned configurations out."""
+"""Lets tests in every folder import `helpers` and `mutation`, keeps the machine's tuned configurations out, and torch
+to one thread."""
 
 import os
 import sys
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 # what somebody has tuned here is no business of the tests
+os.environ["OMP_NUM_THREADS"] = "1"  # other tests run on the other cores
 os.environ["MKERNEL_TUNED_FILE"] = str(Path(__file__).parent / "no-such-file.json")
 
 # how fast the machine is, beside all else that runs on it, is no property of what is tested

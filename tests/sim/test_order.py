@@ -69,7 +69,7 @@ class Machine:
             for word, old, value in zip(addresses.tolist(), before, after):
                 self.races.release(order.main, clock, word, old, value)
         if expected is not None:
-            self.races.waited(order, addresses.tolist(), [expected] * len(words), late=False)
+            self.races.waited(order, addresses.tolist(), [expected] * len(words), len(words) == 1, late=False)
 
     def barrier(self, cta):
         self.ctas[cta].barrier()

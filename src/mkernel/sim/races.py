@@ -235,13 +235,13 @@ class Races:
         known = self._words.get(word)
         return known.since(value) if known is not None else NOTHING
 
-    def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], late: bool) -> None:
-        """A wait is over: each word has reached what was expected of it."""
+    def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], by_all: bool, late: bool) -> None:
+        """A wait is over: each word has reached what was expected of it. by_all: it was for a scalar."""
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all=len(words) == 1)
-            waits.append(Waited(word, value, acquired, len(words) > 1, site))
+            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all)
+            waits.append(Waited(word, value, acquired, not by_all, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
 
     def forget(self, shadow: Shadow) -> None:

@@ -273,7 +273,7 @@ class CtaTask(Task):
         words = addresses[mask].tolist()
         late = any(self.looks_at.pop(word, 1) > 1 for word in words)
         if races is not None and order is not None:
-            races.waited(order, words, expected[mask].tolist(), late)
+            races.waited(order, words, expected[mask].tolist(), addresses.size == 1, late)
 
     def stamp(self) -> int:
         return self.scheduler.stamp(self)
@@ -310,8 +310,10 @@ class CtaTask(Task):
             fill = np.zeros(addresses.shape, dtype=before.dtype)
             now = _native.load(addresses, mask, fill, before.dtype)[mask].tolist()
         seen = dict(zip(words, old, strict=True))
+        if only_looks and now != old:  # a maximum that was one
+            memory.atomic(order, chosen, size, changes=True)
         if order is not None and memory.races is not None:
-            self._orders(memory.races, order, words, old, now, acquire, release)
+            self._orders(memory.races, order, words, addresses.size == 1, old, now, acquire, release)
         if now == old:
             self._polled(seen)
         else:
@@ -327,13 +329,13 @@ class CtaTask(Task):
         return before
 
     def _orders(
-        self, races: Races, order: Cta, words: list[int], before: list[int], now: list[int], acquire: bool,
-        release: bool,
+        self, races: Races, order: Cta, words: list[int], by_all: bool, before: list[int], now: list[int],
+        acquire: bool, release: bool,
     ) -> None:  # fmt: skip
-        """What an atomic operation tells the CTA, and what it tells others."""
+        """What an atomic operation tells the CTA, and what it tells others. by_all: it is one of a scalar."""
         if acquire:
             for word in words:
-                order.acquired(word, races.clock_of(word), by_all=len(words) == 1)
+                order.acquired(word, races.clock_of(word), by_all)
                 self.looks_at[word] = self.looks_at.get(word, 0) + 1
         if release:
             clock = order.released()
