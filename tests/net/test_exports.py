@@ -46,7 +46,7 @@ def library(request) -> Path:
         return build("net.so")
     if not has_static_library():
         pytest.skip("the compiler has no static C++ library")
-    return build("net-static.so", (*LIBRARY_FLAGS, "-static-libstdc++"))
+    return build("net-static.so", (*LIBRARY_FLAGS, "-O0", "-static-libstdc++"))
 
 
 def symbols(library: Path, *options: str) -> list[tuple[str, str]]:
