@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import HANG
+from processes import Fork, run_python
 from typer.testing import CliRunner
 
 import mkernel
@@ -138,8 +139,9 @@ def known_speed(monkeypatch):
     monkeypatch.setattr(estimates, "measure", lambda workload: estimates.Speed(0.01, 0.001))
 
 
-def test_a_shape_that_takes_days_is_refused_with_one_that_takes_seconds(tmp_path):
+def test_a_shape_that_takes_days_is_refused_with_one_that_takes_seconds(tmp_path, monkeypatch):
     """The shape that is proposed is run, too."""
+    monkeypatch.setattr(estimates, "SHORT", 1.0)
     result = run(*DAYS)
     assert result.exit_code == 2
     text = words(result)
@@ -551,11 +553,13 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_a_missing_package_is_named(package):
     # typer itself may need rich, so what is named is the first one that is not there
-    code = f"import sys; sys.modules[{package!r}] = None; sys.modules['rich.console'] = None; import mkernel.cli"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "pip install mkernel[cli]" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    code = (
+        f"import sys; assert {package!r} not in sys.modules; sys.modules[{package!r}] = None;"
+        "sys.modules['rich.console'] = None; import mkernel.cli"
+    )
+    output = run_python(["-c", code], expected=1)
+    assert "pip install mkernel[cli]" in output
+    assert len(output.strip().splitlines()) == 1
 
 
 @pytest.mark.usefixtures("small")
@@ -610,23 +614,34 @@ def test_doctor(monkeypatch, statuses, code, count):
 
 # -- readers that go away
 
+COMMAND = "import runpy; runpy.run_module('mkernel.cli', run_name='__main__', alter_sys=True)"
+
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"], ["bench"], ["trace", "--help"]])
-def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
+def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, tmp_path):
     """As other Unix tools: by SIGPIPE, with nothing on stderr; also if all that it prints fits into a buffer."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "mkernel.cli", *arguments]
+    with open(writer, "w") as gone, open(tmp_path / "stderr", "w") as errors:
+        process = Fork(["-c", COMMAND, *arguments], dict(os.environ), stdout=gone, stderr=errors)
+        assert process.wait(HANG) == -signal.SIGPIPE
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def test_exit_codes_are_as_before_where_somebody_reads():
+    run_python(["-c", COMMAND, "--version"])
+    run_python(["-c", COMMAND, "frobnicate"], expected=2)
+
+
+def test_the_command_as_a_process():
+    """As above, with nothing imported before."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mkernel.cli", "--version"]
     with open(writer, "w") as gone:
         result = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=HANG, check=False)
     assert result.stderr == ""
     assert result.returncode == -signal.SIGPIPE
-
-
-def test_exit_codes_are_as_before_where_somebody_reads():
-    command = [sys.executable, "-m", "mkernel.cli"]
-    for arguments, code in ((["--version"], 0), (["frobnicate"], 2)):
-        assert subprocess.run([*command, *arguments], capture_output=True, timeout=HANG, check=False).returncode == code
 
 
 # -- why

@@ -1,12 +1,10 @@
 """The program that says what a call costs the host, on the simulator and on processes."""
 
-import sys
-
-from processes import run, run_ranks
+from processes import run_python, run_ranks
 
 
 def test_threads():
-    output = run([sys.executable, "-c", PROGRAM + "\nhost_time.main()"])
+    output = run_python(["-c", PROGRAM + "\nhost_time.main()"])
     assert "1 threads, 8 x 16 x 8, bf16: all_gather_matmul" in output
     assert "torch.mm" in output
 

@@ -1,8 +1,6 @@
-"""A mixture-of-experts layer on several processes on CPUs, started by torchrun: two nodes that talk over TCP."""
+"""A mixture-of-experts layer on several processes on CPUs: two nodes that talk over TCP."""
 
-import textwrap
-
-from processes import torchrun
+from processes import run_ranks
 
 PROGRAM = """
     import sys
@@ -30,7 +28,7 @@ PROGRAM = """
 """
 
 
-def test_two_nodes_over_tcp(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(PROGRAM))
-    assert torchrun(script, 4).count("right on rank") == 4
+def test_two_nodes_over_tcp():
+    for rank, (output, code) in enumerate(run_ranks(PROGRAM, 4, store="apart")):
+        assert code == 0, output
+        assert f"right on rank {rank}" in output, output

@@ -39,24 +39,34 @@ def test_stress(sanitizer, what):
     run(sanitizer, what)
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_memory_on_a_device(sanitizer, tmp_path):
-    """With a driver that is a fake one, so that this runs without a GPU."""
+def compile_library(source: Path, sanitizer: str, target: Path) -> None:
     flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
-    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=HANG)
-    run(sanitizer, "cuda", libraries=tmp_path)
+    subprocess.run([*compiler(), *flags, source, "-o", target], check=True, timeout=HANG)
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def stand_ins(request, tmp_path_factory) -> tuple[str, Path]:
+    """A sanitizer, and a folder with libcuda and libibverbs that are stand-ins, built with it."""
+    folder = tmp_path_factory.mktemp("libraries")
+    compile_library(FAKE_CUDA, request.param, folder / "libcuda.so.1")
+    if has_headers():
+        compile_library(FAKE_VERBS, request.param, folder / "libibverbs.so.1")
+        (folder / "libefa.so.1").symlink_to("libibverbs.so.1")
+    return request.param, folder
+
+
+def test_memory_on_a_device(stand_ins):
+    """With a driver that is a fake one, so that this runs without a GPU."""
+    sanitizer, folder = stand_ins
+    run(sanitizer, "cuda", libraries=folder)
 
 
 @pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not installed")
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_rdma(sanitizer, tmp_path):
+def test_rdma(stand_ins):
     """With libraries that are a stand-in, so that this runs without a device."""
-    flags = ["-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{NATIVE}", *SANITIZERS[sanitizer]]
-    subprocess.run([*compiler(), *flags, FAKE_VERBS, "-o", tmp_path / "libibverbs.so.1"], check=True, timeout=HANG)
-    (tmp_path / "libefa.so.1").symlink_to("libibverbs.so.1")
-    subprocess.run([*compiler(), *flags, FAKE_CUDA, "-o", tmp_path / "libcuda.so.1"], check=True, timeout=HANG)
+    sanitizer, folder = stand_ins
     for what in ("verbs", "efa", "rdma-on-device"):
-        run(sanitizer, what, libraries=tmp_path)
+        run(sanitizer, what, libraries=folder)
 
 
 def test_damaged_bytes_are_refused_or_harmless():

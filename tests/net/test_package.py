@@ -1,6 +1,7 @@
 """The package's build: a wheel has the native library in it, and needs no compiler where it is installed."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,17 @@ from mkernel.net import build as builder
 from mkernel.runtime.errors import TransportError
 
 ROOT = Path(__file__).parents[2]
+# The sources are compiled already, with the same flags: a compiler that writes down what it is asked for, and gives that.
+COMPILER = """#!/bin/sh
+case "$*" in
+*" -o "*)
+    printf '%s\\n' "$@" > "$0.asked"
+    cat > "$0.source"
+    for output; do :; done
+    exec cp {library} "$output" ;;
+*) exec {real} "$@" ;;
+esac
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +37,18 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "src" / "mkernel", tree / "src" / "mkernel", ignore=shutil.ignore_patterns("__pycache__"))
+    compiler = folder / "compiler"
+    compiler.write_text(COMPILER.format(library=builder.build(builder.PACKAGED), real=shlex.join(builder.compiler())))
+    compiler.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, tree]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    environment = os.environ | {"CXX": str(compiler)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    *asked, _, _, output = (folder / "compiler.asked").read_text().replace(str(tree), str(ROOT)).splitlines()
+    assert asked == builder._command(builder.LIBRARY_FLAGS)[len(builder.compiler()) :]
+    assert Path(output).name in (builder.PACKAGED, builder.PACKAGED_WITHOUT_RDMA)
+    source = (folder / "compiler.source").read_text().replace(str(tree), str(ROOT))
+    assert source.splitlines() == [f'#include "{each}"' for each in builder._sources()]
     (wheel,) = folder.glob("*.whl")
     assert "-py3-none-" in wheel.name, "one for every Python of a platform"
     assert not wheel.name.endswith("-any.whl")

@@ -2,13 +2,10 @@
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
-from processes import SOURCE
+from processes import SOURCE, Fork
 
 from mkernel.runtime import liveness
 
@@ -27,15 +24,15 @@ class Peer:
     """A process with a presence, which does as it is told."""
 
     def __init__(self):
-        environment = dict(os.environ, PYTHONPATH=SOURCE)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.address = tuple(map(int, self.process.stdout.readline().split()))
+        (stdin, our_stdin), (our_stdout, stdout) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
+        with open(stdin) as theirs, open(stdout, "w") as told:
+            self.process = Fork(["-c", PEER], dict(os.environ, PYTHONPATH=SOURCE), stdin=theirs, stdout=told)
+        self.address = tuple(map(int, self.stdout.readline().split()))
 
     def do(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
 
 
 @pytest.fixture
@@ -44,7 +41,8 @@ def peer():
     yield made
     made.process.kill()
     made.process.wait()
-    made.process.stdout.close()
+    made.stdin.close()
+    made.stdout.close()
 
 
 @pytest.fixture
@@ -58,14 +56,14 @@ def watched(peer):
 
 def test_a_killed_process_is_lost(peer, watched):
     watch, told = watched
-    peer.process.send_signal(signal.SIGKILL)
+    peer.process.kill()
     assert told.get(timeout=SECONDS) == (3, "its process has ended")
     assert watch.gone == {3: "its process has ended"}
 
 
 def test_a_process_that_ends_in_order_disturbs_nobody(peer, watched):
     watch, told = watched
-    peer.process.stdin.close()
+    peer.stdin.close()
     peer.process.wait(SECONDS)
     while not watch.gone:
         pass
@@ -85,7 +83,7 @@ def test_a_process_that_leaves_groups_tells_which_and_why(peer, watched):
 def test_a_process_that_has_left_something_undone_is_lost(peer, watched):
     _, told = watched
     peer.do("import types; world = type('World', (), dict(idle=lambda self: False))(); me.worlds.add(world)")
-    peer.process.stdin.close()
+    peer.stdin.close()
     assert told.get(timeout=SECONDS) == (3, "its process has ended")
 
 
