@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 EVERYTHING = np.iinfo(np.int32).max  # of its own events a thread knows all
+ROOM = 256  # clocks have places for a multiple of so many threads
 STEPS = 1000  # values of a word that are kept apart, at least
 
 Clock = np.ndarray  # int32: by thread, the last of its events that is known; what is not in it is not known
@@ -92,13 +93,14 @@ class Thread:
         self.number = number
         self.name = name
         self.last = 0  # its last event
+        self.told_of = 0  # the last event that others may know of
         self.speaker = self  # who releases for it, and waits
         self.completed_by = ""  # what its speaker must call before a release speaks for it; a barrier is always needed
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
         """The thread starts, or starts again, knowing this."""
-        self.clock = np.zeros(max(len(clock), self.number + 1), dtype=np.int32)
+        self.clock = np.zeros(-(-max(len(clock), self.number + 1) // ROOM) * ROOM, dtype=np.int32)
         self.clock[: len(clock)] = clock
         self.clock[self.number] = EVERYTHING
 
@@ -182,7 +184,7 @@ class Cta:
 
     def _told(self, up_to: int | None = None) -> Clock:
         clock = self.main.told(up_to)
-        clock[self.atomics.number] = self.atomics.last
+        clock[self.atomics.number] = self.atomics.told_of = self.atomics.last
         return clock
 
     def released(self) -> Clock:

@@ -295,8 +295,12 @@ class Races:
         self, actor: Actor, access: Access, changes: bool, site: int | None = None, in_order: bool = False
     ) -> None:
         """A word is changed, or only looked at, by an atomic operation. in_order: it must come after all changes."""
-        shadow = access.shadow
-        event = self._event(actor.thread, self.sites.here() if site is None else site)
+        shadow, thread = access.shadow, actor.thread
+        if not changes:
+            looks = shadow.looks.get((access.low, access.high))
+            if looks is not None and looks.get(thread.number, 0) > thread.told_of:
+                return  # it polls: nobody can tell this look from the one before
+        event = self._event(thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
         what = "changes (atomically)" if changes else "looks at (atomically)"
         if shadow.writers:
