@@ -15,7 +15,7 @@ from mkernel.net import build as builder
 from mkernel.runtime.errors import TransportError
 
 ROOT = Path(__file__).parents[2]
-# The sources are compiled already, with the same flags: a compiler that writes down what it is asked for, and gives that.
+# The sources are compiled already, with the same flags: a compiler that notes what it is asked for and gives that.
 COMPILER = """#!/bin/sh
 case "$*" in
 *" -o "*)
