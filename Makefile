@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not measures" --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures" --ignore=tests/rdma tests
 	$(BIN)/python -m pytest -rs -m measures --ignore=tests/rdma --ignore=tests/gpu tests  # one at a time
 
 test-gpu:

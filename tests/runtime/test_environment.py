@@ -1,4 +1,5 @@
-"""What importing mkernel leaves in the environment for CUDA: more queues for ranks that are threads, nobody else."""
+"""What importing mkernel leaves in the environment for CUDA: more queues for ranks that are threads, nobody else. The
+module that does it needs nothing else, and is run alone; the last test imports the package."""
 
 import os
 import subprocess
@@ -7,16 +8,17 @@ import sys
 import pytest
 from patience import HANG
 
+import mkernel.environment
+
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MKERNEL_CHOSE_CONNECTIONS", "RANK", "WORLD_SIZE")
 
 
 def connections(**variables):
     """The hardware queues that a program with these variables asks for."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | variables
-    program = "import mkernel, os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, env=environment, check=True
-    )
+    program = "import os, runpy, sys; runpy.run_path(sys.argv[1]); print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
+    command = [sys.executable, "-c", program, mkernel.environment.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment, check=True)
     return done.stdout.strip()
 
 
