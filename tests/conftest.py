@@ -15,3 +15,10 @@ os.environ["MKERNEL_TUNED_FILE"] = str(Path(__file__).parent / "no-such-file.jso
 # how fast the machine is, beside all else that runs on it, is no property of what is tested
 settings.register_profile("mkernel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mkernel")
+
+
+def pytest_runtest_teardown():
+    """A test that calls mk.init leaves its group to nobody."""
+    groups = sys.modules.get("mkernel.runtime.group")
+    if groups is not None:
+        groups.set_current(None)
