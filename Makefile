@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 WORKERS ?= auto
 
-.PHONY: setup demo test test-gpu test-rdma docs lint format types clean
+.PHONY: setup demo test test-all test-gpu test-rdma docs lint format types clean
 
 setup: $(VENV)/ready
 
@@ -24,6 +24,10 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and not thorough" --ignore=tests/rdma tests
+
+# what takes longer, and what is timed, so that nothing may run beside it
+test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures" --ignore=tests/rdma tests
 	$(BIN)/python -m pytest -rs -m measures --ignore=tests/rdma --ignore=tests/gpu tests  # one at a time
 

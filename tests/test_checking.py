@@ -28,6 +28,7 @@ def test_an_operator_is_checked():
 
 
 @pytest.mark.parametrize("op", list(operators.with_parts()))
+@pytest.mark.thorough
 def test_every_operator_can_be_checked(op):
     """With the shape that is the default on two ranks."""
     result = run("check", op, "--nodes", "2", "--gpus-per-node", "1", "--schedules", "6")

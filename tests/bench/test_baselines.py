@@ -92,6 +92,7 @@ def test_no_process_reports(monkeypatch):
 # -- processes
 
 
+@pytest.mark.thorough
 def test_every_way_of_every_operator():
     """The same code as on GPUs, over gloo; the errors are against float64."""
     single, half = torch.float32, torch.bfloat16
@@ -132,6 +133,7 @@ def are_gone(folder, ranks):
             os.kill(int((folder / f"rank {rank}").read_text()), 0)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     with pytest.raises(peers.PeerFailure, match=r"^rank 1: ValueError: no such memory$"):
         peers.run(gloo_ranks.fail, 2, tmp_path, seconds=HANG)
@@ -144,6 +146,7 @@ def test_a_rank_that_is_killed(tmp_path):
     are_gone(tmp_path, 1)
 
 
+@pytest.mark.thorough
 def test_ranks_that_hang_are_ended(tmp_path, monkeypatch):
     """As soon as both hang, the time is over."""
     real = time.monotonic

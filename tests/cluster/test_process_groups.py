@@ -128,6 +128,7 @@ IN_A_ROW = """
 """
 
 
+@pytest.mark.thorough
 def test_groups_in_a_row_leave_nothing_behind():
     check(run_ranks(WORKS + IN_A_ROW.format(calls=200), 4))
 

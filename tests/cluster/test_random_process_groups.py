@@ -74,5 +74,6 @@ def run_program(seed, ranks=4, steps=STEPS):
 
 
 @pytest.mark.parametrize("seed", seeds([3, 4]))
+@pytest.mark.thorough
 def test_random_programs(seed):
     run_program(seed)

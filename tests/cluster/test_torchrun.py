@@ -113,6 +113,7 @@ def test_ring_attention():
     assert_right(program, 4)
 
 
+@pytest.mark.thorough
 def test_example_under_torchrun():
     example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
     output = processes.torchrun(example, 4)

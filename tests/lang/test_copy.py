@@ -140,6 +140,7 @@ def test_the_pieces_in_flight_may_have_any_shape(rows, columns):
 
 
 @pytest.mark.parametrize("direction", ["rows", "columns"])
+@pytest.mark.thorough
 def test_rows_and_columns_may_be_gigabytes_apart(direction):
     """Offsets in the source have 64 bits. Only the pages that are touched cost memory."""
     apart = 2**30

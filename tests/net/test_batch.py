@@ -66,6 +66,7 @@ def expected(before, copies, signals, number=7):
         [(i * 700, 100_000 + i * 640, 640 - i) for i in range(20)],
     ],
 )
+@pytest.mark.thorough
 def test_it_copies(copies, ctas):
     """Any sizes at any places, not a byte more, shared by any number of CTAs."""
     signals = [(0, 5), (9, 1 << 40)]

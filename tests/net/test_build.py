@@ -286,6 +286,7 @@ def answer_of(library):
 
 @as_root
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.thorough
 def test_a_cache_that_others_could_change_is_not_used(small, tmp_path, clean_private_folder, arrangement):
     name = builder.build("small.so").name
     shutil.rmtree(tmp_path / "cache")

@@ -35,6 +35,7 @@ def run(sanitizer: str, *arguments: str, libraries: Path | None = None) -> None:
 
 @pytest.mark.parametrize("what", ["ring", "frames", "counting", "loopback", "tcp", "lifecycle"])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.thorough
 def test_stress(sanitizer, what):
     run(sanitizer, what)
 
@@ -55,6 +56,7 @@ def stand_ins(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, folder
 
 
+@pytest.mark.thorough
 def test_memory_on_a_device(stand_ins):
     """With a driver that is a fake one, so that this runs without a GPU."""
     sanitizer, folder = stand_ins

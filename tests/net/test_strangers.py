@@ -114,6 +114,7 @@ def test_garbage_wrong_secrets_and_wrong_numbers():
                 assert refused(stranger)
 
 
+@pytest.mark.thorough
 def test_silent_and_half_open_connections_do_not_stay():
     with waiting_job() as (_, port):
         start = time.monotonic()
@@ -169,6 +170,7 @@ def test_nobody_listens_once_all_are_there():
         transport.close()
 
 
+@pytest.mark.thorough
 def test_ranks_with_different_secrets():
     zero = TcpTransport(0, 2, SECRET)
     one = TcpTransport(1, 2, SECRET[::-1])

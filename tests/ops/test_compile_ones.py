@@ -36,6 +36,7 @@ def launch_of(operator, cluster, shape):
     ("operator", "cluster", "shape"),
     [(operator, cluster, shape) for operator, clusters, shapes in CASES for cluster in clusters for shape in shapes],
 )
+@pytest.mark.thorough
 def test_sizes_of_one(operator, cluster, shape):
     compiled = compile_launch(launch_of(operator, cluster, shape))
     assert ".target sm_90a" in compiled.ptx

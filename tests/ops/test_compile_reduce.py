@@ -102,6 +102,7 @@ FOR_ALL_REDUCE = ["one rank", "four ranks", "two nodes", "two nodes, bias and re
         *(("multicast", group) for group in FOR_MULTICAST),
     ],
 )
+@pytest.mark.thorough
 def test_hopper(build, group, kernel):
     """The default tile: tensor cores fed by TMA, one step ahead, everything in registers."""
     made = build(torch.bfloat16, GROUPS[group], kernel=kernel)

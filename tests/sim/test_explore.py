@@ -160,7 +160,7 @@ def test_requests_that_overtake_each_other_are_found():
 def sign(log, WHO: tl.constexpr, TURNS: tl.constexpr):
     """Every CTA writes down three times that it was here, in a list that all ranks share."""
     for _ in range(TURNS):
-        place = tl.atomic_add(log, 1)
+        place = tl.atomic_add(log, 1, scope="sys")
         tl.atomic_xchg(log + 1 + place, 10 * WHO + tl.program_id(0))
 
 

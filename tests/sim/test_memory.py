@@ -14,7 +14,7 @@ from mkernel.lang.hints import used_below
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, finish, notify, wait
-from mkernel.runtime.group import Scratch
+from mkernel.runtime.group import Uses
 from mkernel.runtime.operands import descriptor
 from mkernel.runtime.world import Launch
 
@@ -363,9 +363,9 @@ def kept(group, writes, spends):
             out=with_room(1),
             WRITES=call,
         )
-        scratch = Scratch(workspace, [(0, 8)]) if spends else None
+        uses = Uses(workspace, [], [(0, 8)]) if spends else None
         # epoch 1 uses the second half, and both epochs look at that
-        group.launch(Launch(op=OP, group=group, kernel=keep, grid=1, arguments=arguments, scratch=scratch))
+        group.launch(Launch(op=OP, group=group, kernel=keep, grid=1, arguments=arguments, uses=uses))
 
 
 def test_a_workspace_is_unwritten_at_first():

@@ -400,10 +400,10 @@ def workspace_of(group):
     return group.workspace(OP, 16, 4096)
 
 
-def with_context(group, kernel, grid=1, scratch=None, **arguments):
+def with_context(group, kernel, grid=1, uses=None, **arguments):
     workspace = workspace_of(group)
     arguments = dict(context=workspace.context, **arguments)
-    group.launch(Launch(op=OP, group=group, kernel=kernel, grid=grid, arguments=arguments, scratch=scratch))
+    group.launch(Launch(op=OP, group=group, kernel=kernel, grid=grid, arguments=arguments, uses=uses))
 
 
 @triton.jit
@@ -826,3 +826,51 @@ def _lines(kernel):
             yield number, "store"
         if "tl.load(box" in line:
             yield number, "load"
+
+
+# -- scopes
+
+
+@triton.jit
+def signal_with(context, flag, WHO: tl.constexpr, SENDS: tl.constexpr, WAITS: tl.constexpr):
+    epoch = current_epoch(context)
+    rank = rank_of(context)
+    if WHO == "cta":
+        if tl.program_id(0) == 0:
+            tl.atomic_xchg(flag, 1, sem="release", scope=SENDS)
+        else:
+            while tl.atomic_add(flag, 0, sem="acquire", scope=WAITS) == 0:
+                pass
+    elif WHO == "peer":
+        if rank == 0:
+            tl.atomic_xchg(segment_of(context, 1, tl.int64), epoch, sem="release", scope=SENDS)
+        else:
+            while tl.atomic_add(segment_of(context, 1, tl.int64), 0, sem="acquire", scope=WAITS) < epoch:
+                pass
+    else:
+        segment = tl.load(context + SEGMENT)
+        if rank == 0:
+            post(context, rank + 1, segment, 0, segment, 0, 0, 0, epoch, SEND)
+        else:
+            while tl.atomic_add(segment_of(context, 1, tl.int64), 0, sem="acquire", scope=WAITS) < epoch:
+                pass
+    finish(context, epoch, 2)
+
+
+@pytest.mark.parametrize("sends", ["gpu", "sys"])
+@pytest.mark.parametrize("waits", ["gpu", "sys"])
+@pytest.mark.parametrize("who", ["cta", "peer", "network"])
+def test_scopes(who, sends, waits):
+    nodes, gpus = (2, 1) if who == "network" else (1, 2)
+
+    def on_rank(group):
+        workspace = group.workspace(OP, 1, 16)
+        flag = words()
+        arguments = dict(context=workspace.context, flag=flag, WHO=who, SENDS=sends, WAITS=waits)
+        group.launch(Launch(op=OP, group=group, kernel=signal_with, grid=2 if who == "cta" else 1, arguments=arguments))
+
+    enough = who == "cta" or (waits == "sys" and (who == "network" or sends == "sys"))
+    if enough:
+        passes(on_rank, nodes=nodes, gpus=gpus)
+    else:
+        races(on_rank, match="need scope='sys'", nodes=nodes, gpus=gpus)

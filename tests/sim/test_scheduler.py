@@ -346,12 +346,12 @@ def poll_two_words(words, out, POLLS: tl.constexpr):
     if POLLS:
         seen = 0
         while seen == 0:
-            seen = tl.atomic_add(words + 1, 0)
-            tl.atomic_add(words, 0)
-        tl.store(out, tl.atomic_add(words + 2, 0))
+            seen = tl.atomic_add(words + 1, 0, scope="sys")
+            tl.atomic_add(words, 0, scope="sys")
+        tl.store(out, tl.atomic_add(words + 2, 0, scope="sys"))
     else:
-        tl.atomic_xchg(words + 1, 1)
-        tl.atomic_xchg(words + 2, 1)
+        tl.atomic_xchg(words + 1, 1, scope="sys")
+        tl.atomic_xchg(words + 2, 1, scope="sys")
 
 
 def test_who_polls_several_words_looks_at_each_after_a_change():

@@ -62,11 +62,11 @@ from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
-from mkernel.runtime.group import Group, Scratch, Workspace, collective, current
+from mkernel.runtime.group import Group, Uses, Workspace, collective, current
 from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
 from mkernel.runtime.operands import DTYPES, describable, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.world import Array, Launch
 
 TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
 
@@ -517,6 +517,13 @@ def signals_of(workspace: Workspace, size: int) -> int:
     return workspace.signal_words // (2 * size)
 
 
+def _arrays(workspace: Workspace, plan: Plan, size: int, m: int, element: int) -> list[Array]:
+    """What a call keeps in the workspace."""
+    signals = signals_of(workspace, size)
+    arrived = Array("arrived", 0, (2, size, plan.chunks), 8, (size * signals, signals, 1))
+    return [arrived, *workspace.buffers(0, "rows", element, size * m, plan.row_stride)]
+
+
 def _chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     """Rows of a chunk: from what is the same on every rank, so that all ranks take the same."""
     given = config or Config()
@@ -586,7 +593,7 @@ def _launch(
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # the workspace too: Triton makes another binary for integers with other divisors
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
-        scratch=Scratch(workspace, foreign),
+        uses=Uses(workspace, _arrays(workspace, plan, size, m, element), foreign),
         inputs=("own", "a", "b"),
         results=("c", "gathered_out"),
     )

@@ -92,11 +92,11 @@ from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, tr
 from mkernel.runtime import planning, sums
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, Scratch, collective, current
+from mkernel.runtime.group import Group, Uses, Workspace, collective, current
 from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.world import Array, Launch
 
 OP = "matmul_all_reduce"
 TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
@@ -742,6 +742,7 @@ class _Room:
     signal_words: int
     half_bytes: int
     free: list[tuple[int, int]]  # bytes of the half that nobody reads any more when a rank's launch is over
+    buffers: dict[str, tuple[int, tuple[int, ...]]]  # name -> bytes of an element, and shape: one behind the other
 
     @staticmethod
     def of(group: Group, call: Sum, plan: Plan) -> _Room:
@@ -755,7 +756,23 @@ class _Room:
         if plan.multicast:
             # finished tiles are read by their own rank alone; and its parts were added, or it would still wait
             free = [(0, arrived + finished)]
-        return _Room(2 * slots.signals, arrived + finished, free)
+        travelling, own = call.travels.itemsize, call.a.dtype.itemsize
+        buffers: dict[str, tuple[int, tuple[int, ...]]] = {
+            "parts": (travelling, (slots.parts, tile)),
+            "sums of nodes": (travelling, (group.nodes * slots.sums, tile)),
+            "finished tiles": (own, (slots.finished, tile)),
+        }
+        return _Room(2 * slots.signals, arrived + finished, free, buffers)
+
+    def arrays(self, workspace: Workspace) -> list[Array]:
+        """What the call keeps in the workspace."""
+        half = workspace.signal_words // 2
+        arrays = [Array("signals", 0, (2, self.signal_words // 2), 8, (half, 1))]
+        start = 0
+        for name, (item, shape) in self.buffers.items():
+            arrays += workspace.buffers(start, name, item, *shape)
+            start += item * math.prod(shape)
+        return arrays
 
 
 def _kernel(plan: Plan) -> Any:
@@ -798,7 +815,7 @@ def prepare(group: Group, call: Sum) -> Launch:
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=sums.variant_of(decided, workspace),
-        scratch=Scratch(workspace, room.free),
+        uses=Uses(workspace, room.arrays(workspace), room.free),
         inputs=sums.INPUTS,
         results=sums.RESULTS,
     )

@@ -78,10 +78,10 @@ from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait_a
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.runtime import hopper, planning, sums
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, Scratch, collective, current
+from mkernel.runtime.group import Group, Uses, collective, current
 from mkernel.runtime.sums import Plan, Sum
 from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.world import Array, Launch
 
 OP = "matmul_reduce_scatter"
 TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
@@ -451,6 +451,15 @@ def prepare(group: Group, call: Sum) -> Launch:
         rows=call.a.shape[0] // size, data_start=workspace.data_start // element,
         half=workspace.half_bytes // element, SIZE=size,
     )  # fmt: skip
+    signals = workspace.signal_words // 2
+    arrays = [
+        Array("partial", 0, (2, size - 1, decided.tiles), 8, (signals, decided.tiles, 1)),
+        *workspace.buffers(0, "parts", element, (size - 1) * decided.tiles, c.tile_m, c.tile_n),
+        *workspace.buffers(
+            (size - 1) * decided.tiles * slot, "sums to send", element,
+            (group.nodes - 1) * decided.tiles, c.tile_m, c.tile_n,
+        ),
+    ]  # fmt: skip
     return Launch(
         op=OP,
         group=group,
@@ -460,7 +469,7 @@ def prepare(group: Group, call: Sum) -> Launch:
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=sums.variant_of(decided, workspace),
         # what arrived; what was sent, the network may still be reading
-        scratch=Scratch(workspace, [(0, (size - 1) * decided.tiles * slot)]),
+        uses=Uses(workspace, arrays, [(0, (size - 1) * decided.tiles * slot)]),
         inputs=sums.INPUTS,
         results=sums.RESULTS,
     )

@@ -55,7 +55,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Handle
-from mkernel.runtime.group import Group, Workspace, collective, current
+from mkernel.runtime.group import Group, Uses, Workspace, collective, current
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, layout
 from mkernel.runtime.tuned import Tunable
@@ -230,6 +230,7 @@ def _launch(
     return Launch(
         op="moe_combine",
         group=group,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("returned", "back"))),
         kernel=moe_combine_kernel,
         grid=plan.ctas,
         arguments=arguments,

@@ -91,7 +91,7 @@ from mkernel.runtime import experts as host
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.experts import Handle, Routing
-from mkernel.runtime.group import Group, Workspace, collective, current
+from mkernel.runtime.group import Group, Uses, Workspace, collective, current
 from mkernel.runtime.operands import descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -296,6 +296,7 @@ def _launch(
     return Launch(
         op="moe_dispatch_matmul",
         group=group,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("held",))),
         kernel=moe_dispatch_matmul_kernel,
         grid=c.ctas,
         arguments=arguments,

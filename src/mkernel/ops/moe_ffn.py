@@ -92,7 +92,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.experts import Routing
-from mkernel.runtime.group import Group, Workspace, collective, current
+from mkernel.runtime.group import Group, Uses, Workspace, collective, current
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import BYTES, descriptor, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
@@ -464,6 +464,7 @@ def _launch(
     return Launch(
         op="moe_ffn",
         group=group,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("held", "settled", "returned", "back"))),
         kernel=moe_ffn_kernel,
         grid=c.ctas,
         arguments=arguments,

@@ -101,12 +101,12 @@ from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import PLANS_KEPT, Group, Scratch, Workspace, collective, current
+from mkernel.runtime.group import PLANS_KEPT, Group, Uses, Workspace, collective, current
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors, layout, matmul_precision
 from mkernel.runtime.sequences import MEETING, Sequences, documents_of, scheduled
 from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.world import Array, Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 LAYOUTS = ("contiguous", "zigzag")
@@ -854,10 +854,27 @@ def _launch(
         arguments=arguments,
         options=dict(num_warps=4) if gluon else dict(num_warps=c.warps, num_stages=c.stages),
         variant=variant,
-        scratch=Scratch(workspace, foreign if size > 1 else [], whole=True),
+        uses=Uses(workspace, _arrays(workspace, plan, size, dim, element), foreign if size > 1 else [], whole=True),
         inputs=("q", "own_k", "own_v", "k", "v", "spans", "schedule"),
         results=("out", "lse"),
     )
+
+
+def _arrays(workspace: Workspace, plan: Plan, size: int, dim: int, element: int) -> list[Array]:
+    """What a call keeps in the workspace."""
+    entered = Array("entered", 0, (size,), 8)
+    if size == 1:
+        return [entered]
+    window, stamps = plan.window, 8 * _stamps_of(workspace, size)
+    slots = (window, plan.slots, 2 * plan.part_rows, dim)
+    return [
+        entered,
+        Array("done", 8 * size, (window,), 8),
+        Array("freed", stamps, (size, window), 8),
+        Array("arrived", stamps + 8 * size * window, (window, size - 1, plan.chunks), 8,
+              (plan.slots * plan.chunks, plan.chunks, 1)),
+        Array("slots", workspace.data_start, slots, element),
+    ]  # fmt: skip
 
 
 def _check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.heap import ALIGNMENT
 from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import BYTES, DTYPES, descriptor, has_descriptors
+from mkernel.runtime.world import Array
 
 MOST_SLOTS = 16
 MOST_MATES = 64  # ranks of a node: each has a bit in lang/combining.py
@@ -95,6 +96,7 @@ class Areas:
     """Where the parts of a half begin, in bytes from the start of the half."""
 
     begin: dict[str, int]
+    sizes: dict[str, int]
     nbytes: int
 
     @staticmethod
@@ -103,7 +105,24 @@ class Areas:
         for name, size in sizes.items():
             begin[name] = at
             at += _up(size, ALIGNMENT)
-        return Areas(begin, max(at, ALIGNMENT))
+        return Areas(begin, sizes, max(at, ALIGNMENT))
+
+    def arrays(self, workspace: Workspace, routing: Routing, signals: Sequence[str]) -> list[Array]:
+        """What a call keeps in the workspace. signals: what arrives of each rank, beside its table, in chunks."""
+        begin, half = 8 * (routing.size + routing.nodes + OWN_SIGNALS), routing.signals_of(workspace)
+        arrays = [
+            Array("entered", 0, (routing.size,), 8),
+            Array("node_entered", 8 * routing.size, (routing.nodes,), 8),
+            Array("own", 8 * (routing.size + routing.nodes), (OWN_SIGNALS,), 8),
+            Array("routed", begin, (2, routing.size), 8, (half, 1)),
+        ]
+        each = routing.size * routing.chunks
+        for i, name in enumerate(signals):
+            start = begin + 8 * (routing.size + i * each)
+            arrays.append(Array(name, start, (2, routing.size, routing.chunks), 8, (half, routing.chunks, 1)))
+        for name, start in self.begin.items():
+            arrays += workspace.buffers(start, name, 1, self.sizes[name])
+        return arrays
 
     def at(self, workspace: Workspace, name: str, item: int) -> int:
         """Where a part of the first half begins, in items of so many bytes from the start of the segment."""

@@ -20,7 +20,7 @@ from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.printable import printable
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
-from mkernel.runtime.world import Launch, Part, World
+from mkernel.runtime.world import Array, Launch, Part, World
 
 RING_CAPACITY = 256  # requests; a power of two
 PLANS_KEPT = 1024
@@ -57,15 +57,22 @@ class Workspace:
         start = self.data_start + parity * self.half_bytes
         return self.segment.memory[start : start + self.half_bytes]
 
+    def buffers(self, start: int, name: str, item: int, *shape: int) -> list[Array]:
+        """An array in each half, so many bytes from the half's start."""
+        begin = self.data_start + start
+        return [Array(f"{name} in half {i}", begin + i * self.half_bytes, shape, item) for i in (0, 1)]
+
 
 @dataclass(frozen=True)
-class Scratch:
-    """What nobody may read once a launch is over: byte ranges of the half that it used. The simulator
-    poisons them then, so that a later read that comes too early shows. `whole`: byte ranges of both
-    halves, for operators that need no two halves and use them as one."""
+class Uses:
+    """What a launch keeps in a workspace, for the simulator. The kernel, and the requests it posts, may touch these
+    arrays and nothing beside them. `free`: byte ranges of the half it used that nobody may read once the launch is
+    over; they are poisoned then, so that a read that comes too early shows. `whole`: byte ranges of both halves, for
+    operators that need no two halves and use them as one."""
 
     workspace: Workspace
-    ranges: Sequence[tuple[int, int]]
+    arrays: Sequence[Array]
+    free: Sequence[tuple[int, int]] = ()
     whole: bool = False
 
 

@@ -16,7 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from mkernel.runtime.errors import CommTimeout, MKernelError
-    from mkernel.runtime.group import Group, Scratch
+    from mkernel.runtime.group import Group, Uses
 
 
 def exchange_addresses(
@@ -54,7 +54,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
     # launches of one variant run the same binary
     variant: Hashable = None
-    scratch: Scratch | None = None
+    uses: Uses | None = None  # of a workspace
     call: Hashable = None  # what all ranks must have called
     # For the simulator: arguments that the kernel only reads, and arguments of which it writes every element.
     inputs: Sequence[str] = ()
@@ -70,6 +70,18 @@ class Part:
     start: int
     end: int
     kind: str
+
+
+@dataclass(frozen=True)
+class Array:
+    """Elements in a segment, of `item` bytes each. start: bytes from the beginning of the segment. strides: in
+    elements; None: one behind the other."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    item: int
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class Cta(Protocol):
     def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, descriptor: bool = False) -> None: ...
     def barrier(self) -> None: ...
     def atomic(
-        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
-        act: Callable[[], Any],
+        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, one_gpu: bool,
+        only_looks: bool, act: Callable[[], Any],
     ) -> Any: ...  # fmt: skip
     def clock(self) -> int: ...
     def acquire_for_descriptors(self) -> None: ...
@@ -741,12 +741,13 @@ _SCOPES = (None, "gpu", "cta", "sys")
 _RMW, _SEQUENTIAL = _native_memory.RMW_OP, _native_memory.MEM_SEMANTIC.ACQUIRE_RELEASE
 
 
-def _order(sem: Any, scope: Any) -> tuple[bool, bool]:
+def _order(sem: Any, scope: Any) -> tuple[bool, bool, bool]:
+    """Does an atomic operation acquire, does it release, and is it for one GPU only?"""
     if sem not in _ORDERS:
         raise KernelError(f"sem must be 'acquire', 'release', 'acq_rel' or 'relaxed', got {describe(sem)}")
     if scope not in _SCOPES:
         raise KernelError(f"scope must be 'gpu', 'cta' or 'sys', got {describe(scope)}")
-    return _ORDERS[sem]
+    return *_ORDERS[sem], scope != "sys"
 
 
 def _atomic_operands(pointer: Any, value: Any, mask: Any, what: str) -> tuple[Any, Any, Any, Any]:
@@ -768,8 +769,8 @@ def _atomic_operands(pointer: Any, value: Any, mask: Any, what: str) -> tuple[An
 
 
 def _perform(
-    operation: Any, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any, order: tuple[bool, bool],
-    only_looks: bool,
+    operation: Any, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any,
+    order: tuple[bool, bool, bool], only_looks: bool,
 ) -> Tensor:  # fmt: skip
     def act() -> Any:
         return _native_memory.atomic_rmw(operation, addresses, values, chosen, _SEQUENTIAL)
@@ -807,7 +808,7 @@ def _atomic(name: str, signed: Any, unsigned: Any = None, floating: Any = None) 
 
 
 def _float_extreme(
-    name: str, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any, order: tuple[bool, bool]
+    name: str, pointer: Tensor, addresses: Any, values: Any, chosen: Any, dtype: Any, order: tuple[bool, bool, bool]
 ) -> Tensor:
     """Maxima and minima of floats are those of their bits as integers: of signed ones for positive numbers, and the
     opposite of unsigned ones for negative numbers. Two atomics, as on a GPU."""

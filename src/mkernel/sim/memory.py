@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import SimulatorError
-from mkernel.runtime.world import Part
+from mkernel.runtime.world import Array, Part
 from mkernel.sim.language import running
 from mkernel.sim.order import Cta, Thread
 from mkernel.sim.races import Actor, Races, Sites
@@ -92,7 +94,15 @@ class Memory:
 
     def fresh(self, tensor: torch.Tensor) -> None:
         """Nobody has written this tensor: a kernel that loads of it before it has stored to it is wrong."""
-        self._fresh.add(tensor.untyped_storage().data_ptr())
+        start = tensor.untyped_storage().data_ptr()
+        self._fresh.add(start)
+        weakref.finalize(tensor.untyped_storage(), self._fresh.discard, start)  # what is there next is another's
+
+    def is_segment(self, start: int, segment: Hashable) -> None:
+        """A piece of memory is a rank's copy of a segment."""
+        piece = self.piece_of(start)
+        assert piece is not None
+        piece.segment, piece.segment_start = segment, start
 
     def lend(self, tensors: Mapping[str, torch.Tensor], owner: int, writable: Callable[[str], bool]) -> list[Any]:
         """Kernels may touch these tensors, until `take_back` gets what this returns."""
@@ -194,22 +204,26 @@ class Memory:
     def _check_inside(
         self, piece: Shadow, addresses: np.ndarray, size: int, low: int, high: int, what: str, stores: bool
     ) -> None:
-        inputs = stores and any(not each.writable and each.start < high and low < each.end for each in piece.regions)
+        regions = piece.regions
+        if piece.segment is not None:
+            cta: Any = running.get(None)
+            regions = (cta is not None and cta.launch.keeps.in_copy(piece)) or regions
+        inputs = stores and any(not each.writable and each.start < high and low < each.end for each in regions)
         if not inputs:
-            for region in piece.regions:
+            for region in regions:
                 if region.start <= low and high <= region.end and region.inside is None:
                     return
         # one by one: the elements of a tensor with gaps, or of several
         addresses = np.unique(addresses)
         inside, may_store, lent = (np.zeros(addresses.shape, dtype=bool) for _ in range(3))
-        for region in piece.regions:
+        for region in regions:
             here = region.elements(addresses, size)
             inside |= here
             lent |= here & region.lent
             may_store |= here & (region.writable and region.lent)
         if not inside.all():
             address = int(addresses[np.argmin(inside)])
-            raise self._outside(what, address, address + size)
+            raise self._outside(what, address, address + size, piece, regions)
         if inputs and (lent & ~may_store).any():
             address = int(addresses[np.argmax(lent & ~may_store)])
             raise SimulatorError(
@@ -217,14 +231,22 @@ class Memory:
                 f"(`Launch.inputs`){self._here()}"
             )
 
-    def _outside(self, what: str, low: int, high: int) -> SimulatorError:
-        regions = [(region, piece) for piece in self._pieces for region in piece.regions]
+    def _outside(
+        self, what: str, low: int, high: int, inside: Shadow | None = None, of_it: Sequence[Region] = (),
+        by: str | None = None,
+    ) -> SimulatorError:  # fmt: skip
+        """inside: the piece of memory that it is in, and what of that may be touched."""
+        regions = [(region, piece) for piece in self._pieces for region in piece.regions if piece is not inside]
+        regions += [(region, inside) for region in of_it if inside is not None]
         where = ""
         if regions:
-            # of those that are as near, the one that holds it; then an argument of the kernel
+            # of those that are as near, the one that holds it; then an argument of the kernel; then what ends before it
             region, piece = min(
-                regions, key=lambda pair: (pair[0].distance(low, high), not pair[0].holds(low, high), not pair[0].lent)
-            )
+                regions,
+                key=lambda pair: (
+                    pair[0].distance(low, high), not pair[0].holds(low, high), not pair[0].lent, pair[0].end > low,
+                ),
+            )  # fmt: skip
             shape = f" of shape {list(region.shape)}" if region.shape else f" of {region.end - region.start} bytes"
             name = f"{region.name}{piece.where},{shape}"
             if low >= region.end:
@@ -238,7 +260,8 @@ class Memory:
             if (low - region.start) % (high - low) == 0 and not region.holds(low, high):
                 where += f" (element {(low - region.start) // (high - low)}, counted from its first one)"
         return SimulatorError(
-            f"{what} of {high - low} bytes is outside of every tensor that the kernel was given{where}{self._here()}"
+            f"{what} of {high - low} bytes is outside of every tensor that the kernel was given{where}"
+            + (self._here() if by is None else by)
         )
 
     def _here(self) -> str:
@@ -249,6 +272,22 @@ class Memory:
         return (
             f"\n  rank {cta.rank}, CTA {cta.program_id} of {cta.launch.op}:\n    {self.sites.long(self.sites.here())}"
         )
+
+    def check_request(
+        self, launches: Sequence[Keeps], start: int, size: int, what: str, posted_by: Callable[[], str]
+    ) -> None:
+        """A request touches bytes of a segment. One of these launches of its rank has posted it."""
+        piece = self.piece_of(start)
+        if not size or piece is None:
+            return
+        regions = [region for keeps in launches for region in keeps.in_copy(piece)]
+        inside = any(
+            each.holds(start, start + size)
+            and (each.inside is None or bool(each.inside[start - each.start : start + size - each.start].all()))
+            for each in regions
+        )
+        if regions and not inside:
+            raise self._outside(what, start, start + size, piece, regions, f"\n  posted by {posted_by()}")
 
     def span(self, start: int, size: int, what: str) -> Access:
         """An access to all bytes of a range, which lies in one piece of memory."""
@@ -370,6 +409,41 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
+
+
+class Keeps:
+    """What a launch keeps in a segment."""
+
+    def __init__(self, segment: Hashable, arrays: Sequence[Array]):
+        self._segment, self._arrays = segment, arrays
+        self._in_copies: dict[Shadow, list[Region]] = {}
+
+    def in_copy(self, piece: Shadow) -> Sequence[Region]:
+        """What it keeps in a piece of memory, if that is a rank's copy of the segment."""
+        if piece.segment != self._segment:
+            return ()
+        found = self._in_copies.get(piece)
+        if found is None:
+            found = piece.arrays = self._in_copies[piece] = _regions(piece, self._arrays)
+        return found
+
+
+def _regions(piece: Shadow, arrays: Sequence[Array]) -> list[Region]:
+    found = []
+    for array in arrays:
+        if not math.prod(array.shape):
+            continue
+        strides = array.strides or tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+        last = sum((size - 1) * stride for size, stride in zip(array.shape, strides))
+        start, inside = piece.segment_start + array.start, None
+        if last + 1 > math.prod(array.shape):
+            inside = np.zeros((last + 1) * array.item, dtype=bool)
+            steps = (*(stride * array.item for stride in strides), 1)
+            np.lib.stride_tricks.as_strided(inside, (*array.shape, array.item), steps)[...] = True
+        end = start + (last + 1) * array.item
+        steps = tuple(stride * array.item for stride in strides)
+        found.append(Region(array.name, start, end, array.shape, steps, inside=inside))
+    return found
 
 
 def _gaps(tensor: torch.Tensor) -> np.ndarray | None:

@@ -19,7 +19,7 @@ from mkernel.lang import requests as layout
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim.memory import Memory
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
-from mkernel.sim.races import Actor
+from mkernel.sim.races import NETWORK, Actor
 from mkernel.sim.scheduler import Scheduler, Task
 
 AT_ONCE = 8  # requests in flight per proxy
@@ -59,6 +59,7 @@ class Proxy(Task):
         group_rank: int,
         ring: torch.Tensor,
         segment: Callable[[int, int], torch.Tensor | None],
+        check: Callable[[int, int, int, str, Callable[[], str]], None],
         on_delivery: Callable[[int, int], None],
         on_arrival: Callable[[InFlight], None] = lambda request: None,
         given_up: Callable[[], bool] = lambda: False,
@@ -68,6 +69,7 @@ class Proxy(Task):
         self.ring = ring
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
+        self.check = check  # (segment, address, bytes, what, who): may a request touch this?
         self.on_delivery = on_delivery  # (peer, bytes)
         self.on_arrival = on_arrival
         self.given_up = given_up
@@ -141,6 +143,7 @@ class Proxy(Task):
         races = self.memory.races
         if races is not None and thread is not None:
             site = races.sites.named("the network's signal")
+            races.scopes(NETWORK - self.rank, [word], False, site)
             for access in self.memory.accesses(address, 8, "a signal of the network"):
                 races.atomic(Actor(thread, thread.clock), access, True, site, in_order)
             if in_order:
@@ -171,12 +174,17 @@ class Proxy(Task):
                 f"a request of rank {self.group_rank}: {what} [{offset}, {offset + size}) is outside of "
                 f"rank {rank}'s segment {segment} of {memory.numel()} bytes{self._posted_by()}"
             )
+        if not self.given_up():
+            self.check(segment, memory.data_ptr() + offset, size, f"the {what} of a request", self._poster)
         return memory[offset : offset + size]
 
     def _posted_by(self) -> str:
+        return f"\n  posted by {self._poster()}"
+
+    def _poster(self) -> str:
         """Who posted the request that is being taken."""
         races = self.memory.races
-        return f"\n  posted by {races.last_release(self._turn())}" if races is not None else ""
+        return races.last_release(self._turn()) if races is not None else f"rank {self.group_rank}"
 
     def _take(self) -> None:
         capacity = int(self.words[layout.CAPACITY.value])

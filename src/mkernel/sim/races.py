@@ -30,6 +30,7 @@ from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
 FRAMES = 5  # kernel functions that are noted, from the innermost
 WAITS = 16  # and waits
+NETWORK = -1  # minus its rank: who uses a word, if it is a rank's network
 RELEASES = 64  # of a thread that are remembered, to tell which of them would have ordered an access
 _PACKAGE = Path(__file__).parent.parent
 
@@ -157,6 +158,8 @@ class Races:
         self._thread_of: np.ndarray = np.zeros(1024, dtype=np.int32)  # by event
         self._site_of = [self.sites.named("the user's code")]  # by event
         self._words: dict[int, Word] = {}
+        self._uses: set[tuple[int, int, bool]] = set()  # words, ranks, and whether by scope "gpu"
+        self._users: dict[int, dict[tuple[int, bool], int]] = {}  # word -> rank and scope -> site
         self._mail: dict[Hashable, Clock] = {}
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
@@ -216,6 +219,25 @@ class Races:
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         releases.append(Release(word, value, clock, self._last, site))
 
+    def scopes(self, rank: int, words: Sequence[int], one_gpu: bool, site: int | None = None) -> None:
+        """A CTA of a rank, or a rank's network, uses these words by an atomic operation, of scope "gpu" or "sys". What
+        another GPU or the network uses too needs scope "sys" on both sides."""
+        for word in words:
+            use = (word, rank, one_gpu)
+            if use in self._uses:
+                continue
+            self._uses.add(use)
+            users = self._users.setdefault(word, {})
+            users[rank, one_gpu] = site = self.sites.here() if site is None else site
+            for (other, theirs), their_site in users.items():
+                if other != rank and (one_gpu or theirs):
+                    raise RaceError(
+                        f"race on {self.describe(word)}\n"
+                        f"  Atomics on words that GPUs share with each other or the network need scope='sys':\n"
+                        f"    {self._scope(rank, one_gpu)}: {self.sites.long(site)}\n"
+                        f"    {self._scope(other, theirs)}: {self.sites.long(their_site)}"
+                    )
+
     def last_release(self, word: int) -> str:
         """Who released the word last, and where; for people."""
         found = [(each.after, number, each.site) for number, releases in self._releases.items()
@@ -248,6 +270,8 @@ class Races:
         """The memory was given back, or made as new while nobody used it."""
         for word in [word for word in self._words if shadow.start <= word < shadow.end]:
             del self._words[word]
+        for word in [word for word in self._users if shadow.start <= word < shadow.end]:
+            self._uses -= {(word, *user) for user in self._users.pop(word)}
 
     # -- what ranks tell each other
 
@@ -487,6 +511,10 @@ class Races:
         if wait.one_by_one and wait.expected >= release.value:
             return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
         return f"{told}; {other} has only waited until it was {wait.expected}{at}."
+
+    def _scope(self, rank: int, one_gpu: bool) -> str:
+        who = f"rank {rank}" if rank >= 0 else f"the network of rank {NETWORK - rank}"
+        return f"{who}, with scope='{'gpu' if one_gpu else 'sys'}'"
 
     def _set(self, release: Release, who: str, when: str) -> str:
         return f"{who} {when} set {self.describe(release.word)} to {release.value} ({self._at(release.site)})"

@@ -291,8 +291,8 @@ class CtaTask(Task):
         return now
 
     def atomic(
-        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, only_looks: bool,
-        act: Callable[[], Any],
+        self, addresses: np.ndarray, mask: np.ndarray, size: int, acquire: bool, release: bool, one_gpu: bool,
+        only_looks: bool, act: Callable[[], Any],
     ) -> Any:  # fmt: skip
         scheduler, memory = self.scheduler, self.scheduler.memory
         scheduler.pause(self)
@@ -313,6 +313,7 @@ class CtaTask(Task):
         if only_looks and now != old:  # a maximum that was one
             memory.atomic(order, chosen, size, changes=True)
         if order is not None and memory.races is not None:
+            memory.races.scopes(self.rank, words, one_gpu)
             self._orders(memory.races, order, words, addresses.size == 1, old, now, acquire, release)
         if now == old:
             self._polled(seen)

@@ -7,7 +7,7 @@ it by: an argument of a launch, the signals of a workspace, one of its halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,6 +112,9 @@ class Shadow:
         self.start, self.end = start, end
         self.owner = owner  # the rank whose memory it is
         self.regions: list[Region] = []
+        self.segment: Hashable = None  # of the symmetric heap: its group and number
+        self.segment_start = start
+        self.arrays: Sequence[Region] = ()  # what the last launch that used it kept there
         self.constant = False  # kernels only read it
         self.is_user_s = False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
         self._initially = initially
@@ -199,7 +202,7 @@ class Shadow:
 
     def region_of(self, low: int, high: int) -> Region | None:
         """The region that holds all of this; the one that was named last, if there are several."""
-        for region in reversed(self.regions):
+        for region in (*self.arrays, *reversed(self.regions)):
             if region.holds(low, high):
                 return region
         return None

@@ -22,6 +22,7 @@ from mkernel.runtime.world import Launch, Links, Part, Transfer, exchange_addres
 from mkernel.sim.ahead import Ahead
 from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.interrupts import noted
+from mkernel.sim.memory import Keeps
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
 from mkernel.sim.progress import Line
@@ -75,6 +76,9 @@ class RunningLaunch:
         self.exchange: Hashable = None  # that exchange, if not all had come to it
         self.leaves = False  # its ranks called different things
         self.loans: list[Any] = []  # what it was given
+        uses = launch.uses
+        segment = (launch.group.name, uses.workspace.segment.number) if uses is not None and uses.arrays else None
+        self.keeps = Keeps(segment, uses.arrays if uses is not None else ())
         table = launch.arguments.get("context")
         self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
         self._epoch_before: int | None = None  # if the kernel asked for it
@@ -193,6 +197,8 @@ class SimWorld:
         self._next_multicast = MULTICAST
         self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
         self._times = [0.0] * self.size  # when each rank's last CTA ended, in the time of a trace
+        # what the last launches of a rank kept: by group, segment and rank
+        self._keeps: dict[tuple[Hashable, int, int], deque[Keeps]] = {}
         self._transfers: dict[Hashable, list[Transfer]] = {}  # of groups that are traced
 
     # -- what comes before what
@@ -369,8 +375,10 @@ class SimWorld:
         key = (group.name, segment, group.world_rank)
         if memory is None:
             del self._segments[key]
+            self._keeps.pop(key, None)
         else:
             self._segments[key] = memory
+            self.scheduler.memory.is_segment(memory.data_ptr(), (group.name, segment))
 
     # -- the network
 
@@ -380,6 +388,10 @@ class SimWorld:
 
         def segment(rank: int, number: int) -> torch.Tensor | None:
             return self._segments.get((name, number, members[rank])) if rank < len(members) else None
+
+        def check(number: int, start: int, size: int, what: str, posted_by: Callable[[], str]) -> None:
+            keeps = self._keeps.get((name, number, me), ())
+            self.scheduler.memory.check_request(keeps, start, size, what, posted_by)
 
         def delivered(peer: int, size: int) -> None:
             self.traffic.network[me][members[peer]] += size
@@ -392,7 +404,9 @@ class SimWorld:
                 self._transfers[name, me].append(Transfer(rank, request.peer, size, request.ticket, start, end))
 
         rank = group.rank
-        proxy = Proxy(self.scheduler, me, group.rank, ring, segment, delivered, arrived, lambda: name in self.given_up)
+        proxy = Proxy(
+            self.scheduler, me, group.rank, ring, segment, check, delivered, arrived, lambda: name in self.given_up
+        )
         self._proxies[name, me] = proxy
         self.scheduler.add(proxy)
 
@@ -449,18 +463,22 @@ class SimWorld:
         launch.group.confirm()
         self._calls.setdefault(launch.group.name, {}).setdefault(launch.group.rank, []).append(launch.op)
         running = RunningLaunch(self, rank, launch)
+        if launch.uses is not None:
+            key = (launch.group.name, launch.uses.workspace.segment.number, rank)
+            # requests of the launch before may still be in the ring, but of none before that
+            self._keeps.setdefault(key, deque(maxlen=2)).append(running.keeps)
         last = launch.group.last_exchange
         running.number = last[1]
         if self._not_all_came(last, launch.group):
             self._ahead.launched(last, running)
         self._lend(running, self.stream_key(rank))
-        key = (rank, running.stream)
-        queue = self._queues.setdefault(key, deque())
+        place = (rank, running.stream)
+        queue = self._queues.setdefault(place, deque())
         queue.append(running)
         if len(queue) == 1:
             running.start_more(self._times[rank])
         host = self.scheduler.current_host()
-        if key[1] == "default":
+        if place[1] == "default":
             host.block(lambda: running.done, f"its {launch.op}")
             self._returned(running)
             launch.group.check()
@@ -531,11 +549,11 @@ class SimWorld:
             running.check_epoch()
             self._check_results(running)
         self._streams_know[running.rank, running.stream] = running.end
-        scratch = running.spec.scratch
-        if scratch is not None:
-            workspace = scratch.workspace
-            used = workspace.data if scratch.whole else workspace.half(int(workspace.state[0]) % 2)
-            for start, end in scratch.ranges:
+        uses = running.spec.uses
+        if uses is not None:
+            workspace = uses.workspace
+            used = workspace.data if uses.whole else workspace.half(int(workspace.state[0]) % 2)
+            for start, end in uses.free:
                 if end > start:
                     used[start:end] = POISON
                     self._spend(running, used[start:end])
