@@ -61,6 +61,7 @@ class Cta(Protocol):
     num_programs: int
     unused_from: dict[Any, int]  # descriptor -> the first of its rows that is not used, see lang/hints.py
 
+    def constant(self, address: np.uint64, dtype: np.dtype) -> Any: ...
     def load(
         self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype, descriptor: bool,
         volatile: bool = False,
@@ -672,6 +673,10 @@ def load(
     if not addresses.shape:
         if (chosen is not None and chosen.shape) or fill.shape:
             raise KernelError("a mask or `other` of a scalar pointer must be a scalar")
+        if chosen is None and not volatile:
+            data = running.get().constant(addresses, memory)
+            if data is not None:
+                return Tensor(data if of_pointers else from_memory(data, dtype), dtype)
         data = running.get().load(
             addresses.reshape(1), _ONE if chosen is None else chosen.reshape(1), np.asarray(fill), memory, False,
             volatile=volatile,

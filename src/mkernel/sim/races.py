@@ -28,6 +28,7 @@ from mkernel.runtime.errors import RaceError, SimulatorError
 from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
+BETWEEN = 4  # frames of the simulator, at least, from a kernel's line to where it is noted
 FRAMES = 5  # kernel functions that are noted, from the innermost
 WAITS = 16  # and waits
 NETWORK = -1  # minus its rank: who uses a word, if it is a rank's network
@@ -71,13 +72,13 @@ class Sites:
     def here(self) -> int:
         """The kernel line that is running."""
         found: list[Any] = []
-        frame: FrameType | None = sys._getframe(2)
-        kernels = self._is_kernel
+        frame: FrameType | None = sys._getframe(BETWEEN)
+        known = self._is_kernel.get
         while frame is not None:
             code = frame.f_code
-            is_kernel = kernels.get(code)
+            is_kernel = known(code)
             if is_kernel is None:
-                is_kernel = kernels[code] = "__mkernel_kernel__" in frame.f_globals
+                is_kernel = self._is_kernel[code] = "__mkernel_kernel__" in frame.f_globals
             if is_kernel:
                 found.append((code, frame.f_lineno))
                 if len(found) == FRAMES:
@@ -353,6 +354,10 @@ class Races:
     ) -> None:
         """The event must come after all stores to what it touches and, if it loads, after one."""
         units = access.units()
+        if type(units) is slice and units.stop - units.start == 1 and not self.record_orders:
+            store = int(access.shadow.writes[units.start])
+            if store == 0 or (store > 0 and store <= actor.clock[self._thread_of[store]]):
+                return  # one word, and all is well
         stores = access.shadow.writes[units]
         if what == "loads" and not may_be_undefined and stores.size and stores.min() < 0:
             place = int(np.argmin(stores))

@@ -34,6 +34,7 @@ from mkernel.sim.races import Races
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
 PATIENCE = 500  # looks, or ticks, with no progress that mean that there will be none
+REPEATED = 1000  # loads of constants of which one is not taken from those before
 SPINS = 64  # equal loads in a row that count as polling
 IDLE_SECONDS = 1e-4
 LOOK_AT_CLOCK = 0.05  # seconds between two looks at the clock by CTAs that wait
@@ -178,6 +179,7 @@ class CtaTask(Task):
         self.looks = 0  # how often it was let look again with the clock standing still
         self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
         self.last_load: tuple[int, bytes] | None = None
+        self.repeated = 0  # loads of constants
         self.spins = 0
 
     def run(self) -> None:
@@ -205,6 +207,16 @@ class CtaTask(Task):
         """What it knows of others. Once its group has given up, all its waits end at once, and nothing is in order."""
         return None if self.launch.given_up() else self.order
 
+    def constant(self, address: np.uint64, dtype: np.dtype) -> Any:
+        """A number that it, or another CTA of its launch, has loaded before from memory that no kernel changes; None if
+        it must be loaded. Now and then it must, so that a loop without an end is found."""
+        value = self.launch.constants.get((address, dtype))
+        self.repeated += 1
+        if value is None or self.repeated % REPEATED == 0:
+            return None
+        self.time += dtype.itemsize / BYTES_PER_NANOSECOND
+        return value
+
     def load(
         self, addresses: Any, mask: Any, other: Any, dtype: np.dtype, descriptor: bool, volatile: bool = False
     ) -> np.ndarray:
@@ -213,6 +225,8 @@ class CtaTask(Task):
         if not descriptor:  # those are loaded while the CTA does something else
             self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
+            if touched and touched[0].shadow.constant:
+                self.launch.constants[addresses.reshape(-1)[0], dtype] = result.reshape(-1)[0]
             self._loaded_one(int(np.ravel(addresses)[0]), result)
         else:
             self.launch.on_load(touched)

@@ -143,8 +143,11 @@ class Shadow:
 
     def between(self, low: int, high: int, size: int = 1) -> slice:
         """The units of [low, high), which elements of `size` bytes fill."""
-        self._refine_for(low - self.start, size)
-        return slice((low - self.start) >> self._shift, (high - self.start) >> self._shift)
+        first, shift = low - self.start, self._shift
+        if size < 1 << shift or first & ((1 << shift) - 1):
+            self._refine_for(first, size)
+            shift = self._shift
+        return slice(first >> shift, (high - self.start) >> shift)
 
     def scattered(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """The units of elements of `size` bytes at these addresses."""
@@ -229,7 +232,7 @@ class Access:
     _is_range: bool | None = None  # do its elements lie one behind the other?
 
     def units(self) -> Units:
-        if self.is_range:
+        if self._is_range or self.is_range:
             return self.shadow.between(self.low, self.high, self.size)
         return self.shadow.scattered(self.addresses, self.size)
 

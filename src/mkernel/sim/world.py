@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from greenlet import greenlet
 
@@ -76,6 +78,7 @@ class RunningLaunch:
         self.exchange: Hashable = None  # that exchange, if not all had come to it
         self.leaves = False  # its ranks called different things
         self.loans: list[Any] = []  # what it was given
+        self.constants: dict[tuple[np.uint64, np.dtype], Any] = {}  # what its CTAs have loaded that no kernel changes
         uses = launch.uses
         segment = (launch.group.name, uses.workspace.segment.number) if uses is not None and uses.arrays else None
         self.keeps = Keeps(segment, uses.arrays if uses is not None else ())
@@ -303,11 +306,17 @@ class SimWorld:
             self.scheduler.add(host)
         line = Line(self)
         self.scheduler.on_step = line.step
+        thresholds = gc.get_threshold()
         try:
+            # what was there before needs not be looked at again and again, with torch some 500,000 objects
+            gc.freeze()
+            gc.set_threshold(10_000, *thresholds[1:])
             self.scheduler.run(
                 lambda: all(host.done for host in hosts) and not any(self._queues.values()), self._task_done
             )
         finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
             line.end()
             self.scheduler.close()
         for group in list(self._groups):
