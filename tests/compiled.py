@@ -9,9 +9,16 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from helpers import run
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mkernel.ops import all_gather_matmul
+from mkernel.runtime.world import Links
+
+SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
+REGISTERS = 65536  # of an SM
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -74,3 +81,34 @@ def compile_launch(launch, capability=90):
         compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
         launch.kernel.device_caches.clear()
     return Compiled(compiled, capability)
+
+
+def launched(prepare, cluster, capability=90, paced=False):
+    """What rank 0 of a cluster of such GPUs would launch: prepare(group)."""
+
+    def work(group):
+        with pretending(capability):
+            group.device = torch.device("cuda")
+            group.world.links = Links(nvlink=100.0 if paced else None)
+            group.world.options = group.world.options.__class__(ctas=132)
+            return prepare(group)
+
+    return run(work, cluster=cluster)[0]
+
+
+def gathers(
+    cluster, capability=90, config=None, dtype=torch.bfloat16, m=2048, n=8192, k=8192,
+    paced=False, gathered=False, strided=False, transposed=True, heap=False, described=True, module=all_gather_matmul,
+):  # fmt: skip
+    """The launch of a call of all_gather_matmul. strided: TMA can not read a; described: it can read b and out."""
+
+    def prepare(group):
+        a = group.heap.tensor((m, k), dtype) if heap else torch.empty(m, k + 3 * strided, dtype=dtype)[:, :k]
+        b = torch.empty(n, k + 3 * (not described), dtype=dtype)[:, :k].t()
+        if not transposed:
+            b = torch.empty(k, n, dtype=dtype)
+        out = torch.empty(m * group.size, n + 3 * (not described), dtype=dtype)[:, :n]
+        everyone = torch.empty(m * group.size, k, dtype=dtype) if gathered else None
+        return module.prepare(group, a, b, out, everyone, config)
+
+    return launched(prepare, cluster, capability, paced)

@@ -13,27 +13,29 @@ _numbers = itertools.count()
 
 
 def mutated(folder, op, *replacements):
-    """Copy lang/ and the operator's modules, ops/<op>*.py, into a package in `folder`, applying (file, old, new)
-    replacements; `file` is a name like "signals", or OP for ops/<op>.py. Returns the copied operator's module."""
+    """Copy lang/ and the operator's modules, ops/<op>*.py or the package ops/<op>, into a package in `folder`, applying
+    (file, old, new) replacements. `file` is a name like "signals", of lang/; OP for ops/<op>.py; or, like "op/kernel",
+    a module of the operator's package. Returns the copied operator's module."""
     source = Path(mkernel.__file__).parent
     name = f"mutant_{next(_numbers)}"
-    package = Path(folder) / name
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    files = {path.stem: path for path in (source / "lang").glob("*.py") if path.stem != "__init__"}
-    files |= {path.stem: path for path in (source / "ops").glob(f"{op}*.py")}
-    texts = {stem: path.read_text() for stem, path in files.items()}
+    root = Path(folder) / name
+    paths = [*(source / "lang").glob("*.py"), *(source / "ops").glob(f"{op}*.py"), *(source / "ops" / op).glob("*.py")]
+    texts = {path.relative_to(source): path.read_text() for path in paths}
     for file, old, new in replacements:
-        stem = op if file == OP else file
-        assert old in texts[stem], f"{stem}.py does not contain {old!r}"
-        texts[stem] = texts[stem].replace(old, new)
-    for stem, text in texts.items():
-        for here in ("mkernel.lang.", f"mkernel.ops.{op}", "from mkernel.ops import "):
-            text = text.replace(here, here.replace("mkernel.lang", name).replace("mkernel.ops", name))
-        (package / f"{stem}.py").write_text(text)
+        path = Path("lang", f"{file}.py")
+        if file == OP or Path("ops", f"{file}.py") in texts:
+            path = Path("ops", f"{op if file == OP else file}.py")
+        elif file.startswith(f"{OP}/"):
+            path = Path("ops", op, f"{file.removeprefix(f'{OP}/')}.py")
+        assert old in texts[path], f"{path} does not contain {old!r}"
+        texts[path] = texts[path].replace(old, new)
+    for path in {Path("__init__.py"), Path("ops/__init__.py"), *texts}:
+        text = texts.get(path, "").replace("mkernel.lang", f"{name}.lang").replace("mkernel.ops", f"{name}.ops")
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(f"{name}.{op}")
+        return importlib.import_module(f"{name}.ops.{op}")
     finally:
         sys.path.remove(str(folder))
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.gemm import masked_block, multiply_tile, store_tile
+from mkernel.lang.flat_gemm import masked_block, multiply_tile, store_tile
 from mkernel.runtime.operands import DTYPES, descriptor, matmul_precision
 
 from .harness import launch, simulate, workspace_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mkernel.lang.order import arriving, grouped, interleaved, interleaved_until
+from mkernel.lang.order import arrival_order, interleaved, interleaved_until, swizzle_tile
 
 from .harness import as_cta
 
@@ -14,13 +14,14 @@ from .harness import as_cta
 def all_tiles(row_blocks: int, column_blocks: int, group: int) -> list[tuple[int, int]]:
     with as_cta() as call:
         return [
-            call(grouped, tile, row_blocks, column_blocks, GROUP=group) for tile in range(row_blocks * column_blocks)
+            call(swizzle_tile, tile, row_blocks, column_blocks, GROUP=group)
+            for tile in range(row_blocks * column_blocks)
         ]
 
 
 def all_places(rank: int, blocks: int, size: int, gpus: int) -> list[tuple[int, int]]:
     with as_cta() as call:
-        return [call(arriving, place, rank, blocks, SIZE=size, GPUS=gpus) for place in range(blocks * size)]
+        return [call(arrival_order, place, rank, blocks, SIZE=size, GPUS=gpus) for place in range(blocks * size)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,10 +106,10 @@ def test_large_numbers():
     with as_cta() as call:
         row_blocks, column_blocks = 8192, 4096
         last = row_blocks * column_blocks - 1
-        row, column = call(grouped, last, row_blocks, column_blocks, GROUP=8)
+        row, column = call(swizzle_tile, last, row_blocks, column_blocks, GROUP=8)
         assert row == row_blocks - 1
         assert column in (0, column_blocks - 1)
-        assert call(arriving, 72 * 1024 - 1, 0, 1024, SIZE=72, GPUS=8)[1] == 1023
+        assert call(arrival_order, 72 * 1024 - 1, 0, 1024, SIZE=72, GPUS=8)[1] == 1023
 
 
 @pytest.mark.parametrize(

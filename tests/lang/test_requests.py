@@ -9,7 +9,7 @@ import mkernel as mk
 from mkernel.lang import context as words
 from mkernel.lang import requests as layout
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.requests import post, wait_sent
+from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, wait
 
@@ -32,7 +32,7 @@ def own_ring(group, workspace, capacity):
 
 @triton.jit
 def post_one(context, peer, source_segment, source, segment, target, size, signal, value, out):
-    ticket = post(context, peer, source_segment, source, segment, target, size, signal, value, SEND)
+    ticket = post(context, Transfer(peer, source_segment, source, segment, target, size), signal, value, SEND)
     tl.store(out + tl.program_id(0), ticket)
 
 
@@ -155,8 +155,8 @@ def send_many(context, each, first_signal, out):
         last = tl.full((), -1, tl.int64)
         for i in range(each):
             number = cta * each + i
-            last = post(context, tl.cast(1, tl.int32), segment, 0, segment, 0, 0,
-                        (first_signal + number) * 8, number + 1, SEND)  # fmt: skip
+            transfer = Transfer(tl.cast(1, tl.int32), segment, 0, segment, 0, 0)
+            last = post(context, transfer, (first_signal + number) * 8, number + 1, SEND)
         there = wait_sent(context, last, SEND)
         tl.store(out + cta, there.to(tl.int64))
 
@@ -227,7 +227,13 @@ def send_and_receive(context, count, size, data_start, out):
         if rank == 0:
             mine = segment_of(context, 0, tl.int64)
             tl.store(mine + offset + place, place + 10 * i + 1)
-            post(context, tl.cast(1, tl.int32), segment, offset * 8, segment, offset * 8, size, i * 8, i + 1, SEND)
+            post(
+                context,
+                Transfer(tl.cast(1, tl.int32), segment, offset * 8, segment, offset * 8, size),
+                i * 8,
+                i + 1,
+                SEND,
+            )
         else:
             mine = segment_of(context, 1, tl.int64)
             wait(context, mine + i, i + 1, COMPUTE, ARRIVED, 0, i)
@@ -281,7 +287,7 @@ def post_what_never_came(context, out):
     rank = rank_of(context)
     segment = tl.load(context + SEGMENT)
     wait(context, segment_of(context, rank, tl.int64), 1, SEND, ARRIVED, 1 - rank, 0)
-    tl.store(out, post(context, 1 - rank, segment, 0, segment, 512, 8, 8, 1, SEND))
+    tl.store(out, post(context, Transfer(1 - rank, segment, 0, segment, 512, 8), 8, 1, SEND))
 
 
 def test_nothing_is_sent_after_giving_up():

@@ -15,37 +15,34 @@ NODE = Gathers((1, 2))
 NETWORK = Gathers((2, 1))
 TWO_LEVELS = Gathers((2, 2))
 
-NOTIFY_PEER = "            notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)\n"
-COMPUTE_WAITS = "signals, SIZE), epoch, COMPUTE"
-INTRA_WAITS = "signals, SIZE), epoch,\n                INTRA"
-GATHER_WAITS = "                _rows_are_here(context, epoch, source, row, TILE_M, m, chunk_rows, signals, SIZE)\n"
-COMMON_SIGNALS = [
-    (OP, "(parity * SIZE + source)", "(parity * 0 + source)"),
-    (OP, "(parity * SIZE + rank)", "(parity * 0 + rank)"),
-]
+KERNEL, PROTOCOL = f"{OP}/kernel", f"{OP}/protocol"
+NOTIFY_PEER = "            notify_chunk(comm, gather, base +"
+WAITS = "wait(comm.context, signal, comm.epoch, ROLE"
+INTRA_WAITS = "wait_chunk(comm, gather, source_rank, chunk, INTRA)"
+GATHER_WAITS = "                wait_rows(comm, call.gather, source, row, call.tiling.M)\n"
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
     "an arrival is not signalled": Broken(
         NODE,
-        [(OP, NOTIFY_PEER, f"            if chunk != 1:\n    {NOTIFY_PEER}")],
+        [(KERNEL, NOTIFY_PEER, f"            if chunk != 1:\n    {NOTIFY_PEER}")],
         mk.CommTimeout,
         {"signal": "arrived", "index": 1, "role": "compute"},
     ),
     "an arrival over the network is signalled with an old epoch": Broken(
         NETWORK,
-        [(OP, "signal, epoch, SEND)", "signal, epoch - 1, SEND)")],
+        [(KERNEL, "signal,\n                comm.epoch,", "signal,\n                comm.epoch - 1,")],
         mk.CommTimeout,
         {"signal": "arrived", "role": "compute", "seen": 0, "expected": 1},
     ),
     "compute waits for the epoch before": Broken(
-        NODE, [(OP, COMPUTE_WAITS, COMPUTE_WAITS.replace("epoch", "epoch - 1"))]
+        NODE, [(PROTOCOL, WAITS, WAITS.replace("epoch", "epoch - 1"))]
     ),
     "compute waits for the last use of the half": Broken(
-        NETWORK, [(OP, COMPUTE_WAITS, COMPUTE_WAITS.replace("epoch", "epoch - 2"))]
+        NETWORK, [(PROTOCOL, WAITS, WAITS.replace("epoch", "epoch - 2"))]
     ),
     "intra passes rows on before they are here": Broken(
-        TWO_LEVELS, [(OP, INTRA_WAITS, INTRA_WAITS.replace("epoch", "epoch - 2"))]
+        TWO_LEVELS, [(KERNEL, INTRA_WAITS, "pass")]
     ),
     "the epoch does not advance": Broken(NODE, [("signals", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]),
     # rule 2: data first, then signal
@@ -53,12 +50,11 @@ BROKEN = {
         NODE,
         [
             (
-                OP,
-                "        source = a + row.to(tl.int64) * a_stride\n",
-                "        for i in range(1, GPUS):\n"
-                "            early = segment_of(context, base + (local + i) % GPUS, tl.int64)\n"
-                "            notify(arrived(early, parity, source_rank, chunk, signals, SIZE), epoch)\n"
-                "        source = a + row.to(tl.int64) * a_stride\n",
+                KERNEL,
+                "        source = call.a.data + row.to(tl.int64) * call.a.row_stride\n",
+                "        for i in range(1, comm.RANKS_PER_NODE):\n"
+                "            notify_chunk(comm, gather, base + (local + i) % comm.RANKS_PER_NODE, source_rank, chunk)\n"
+                "        source = call.a.data + row.to(tl.int64) * call.a.row_stride\n",
             )
         ],
     ),
@@ -77,14 +73,15 @@ BROKEN = {
         NETWORK,
         [
             (
-                OP,
+                KERNEL,
                 "            source = offset * element\n",
                 "            source = offset * element\n"
-                "            early = ((parity * SIZE + rank).to(tl.int64) * chunks + chunk) * 8\n"
-                "            size = rows * k * element\n"
-                "            for i in range(1, SIZE // GPUS):\n"
-                "                peer = (rank + i * GPUS) % SIZE\n"
-                "                post(context, peer, segment, source, segment, source, size, early, epoch, SEND)\n",
+                "            early = word_of(gather.arrived, comm.epoch, rank, chunk) * 8\n"
+                "            size = rows * gather.k * element\n"
+                "            for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):\n"
+                "                peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE\n"
+                "                whole = Transfer(peer, segment, source, segment, source, size)\n"
+                "                post(comm.context, whole, early, comm.epoch, SEND)\n",
             )
         ],
     ),
@@ -95,23 +92,24 @@ BROKEN = {
     "no acquire": Broken(NODE, RELAXED_WAIT),
     "no acquire of what came over the network": Broken(NETWORK, RELAXED_WAIT),
     "no acquire of what is passed on": Broken(TWO_LEVELS, RELAXED_WAIT),
-    "no fence for descriptors": Broken(NODE, [(OP, "    acquire_for_descriptors()\n", "    pass\n")]),
+    "no fence for descriptors": Broken(NODE, [(KERNEL, "    acquire_for_descriptors()\n", "    pass\n")]),
     # rule 3: buffers are reused when their readers are done. Every rank needs everybody's rows, which keeps them
     # within a call of each other, also one that has nothing to compute
     "a rank with no columns does not wait for the rows of others": Broken(
         Gathers((1, 2), calls=3, n=(0, 5)),
-        [(OP, GATHER_WAITS, "")],
+        [(KERNEL, GATHER_WAITS, "")],
     ),
     "a rank with no columns does not wait for the rows of other nodes": Broken(
         Gathers((2, 1), calls=3, n=(0, 5)),
-        [(OP, GATHER_WAITS, "")],
+        [(KERNEL, GATHER_WAITS, "")],
     ),
     "one half for all epochs": Broken(
         Gathers((1, 2), calls=2),
-        [(OP, "parity = (epoch % 2).to(tl.int32)", "parity = (epoch % 2 * 0).to(tl.int32)")],
+        [("layout", "(epoch % 2)", "(epoch % 2 * 0)"),
+         (KERNEL, "(comm.epoch % 2).to(tl.int32)", "(comm.epoch % 2 * 0).to(tl.int32)")],
     ),
     "a is given back before the network has read it": Broken(
-        Gathers((2, 1), heap=True), [(OP, "wait_sent(context, ticket, SEND)", "pass")]
+        Gathers((2, 1), heap=True), [(KERNEL, "wait_sent(comm.context, ticket, SEND)", "pass")]
     ),
     "a slot of the ring is reused before it was taken": Broken(
         Gathers((2, 1), ring=2, chunk_rows=1),
@@ -121,23 +119,23 @@ BROKEN = {
     # rule 4: no CTA waits for a later one
     "roles from the last CTA to the first": Broken(
         Gathers((1, 2), resident=1),
-        [(OP, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
+        [(KERNEL, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
         mk.CommTimeout,
         {"signal": "arrived", "role": "compute"},
     ),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
-        Gathers((3, 1), calls=2, chunk_rows=12), COMMON_SIGNALS
+        Gathers((3, 1), calls=2, chunk_rows=12), [("layout", "(epoch % 2) * words.half", "0")]
     ),
     # memory
     "a tile is stored beyond out": Broken(
-        NODE, [("gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
+        NODE, [("gemm", "mask=(i < tile.rows) & (j < tile.columns)", "mask=j < tile.columns")], mk.SimulatorError
     ),
     "a signal beyond the workspace": Broken(
-        NODE, [(OP, "return segment + (parity", "return segment + (1 << 40) + (parity")], mk.SimulatorError
+        NODE, [("layout", "return words.start +", "return words.start + (1 << 40) +")], mk.SimulatorError
     ),
     "a request beyond the workspace": Broken(
-        NETWORK, [(OP, "size = ((rows - 1)", "size = ((rows + 9999)")], mk.SimulatorError
+        NETWORK, [(KERNEL, "size = ((rows - 1)", "size = ((rows + 9999)")], mk.SimulatorError
     ),
 }  # fmt: skip
 

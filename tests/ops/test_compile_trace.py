@@ -5,33 +5,27 @@ import re
 from pathlib import Path
 
 import pytest
-import test_compile
-import test_compile_hopper
 import torch
 import triton.language as tl
+from compiled import compile_launch, gathers
 from compiling import SHARED_MEMORY, built, compiled, source_with
-from mutation import mutated
+from mutation import OP, mutated
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import mkernel
-from mkernel.runtime.planning import default_tiles
 
-CALL = re.compile(r"^ *((?:since = )?trace(?:_time)?\(context.*\))$", re.MULTILINE)
-TILES = default_tiles(torch.device("cuda"), torch.bfloat16, 8192, True)
+CALL = re.compile(r"^ *((?:since = )?trace(?:_time)?\((?:comm\.)?context.*\))$", re.MULTILINE)
 
 
-def portable(module, context, folder, monkeypatch):
-    monkeypatch.setattr(test_compile, "all_gather_matmul_kernel", module.all_gather_matmul_kernel)
-    source = test_compile.source_of(torch.bfloat16, TILES, True, **test_compile.TWO_NODES)
-    return from_source(source, context, folder, num_warps=TILES.warps, num_stages=TILES.stages)
+def gathering(cluster):
+    def build(module, context, folder, monkeypatch):
+        launch = gathers(cluster, module=module)
+        if context == "*u64":
+            launch.arguments["context"] = launch.arguments["context"].view(torch.uint64)
+        return compile_launch(launch)
 
-
-def hopper(module, context, folder, monkeypatch):
-    kernel = module.all_gather_matmul_hopper_kernel
-    monkeypatch.setattr(test_compile_hopper, "all_gather_matmul_hopper_kernel", kernel)
-    source = test_compile_hopper.source_of(torch.bfloat16, B_TRANSPOSED=True, GPUS=4, GROUP=8, PACED=False)
-    return from_source(source, context, folder, num_warps=4)
+    return build
 
 
 def summing_on_hopper(module, context, folder, monkeypatch):
@@ -83,8 +77,8 @@ def summing(kernel, **group):
 
 # operator -> how to compile it
 KERNELS = {
-    "all_gather_matmul": portable,
-    "all_gather_matmul_hopper": hopper,
+    "all_gather_matmul": gathering((2, 2)),
+    "all_gather_matmul hopper": gathering((1, 4)),
     "matmul_reduce_scatter_hopper": summing_on_hopper,
     "matmul_reduce_scatter": summing("matmul_reduce_scatter_kernel", SIZE=4, GPUS=2),
     "matmul_all_reduce": summing("two_level_kernel", SIZE=4, GPUS=4),
@@ -103,27 +97,33 @@ def without_calls(folder, op):
     """The operator's module with every call of the tracing functions taken out, and out of the vocabulary."""
     source = Path(mkernel.__file__).parent
     texts = {path.stem: path.read_text() for path in (source / "lang").glob("*.py") if path.stem != "trace"}
-    texts[op] = (source / "ops" / f"{op}.py").read_text()
+    own = {op: source / "ops" / f"{op}.py"}
+    if (source / "ops" / op).is_dir():
+        own = {f"{OP}/{path.stem}": path for path in (source / "ops" / op).glob("*.py")}
+    texts |= {name: path.read_text() for name, path in own.items()}
     found = {(stem, call) for stem, text in texts.items() for call in CALL.findall(text)}
-    assert {stem for stem, _ in found} >= {"context", "signals", "requests", op}
+    assert {stem for stem, _ in found} >= {"context", "signals", "requests"}
+    assert {stem for stem, _ in found} & set(own)
     # longer calls first: one may be a part of another
     changes = sorted(((stem, call, "pass") for stem, call in found), key=lambda change: -len(change[1]))
     module = mutated(folder, op, *changes)
-    assert not re.search(r"\btrace(_time)?\(", Path(module.__file__).read_text())
+    for path in Path(module.__file__).parent.glob("*.py" if (source / "ops" / op).is_dir() else f"{op}*.py"):
+        assert not re.search(r"\btrace(_time)?\(", path.read_text())
     return module
 
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_nothing_when_off_and_no_spills_when_on(tmp_path, monkeypatch, op):
-    module = importlib.import_module(f"mkernel.ops.{op}")
+    name = op.partition(" ")[0]
+    module = importlib.import_module(f"mkernel.ops.{name}")
     plain = KERNELS[op](module, "*i64", tmp_path, monkeypatch)
-    stripped = KERNELS[op](without_calls(tmp_path, op), "*i64", tmp_path, monkeypatch)
+    stripped = KERNELS[op](without_calls(tmp_path, name), "*i64", tmp_path, monkeypatch)
     assert code(plain.ptx) == code(stripped.ptx)
     assert "/* trace */" not in plain.ptx
 
     # a context of unsigned words: events are written
     traced = KERNELS[op](module, "*u64", tmp_path, monkeypatch)
     assert traced.ptx.count("/* trace */") >= 10
-    assert not traced.spills, traced.usage
+    assert not (traced.spilled if hasattr(traced, "spilled") else traced.spills)
     assert traced.shared <= SHARED_MEMORY
     assert traced.ptx.count("bar.sync") == plain.ptx.count("bar.sync"), "a barrier more than without"

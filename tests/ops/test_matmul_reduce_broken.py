@@ -150,7 +150,7 @@ BROKEN = {
     ),
     # memory
     "a tile is stored beyond out": Broken(
-        NODE, [("gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
+        NODE, [("flat_gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
     ),
     "a part beyond the workspace": Broken(
         NODE, [(OP, "GPUS - 1) + place, tl.int64)", "GPUS - 1) + place + (1 << 30), tl.int64)")], mk.SimulatorError

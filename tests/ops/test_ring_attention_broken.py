@@ -44,7 +44,7 @@ BROKEN = {
     ),
     "an entry is not announced to other nodes": Broken(
         NETWORK,
-        [("entries", "post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)", "pass")],
+        [("entries", "post(context, Transfer(peer, segment, 0, segment, 0, 0), rank * 8, epoch, SEND)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "role": "send", "seen": 0, "expected": 1},
     ),
@@ -62,7 +62,13 @@ BROKEN = {
     ),
     "a round is not freed for other nodes": Broken(
         NETWORK_REUSE,
-        [("rounds", "post(context, peer, segment, 0, segment, 0, 0, word * 8, stamp(epoch, turn), ROLE)", "pass")],
+        [
+            (
+                "rounds",
+                "post(context, Transfer(peer, segment, 0, segment, 0, 0), word * 8, stamp(epoch, turn), ROLE)",
+                "pass",
+            )
+        ],
         mk.CommTimeout,
         {"signal": "freed", "role": "send"},
     ),

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import mkernel as mk
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, wait
 from mkernel.sim.choices import Choices, Point, Schedule, Systematic
@@ -135,7 +135,7 @@ def send_two_signals(context, out):
     if rank_of(context) == 0:
         peer = tl.cast(1, tl.int32)
         for signal in range(2):
-            post(context, peer, segment, 0, segment, 0, 0, signal * 8, 1, SEND)
+            post(context, Transfer(peer, segment, 0, segment, 0, 0), signal * 8, 1, SEND)
     else:
         wait(context, mine + 1, 1, COMPUTE, ARRIVED, 0, 0)
         tl.store(out, tl.atomic_add(mine, 0, sem="acquire", scope="sys"))

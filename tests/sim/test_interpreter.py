@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import mkernel as mk
-from mkernel.lang.order import grouped
+from mkernel.lang.order import swizzle_tile
 from mkernel.sim.interpreter import _cache, argument, python_function
 from mkernel.sim.interpreter import run as run_kernel
 
@@ -237,7 +237,7 @@ def test_atomics_of_floats(dtype):
 
 def language() -> dict[str, object]:
     owners = {"tl": tl, "core": tl.core, "math": tl.math, "tensor": tl.tensor,
-              "descriptor": tl.core.tensor_descriptor_base, "jit": type(grouped)}  # fmt: skip
+              "descriptor": tl.core.tensor_descriptor_base, "jit": type(swizzle_tile)}  # fmt: skip
     return {f"{owner}.{name}": member for owner, place in owners.items() for name, member in vars(place).items()}
 
 
@@ -255,7 +255,7 @@ def test_nothing_of_triton_is_patched():
 def test_jit_functions_can_not_be_called_outside():
     simulate(lambda group: None)
     with pytest.raises(RuntimeError):
-        grouped(0, 1, 1, 1)
+        swizzle_tile(0, 1, 1, 1)
 
 
 def test_a_simulation_inside_a_simulation():

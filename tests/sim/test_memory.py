@@ -11,7 +11,7 @@ import triton.language as tl
 import mkernel as mk
 from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.hints import used_below
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.runtime.group import Uses
@@ -391,7 +391,7 @@ def send_unwritten(context, start, out, SIZE: tl.constexpr):
     segment, mine = tl.load(context + SEGMENT), segment_of(context, rank, tl.int64)
     if rank == 0:
         tl.store(mine + start, 1)
-        post(context, 1 - rank, segment, start * 8, segment, start * 8, 16, 0, epoch, SEND)
+        post(context, Transfer(1 - rank, segment, start * 8, segment, start * 8, 16), 0, epoch, SEND)
     else:
         wait(context, mine, epoch, COMPUTE, ARRIVED, 0, 0)
         tl.store(out, tl.load(mine + start))
@@ -478,7 +478,7 @@ def test_a_launch_must_finish_its_epoch(forgets):
 def ask(context, source, target, size, signal, SIZE: tl.constexpr):
     epoch, rank, segment = current_epoch(context), rank_of(context), tl.load(context + SEGMENT)
     if rank == 0:
-        post(context, 1 - rank, segment, source, segment, target, size, signal, epoch, SEND)
+        post(context, Transfer(1 - rank, segment, source, segment, target, size), signal, epoch, SEND)
     finish(context, epoch, SIZE)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 import mkernel as mk
 from mkernel.lang import requests as layout
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.requests import post, wait_sent
+from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, notify, wait
 from mkernel.sim.memory import Memory
@@ -28,7 +28,13 @@ def send_blocks(context, count, data_start, out):
         for i in range(count):
             offset = data_start + i * WORDS
             tl.store(mine + offset + place, 100 * (i + 1) + place)
-            post(context, tl.cast(1, tl.int32), segment, offset * 8, segment, offset * 8, WORDS * 8, i * 8, 1, SEND)
+            post(
+                context,
+                Transfer(tl.cast(1, tl.int32), segment, offset * 8, segment, offset * 8, WORDS * 8),
+                i * 8,
+                1,
+                SEND,
+            )
     else:
         mine = segment_of(context, 1, tl.int64)
         arrived = 0
@@ -115,8 +121,13 @@ def reuse_the_source(context, data_start, out, PATIENT: tl.constexpr):
     mine = segment_of(context, rank_of(context), tl.int64)
     if rank_of(context) == 0:
         tl.store(mine + data_start + place, 1 + 0 * place)
-        ticket = post(context, tl.cast(1, tl.int32), segment, data_start * 8, segment, data_start * 8, WORDS * 8,
-                      0, 1, SEND)  # fmt: skip
+        ticket = post(
+            context,
+            Transfer(tl.cast(1, tl.int32), segment, data_start * 8, segment, data_start * 8, WORDS * 8),
+            0,
+            1,
+            SEND,
+        )
         if PATIENT:
             wait_sent(context, ticket, SEND)
         tl.store(mine + data_start + place, 2 + 0 * place)
@@ -148,8 +159,8 @@ def set_twice(context):
     """Two requests without data for one signal, the smaller value last."""
     segment = tl.load(context + SEGMENT)
     if rank_of(context) == 0:
-        post(context, tl.cast(1, tl.int32), segment, 0, segment, 0, 0, 8, 1 << 40, SEND)
-        ticket = post(context, tl.cast(1, tl.int32), segment, 0, segment, 0, 0, 8, 5, SEND)
+        post(context, Transfer(tl.cast(1, tl.int32), segment, 0, segment, 0, 0), 8, 1 << 40, SEND)
+        ticket = post(context, Transfer(tl.cast(1, tl.int32), segment, 0, segment, 0, 0), 8, 5, SEND)
         wait_sent(context, ticket, SEND)
 
 
@@ -167,7 +178,7 @@ def test_signals_only_grow():
 @triton.jit
 def ask(context, peer, source_segment, source, segment, target, size, signal):
     if rank_of(context) == 0:
-        ticket = post(context, peer, source_segment, source, segment, target, size, signal, 1, SEND)
+        ticket = post(context, Transfer(peer, source_segment, source, segment, target, size), signal, 1, SEND)
         wait_sent(context, ticket, SEND)
 
 

@@ -12,7 +12,7 @@ from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_sto
 from mkernel.lang.hints import waited_for
 from mkernel.lang.multicast import everywhere, fence_aliases, load_sum, store_everywhere
 from mkernel.lang.partials import load_partial, store_partial
-from mkernel.lang.requests import post, wait_sent
+from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.signals import ARRIVED, ENTERED, finish, notify, notify_each, wait, wait_all, wait_peers
 from mkernel.runtime.operands import descriptor
@@ -623,9 +623,9 @@ def send(context, start, half, out, SIZE: tl.constexpr, MISSING: tl.constexpr):
     mine = segment_of(context, rank, tl.int64)
     if rank == 0:
         tl.store(mine + start + place, place)
-        ticket = post(context, 1 - rank, segment, start * 8, segment, start * 8, 64, 0, epoch, SEND)
+        ticket = post(context, Transfer(1 - rank, segment, start * 8, segment, start * 8, 64), 0, epoch, SEND)
         if MISSING == "order":
-            post(context, 1 - rank, segment, start * 8, segment, start * 8, 64, 8, epoch, SEND)
+            post(context, Transfer(1 - rank, segment, start * 8, segment, start * 8, 64), 8, epoch, SEND)
         if MISSING != "sent":
             wait_sent(context, ticket, SEND)
         if MISSING != "order":
@@ -660,7 +660,13 @@ def send_many(context, start, out, COUNT: tl.constexpr, SIZE: tl.constexpr):
         index = start + cta * COUNT + i
         if rank == 0:
             tl.store(mine + index, index)
-            post(context, 1 - rank, segment, index * 8, segment, index * 8, 8, 8 * (cta * COUNT + i), epoch, SEND)
+            post(
+                context,
+                Transfer(1 - rank, segment, index * 8, segment, index * 8, 8),
+                8 * (cta * COUNT + i),
+                epoch,
+                SEND,
+            )
         else:
             wait(context, mine + cta * COUNT + i, epoch, COMPUTE, ARRIVED, 0, 0)
             tl.store(out + cta * COUNT + i, tl.load(mine + index))
@@ -850,7 +856,7 @@ def signal_with(context, flag, WHO: tl.constexpr, SENDS: tl.constexpr, WAITS: tl
     else:
         segment = tl.load(context + SEGMENT)
         if rank == 0:
-            post(context, rank + 1, segment, 0, segment, 0, 0, 0, epoch, SEND)
+            post(context, Transfer(rank + 1, segment, 0, segment, 0, 0), 0, epoch, SEND)
         else:
             while tl.atomic_add(segment_of(context, 1, tl.int64), 0, sem="acquire", scope=WAITS) < epoch:
                 pass

@@ -25,7 +25,7 @@ import triton.language as tl
 from mkernel.lang import context as words
 from mkernel.lang import requests
 from mkernel.lang.device import clock
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
 from mkernel.net import LoopbackTransport, Proxy
 from mkernel.runtime import records
@@ -51,7 +51,7 @@ def _ping(context, address, size, rounds, nanoseconds):
     for i in range(rounds):
         value = tl.cast(i + 1, tl.int64)
         start = clock()
-        post(context, peer, segment, 64, segment, 64, size, 0, value, SEND)
+        post(context, Transfer(peer, segment, 64, segment, 64, size), 0, value, SEND)
         while tl.atomic_add(signal, 0, sem="acquire", scope="sys") < value:
             pass
         tl.store(nanoseconds + i, clock() - start)
@@ -70,7 +70,13 @@ def _flood(contexts, memories, count, size, epoch, times, RANKS: tl.constexpr):
     for i in range(poster, count, POSTERS):
         source = count * 8 + tl.cast(i, tl.int64) * size
         target = source + tl.cast(count, tl.int64) * size
-        post(context, (rank + 2) % RANKS, segment, source, segment, target, size, tl.cast(i, tl.int64) * 8, value, SEND)
+        post(
+            context,
+            Transfer((rank + 2) % RANKS, segment, source, segment, target, size),
+            tl.cast(i, tl.int64) * 8,
+            value,
+            SEND,
+        )
     for i in range(poster, count, POSTERS):
         while tl.atomic_add(signals + i, 0, sem="acquire", scope="sys") < value:
             pass

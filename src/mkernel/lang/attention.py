@@ -19,7 +19,7 @@ has largest = -inf, total = 0.
 import triton
 import triton.language as tl
 
-from mkernel.lang.gemm import masked_block
+from mkernel.lang.flat_gemm import masked_block
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.routing import HEADER, SUMMARY, arrivals, named_in, table_of
 from mkernel.lang.signals import notify, wait
@@ -217,7 +217,7 @@ def relay_chunk(
             target = (landing_at + (SIZE // GPUS - 1 - away) * area + there) * element
             size = ((count - 1) * row_stride + columns) * element
             signal = back_signal(parity, rank, chunk, chunks, before, signals, SIZE, GPUS) * 8
-            post(context, source, segment, origin, segment, target, size, signal, epoch, COMPUTE)
+            post(context, Transfer(source, segment, origin, segment, target, size), signal, epoch, COMPUTE)
             trace(context, TILES, SEND_CHUNK, source, chunk, since)
 
 

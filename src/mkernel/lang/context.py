@@ -9,6 +9,8 @@ loading a binary while a peer already spins waits for that peer for ever.
 The host writes the table in `mkernel.runtime.group`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -38,6 +40,24 @@ IN_STEP = tl.constexpr(5)  # CTAs that have come to a place where they wait for 
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
+
+
+class Comm(NamedTuple):
+    """The group of a running kernel, and its epoch. A kernel builds it where it calls its first function,
+    `body(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), ...)`: assigned to a name, a
+    structure would lose what is constant in it."""
+
+    context: Any
+    epoch: Any
+    WORLD_SIZE: Any
+    RANKS_PER_NODE: Any
+
+
+class Ranks(NamedTuple):
+    """How many ranks there are, as the host tells a kernel."""
+
+    WORLD_SIZE: Any
+    RANKS_PER_NODE: Any
 
 
 @triton.jit

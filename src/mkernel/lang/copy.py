@@ -10,6 +10,8 @@ to 32 GB/s, depending on the stages: Triton waits for each one before the next. 
 is unrolled; that it pays was not measured by itself.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,42 +19,31 @@ from mkernel.lang.context import segment_of, state_of
 from mkernel.lang.device import clock
 
 
-@triton.jit
-def push_rows(
-    context,
-    source,
-    source_stride,
-    source_column_stride,
-    offset,
-    stride,
-    rows,
-    columns,
-    first,
-    modulus,
-    base,
-    COUNT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Copy a block of `rows` x `columns` elements to COUNT ranks' copies of the segment.
+class Peers(NamedTuple):
+    """Ranks `base + (first + i) % modulus`, for i in 0..COUNT-1."""
 
-    The destinations are ranks `base + (first + i) % modulus` for i in 0..COUNT-1. `source` points to
-    the block's first element, its rows are `source_stride` and its columns `source_column_stride`
-    apart; `offset` is where the block starts in the segment, in elements, its rows `stride` apart.
-    ROWS x COLUMNS elements are in flight at once.
-    """
+    base: Any
+    first: Any
+    modulus: Any
+    COUNT: Any
+
+
+@triton.jit
+def push_rows(context, source, target, rows, columns, peers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy `rows` x `columns` elements of a block to a block in several ranks' copies of the segment.
+    ROWS x COLUMNS elements are in flight at once."""
+    DTYPE: tl.constexpr = source.data.dtype.element_ty
     for row in range(0, rows, ROWS):
         for column in range(0, columns, COLUMNS):
             i = row + tl.arange(0, ROWS)[:, None]
             j = column + tl.arange(0, COLUMNS)[None, :]
             inside = (i < rows) & (j < columns)
             block = tl.load(
-                source + i.to(tl.int64) * source_stride + j.to(tl.int64) * source_column_stride, mask=inside
+                source.data + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride, mask=inside
             )
-            for peer in tl.static_range(COUNT):
-                target = segment_of(context, base + (first + peer) % modulus, DTYPE)
-                tl.store(target + offset + i.to(tl.int64) * stride + j, block, mask=inside)
+            for i_peer in tl.static_range(peers.COUNT):
+                segment = segment_of(context, peers.base + (peers.first + i_peer) % peers.modulus, DTYPE)
+                tl.store(segment + target.data + i.to(tl.int64) * target.row_stride + j, block, mask=inside)
 
 
 @triton.jit

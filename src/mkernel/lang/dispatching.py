@@ -11,8 +11,8 @@ import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
-from mkernel.lang.order import arriving
-from mkernel.lang.requests import post
+from mkernel.lang.order import arrival_order
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.routing import (
     COUNTED,
@@ -120,7 +120,9 @@ def _send_chunk(
         target = (landing + first * row_stride) * element
         size = ((count - 1) * row_stride + hidden) * element
         signal = held_signal(parity, rank, chunk, chunks, signals, SIZE, GPUS) * 8
-        post(context, (rank + away * GPUS) % SIZE, segment, source, segment, target, size, signal, epoch, SEND)
+        post(
+            context, Transfer((rank + away * GPUS) % SIZE, segment, source, segment, target, size), signal, epoch, SEND
+        )
 
 
 @triton.jit
@@ -297,7 +299,7 @@ def place_tokens(
         if turn >= near:
             item = chunks * GPUS + (turn - near) * FAR_WORKERS
         item += worker
-        source, chunk = arriving(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
+        source, chunk = arrival_order(tl.cast(item, tl.int32), rank, chunks, SIZE, GPUS)
         table = table_of(context, source, parity, tables_at, half_words, table_words, GPUS)
         tokens = tl.load(table + TOKENS)
         if chunk * CHUNK < tokens:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
 from mkernel.lang.signals import notify
 
@@ -23,4 +23,4 @@ def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
     segment = tl.load(context + SEGMENT)
     for i in range(1, SIZE // GPUS):
         peer = (rank + i * GPUS) % SIZE
-        post(context, peer, segment, 0, segment, 0, 0, rank * 8, epoch, SEND)
+        post(context, Transfer(peer, segment, 0, segment, 0, 0), rank * 8, epoch, SEND)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mkernel.lang.gemm import masked_block, store_tile
+from mkernel.lang.flat_gemm import masked_block, store_tile
 
 
 @triton.jit

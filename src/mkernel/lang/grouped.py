@@ -13,7 +13,7 @@ first of the `rows` rows before `end`, and the second dimension ends where they 
 import triton
 import triton.language as tl
 
-from mkernel.lang.gemm import masked_block
+from mkernel.lang.flat_gemm import masked_block
 
 
 @triton.jit

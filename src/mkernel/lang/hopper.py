@@ -6,6 +6,8 @@ which multiplies 64 rows of the 128x256 tile. They need not keep step with each 
 its rows the other goes on multiplying, as far as the stages reach.
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,30 +34,37 @@ def accumulator_layout():
     return gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
 
 
+class Stages(NamedTuple):
+    """Shared memory for STAGES steps through k, and the barriers: filled by the load warp, freed by both warpgroups."""
+
+    a: Any
+    b: Any
+    filled: Any
+    freed: Any
+
+
 @gluon.jit
-def multiply_rows(
-    a_stages, b_stages, filled, freed, step, k, WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr
-):  # fmt: skip
+def multiply_rows(stages, step, k, WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr):
     """(fp32 sum of this warpgroup's rows of a tile, steps so far). `step` counts on from tile to tile."""
     layout: gl.constexpr = accumulator_layout()
     total = warpgroup_mma_init(gl.zeros([ROWS, TILE_N], gl.float32, layout))
     for depth in range(0, k, TILE_K):
         stage = step % STAGES
-        mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
-        x = a_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
+        mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
+        x = stages.a.index(stage).slice(WARPGROUP * ROWS, ROWS)
         if B_TRANSPOSED:
-            y = b_stages.index(stage).permute((1, 0))
+            y = stages.b.index(stage).permute((1, 0))
         else:
-            y = b_stages.index(stage)
+            y = stages.b.index(stage)
         total = warpgroup_mma(x, y, total, use_acc=depth > 0, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])
         total = warpgroup_mma_init(total)
         if depth > 0:
             # the step before this one is done, so its stage is free
-            mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+            mbarrier.arrive(stages.freed.index((step + STAGES - 1) % STAGES), count=1)
         step += 1
     total = warpgroup_mma_wait(0, deps=[total])
-    mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+    mbarrier.arrive(stages.freed.index((step + STAGES - 1) % STAGES), count=1)
     return total, step
 
 

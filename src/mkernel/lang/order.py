@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def grouped(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
+def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Tile number -> (place in the sequence of row blocks, column block)."""
     in_group = GROUP * column_blocks
     group = tile // in_group
@@ -28,7 +28,7 @@ def grouped(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def arriving(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def arrival_order(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Place in the sequence of row blocks -> (source rank, row block of that source).
 
     `blocks` is the number of row blocks of one rank, GPUS the number of ranks in a node.

@@ -27,6 +27,8 @@ have 64 bits. A signal must have one sending rank: over InfiniBand and RoCE the 
 value, and can not look for a larger one of somebody else.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -57,18 +59,28 @@ SIGNAL = tl.constexpr(5)
 VALUE = tl.constexpr(6)
 
 
+class Transfer(NamedTuple):
+    """What the network shall copy: `size` bytes of this rank's source_segment, from byte `source`, into the peer's
+    `segment`, from byte `target`."""
+
+    peer: Any
+    source_segment: Any
+    source: Any
+    segment: Any
+    target: Any
+    size: Any
+
+
 @triton.jit
-def post(
-    context, peer, source_segment, source, segment, target, size, signal, value, ROLE: tl.constexpr,
-    IN_LOOP: tl.constexpr = False,
-):  # fmt: skip
-    """Ask for one transfer. Returns the ticket, to wait for with `wait_sent`; -1 if the group gave up.
-    IN_LOOP: inside a loop that Triton shall pipeline."""
+def post(context, transfer, signal, value, ROLE: tl.constexpr, IN_LOOP: tl.constexpr = False):
+    """Ask for one transfer, after which byte `signal` of the peer's segment gets a value. Returns the
+    ticket, to wait for with `wait_sent`; -1 if the group gave up. IN_LOOP: inside a loop that Triton shall pipeline."""
     since = trace_time(context)
     # if so, the data may be missing, and nobody could tell the peer
     leave = gave_up(context)
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     posting = tl.load(context + POSTING).to(tl.pointer_type(tl.int64))
+    peer = transfer.peer
     capacity = tl.load(posting + SLOTS)
     ticket = tl.atomic_add(posting + TAKEN, 1, sem="relaxed", scope="gpu")
     free = tl.atomic_add(posting + FREE, 0, sem="acquire", scope="gpu")
@@ -77,11 +89,13 @@ def post(
         tl.atomic_max(posting + FREE, free, sem="release", scope="gpu")
     if (ticket < free) & (not leave):
         request = ring + HEADER_WORDS + (ticket % capacity) * REQUEST_WORDS
-        addressee = peer.to(tl.int64) | (segment.to(tl.int64) << 16) | (source_segment.to(tl.int64) << 40)
+        addressee = (
+            peer.to(tl.int64) | (transfer.segment.to(tl.int64) << 16) | (transfer.source_segment.to(tl.int64) << 40)
+        )
         tl.store(request + PEER_AND_SEGMENTS, addressee)
-        tl.store(request + SOURCE, source)
-        tl.store(request + TARGET, target)
-        tl.store(request + BYTES, size)
+        tl.store(request + SOURCE, transfer.source)
+        tl.store(request + TARGET, transfer.target)
+        tl.store(request + BYTES, transfer.size)
         tl.store(request + SIGNAL, signal)
         tl.store(request + VALUE, value)
         if IN_LOOP:

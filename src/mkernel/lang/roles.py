@@ -14,12 +14,22 @@ overlapping one tile's store with the next tile's loads, and it makes the order 
 to run. Mixture of experts does so all the same (`take`): there nobody knows before the launch who is free when.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 SEND = tl.constexpr(0)
 INTRA = tl.constexpr(1)
 COMPUTE = tl.constexpr(2)
+
+
+class Share(NamedTuple):
+    """The tiles first, first + step, ... below end."""
+
+    first: Any
+    end: Any
+    step: Any
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from mkernel.lang.attention import keys_below, seen_by_rank
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import ARRIVED, ENTERED, FREED, notify, wait, wait_again
 
@@ -108,7 +108,7 @@ def one_done(
         segment = tl.load(context + SEGMENT)
         for i in range(1, SIZE // GPUS):
             peer = (rank + i * GPUS) % SIZE
-            post(context, peer, segment, 0, segment, 0, 0, word * 8, stamp(epoch, turn), ROLE)
+            post(context, Transfer(peer, segment, 0, segment, 0, 0), word * 8, stamp(epoch, turn), ROLE)
         for i in range(GPUS):
             peer = node * GPUS + (rank + i) % GPUS
             notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))

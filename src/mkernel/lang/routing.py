@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, TABLE, rank_of, segment_of, state_of
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
 from mkernel.lang.signals import ENTERED, notify, refuse, wait
 
@@ -140,7 +140,7 @@ def announce_node(context, epoch, ROLE: tl.constexpr, SIZE: tl.constexpr, GPUS: 
     if node_has_entered(context, epoch, ROLE, GPUS):
         for i in range(1, SIZE // GPUS):
             signal = node_entered(tl.cast(0, tl.int64), rank // GPUS, SIZE) * 8
-            post(context, (rank + i * GPUS) % SIZE, segment, 0, segment, 0, 0, signal, epoch, ROLE)
+            post(context, Transfer((rank + i * GPUS) % SIZE, segment, 0, segment, 0, 0), signal, epoch, ROLE)
 
 
 @triton.jit
@@ -230,7 +230,9 @@ def publish(
         place = (tables_at + parity.to(tl.int64) * half_words + rank.to(tl.int64) * table_words) * 4
         for i in range(1, SIZE // GPUS):
             peer = (rank + i * GPUS) % SIZE
-            post(context, peer, segment, place, segment, place, size.to(tl.int64) * 4, signal * 8, epoch, SEND)
+            post(
+                context, Transfer(peer, segment, place, segment, place, size.to(tl.int64) * 4), signal * 8, epoch, SEND
+            )
 
 
 @triton.jit

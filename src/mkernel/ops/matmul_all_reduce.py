@@ -82,10 +82,10 @@ from mkernel.lang.context import SEGMENT, TABLE, current_epoch, rank_of, segment
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import add_to_tile, halves, store_result
-from mkernel.lang.gemm import multiply_step, multiply_tile, store_tile
-from mkernel.lang.order import grouped
+from mkernel.lang.flat_gemm import multiply_step, multiply_tile, store_tile
+from mkernel.lang.order import swizzle_tile
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_in_loop, wait_again
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
@@ -135,7 +135,7 @@ def _corner(
 ):  # fmt: skip
     """(tile, row, column): this CTA's tile of a round, and where it begins."""
     tile = round * tl.num_programs(0) + tl.program_id(0)
-    block, column_block = grouped(tile, tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), GROUP)
+    block, column_block = swizzle_tile(tile, tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), GROUP)
     return tile, block * TILE_M, column_block * TILE_N
 
 
@@ -248,9 +248,13 @@ def _exchange(
     place = start + slot.to(tl.int64) * SLOT
     for i in range(1, SIZE // GPUS):
         post(
-            context, (rank + i * GPUS) % SIZE, segment, place, segment, place, SLOT, (epoch % 2 * signals + slot) * 8,
-            epoch, COMPUTE, True,
-        )  # fmt: skip
+            context,
+            Transfer((rank + i * GPUS) % SIZE, segment, place, segment, place, SLOT),
+            (epoch % 2 * signals + slot) * 8,
+            epoch,
+            COMPUTE,
+            True,
+        )
 
 
 @triton.jit

@@ -34,7 +34,7 @@ import triton.language as tl
 
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.epilogue import add_to_tile, halves
-from mkernel.lang.gemm import multiply_step, store_tile
+from mkernel.lang.flat_gemm import multiply_step, store_tile
 from mkernel.lang.multicast import everywhere, fence_aliases, load_sum, store_everywhere
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.roles import COMPUTE

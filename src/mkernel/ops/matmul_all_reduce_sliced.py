@@ -23,8 +23,8 @@ from mkernel.lang.context import TABLE, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import halves
-from mkernel.lang.gemm import multiply_tile, store_tile
-from mkernel.lang.order import grouped
+from mkernel.lang.flat_gemm import multiply_tile, store_tile
+from mkernel.lang.order import swizzle_tile
 from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, finish, notify_each, wait_peers
@@ -94,7 +94,7 @@ def sliced_kernel(
     begun = tl.cast(0, tl.int64)
     if PACED:
         begun = clock()
-    block, column_block = grouped(tile, tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), GROUP)
+    block, column_block = swizzle_tile(tile, tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), GROUP)
     row = block * TILE_M
     column = column_block * TILE_N
     total = multiply_tile(

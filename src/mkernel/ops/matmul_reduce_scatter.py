@@ -69,10 +69,10 @@ from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.epilogue import store_result
-from mkernel.lang.gemm import multiply_step
-from mkernel.lang.order import grouped
+from mkernel.lang.flat_gemm import multiply_step
+from mkernel.lang.order import swizzle_tile
 from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, finish, notify, notify_in_loop, wait_again
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
@@ -230,10 +230,20 @@ def _send(
     target = _arriving_slot(SIZE // GPUS - 1 - nodes_on, tiles, tile, SIZE, GPUS)
     segment = tl.load(context + SEGMENT)
     post(
-        context, (rank + nodes_on * GPUS) % SIZE, segment, (start + slot * SLOT) * ELEMENT,
-        segment, (start + target * SLOT) * ELEMENT, SLOT * ELEMENT, (parity * signals + target) * 8,
-        epoch, COMPUTE, True,
-    )  # fmt: skip
+        context,
+        Transfer(
+            (rank + nodes_on * GPUS) % SIZE,
+            segment,
+            (start + slot * SLOT) * ELEMENT,
+            segment,
+            (start + target * SLOT) * ELEMENT,
+            SLOT * ELEMENT,
+        ),
+        (parity * signals + target) * 8,
+        epoch,
+        COMPUTE,
+        True,
+    )
 
 
 @triton.jit
@@ -331,7 +341,7 @@ def matmul_reduce_scatter_kernel(
             place += 1
             nodes_on, ranks_on, tile = _taken(place, tiles, rounds, early, SIZE, GPUS)
             owner = (rank // GPUS + nodes_on) * GPUS % SIZE + (rank + ranks_on) % GPUS
-            block, column_block = grouped(tile, row_blocks, column_blocks, GROUP)
+            block, column_block = swizzle_tile(tile, row_blocks, column_blocks, GROUP)
             row = block * TILE_M
             column = column_block * TILE_N
         total = multiply_step(
@@ -416,7 +426,7 @@ def plan(group: Group, call: Sum) -> Plan:
         hopper.suits(group, rows, call.a.dtype, call.config, free={"ctas", "group_m"})
         and (tile_m, tile_n) == (hopper.TILE_M, hopper.TILE_N)
         and portable.a_described
-        and portable.right.described
+        and portable.right.uses_tma
         and portable.out_described
         and call.travels == call.a.dtype
         and call.bias is None

@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
-from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, multiply_rows, store_rows
-from mkernel.lang.order import grouped
+from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
+from mkernel.lang.order import swizzle_tile
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, finish, gave_up, notify, wait_again
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace, trace_time
@@ -70,7 +70,7 @@ def _load(
     step = 0
     for place in range(places):
         _, ranks_on, tile = _taken(place, tiles, rounds, early, GPUS, GPUS)
-        block, column_block = grouped(tile, row_blocks, column_blocks, GROUP)
+        block, column_block = swizzle_tile(tile, row_blocks, column_blocks, GROUP)
         row = (rank + ranks_on) % GPUS * rows + block * TILE_M
         column = column_block * TILE_N
         for depth in range(0, k, TILE_K):
@@ -165,7 +165,7 @@ def _multiply(
     for place in range(places):
         _, ranks_on, tile = _taken(place, tiles, rounds, early, GPUS, GPUS)
         since = trace_time(context)
-        total, step = multiply_rows(a_stages, b_stages, filled, freed, step, k, WARPGROUP, B_TRANSPOSED)
+        total, step = multiply_rows(Stages(a_stages, b_stages, filled, freed), step, k, WARPGROUP, B_TRANSPOSED)
         if WARPGROUP == 0:
             trace(context, TILES, TILE, (rank + ranks_on) % GPUS, tile, since)
         if ranks_on != 0:
@@ -187,7 +187,7 @@ def _multiply(
                 total = _add(total, parts + slot * SLOT, WARPGROUP)
             mbarrier.arrive(added.index(summed % 2), count=1)
             summed += 1
-            block, column_block = grouped(tile, row_blocks, column_blocks, GROUP)
+            block, column_block = swizzle_tile(tile, row_blocks, column_blocks, GROUP)
             store_rows(c, c_stage, total, block * TILE_M, column_block * TILE_N, WARPGROUP)
             if WARPGROUP == 0:
                 trace(context, TILES, REDUCE, rank, tile, LAST)

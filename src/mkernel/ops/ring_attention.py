@@ -81,7 +81,7 @@ from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.entries import announce
-from mkernel.lang.requests import post
+from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.rounds import (
     arrived_word,
@@ -228,10 +228,19 @@ def send(
                         turn, slot_of(rank, peer, SIZE), chunk, stamps, window, chunks, SIZE, SLOTS
                     )  # fmt: skip
                     post(
-                        context, peer, segment, (data_start + (here + row).to(tl.int64) * dim) * element,
-                        segment, (data_start + (there + row).to(tl.int64) * dim) * element,
-                        (2 * height).to(tl.int64) * dim * element, signal * 8, stamp(epoch, turn), SEND,
-                    )  # fmt: skip
+                        context,
+                        Transfer(
+                            peer,
+                            segment,
+                            (data_start + (here + row).to(tl.int64) * dim) * element,
+                            segment,
+                            (data_start + (there + row).to(tl.int64) * dim) * element,
+                            (2 * height).to(tl.int64) * dim * element,
+                        ),
+                        signal * 8,
+                        stamp(epoch, turn),
+                        SEND,
+                    )
             trace(context, SEND, SEND_CHUNK, rank, chunk, since)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from mkernel.lang.matrix import Matrix
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import DTYPES, check_plain, describable, descriptor, overlap, overlaps_itself
+from mkernel.runtime.operands import DTYPES, check_plain, constants, describable, descriptor, overlap, overlaps_itself
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
@@ -67,23 +68,28 @@ def check_out(
 
 
 @dataclass(frozen=True)
-class Right:
+class RhsLayout:
     """How the right operand b [k, n] is read: through a descriptor of b, or of the [n, k] matrix that b
     is a transposed view of, or through pointers."""
 
-    described: bool
+    uses_tma: bool
     transposed: bool
 
     @staticmethod
-    def of(b: torch.Tensor, descriptors: bool) -> Right:
+    def of(b: torch.Tensor, descriptors: bool) -> RhsLayout:
         transposed = descriptors and not describable(b) and describable(b.t())
-        return Right(descriptors and (describable(b) or transposed), transposed)
+        return RhsLayout(descriptors and (describable(b) or transposed), transposed)
 
     def operand(self, b: torch.Tensor, tile_n: int, tile_k: int) -> Any:
         """What a kernel gets for b."""
         k, n = b.shape
-        if not self.described:
+        if not self.uses_tma:
             return b
         if self.transposed:
             return descriptor(b, [n, k], [b.stride(1), 1], [tile_n, tile_k])
         return descriptor(b, [k, n], [b.stride(0), 1], [tile_k, tile_n])
+
+    def matrix(self, b: torch.Tensor, tile_n: int, tile_k: int) -> Matrix:
+        """The same as a structure."""
+        operand = self.operand(b, tile_n, tile_k)
+        return Matrix(operand, 0, b.stride(0), b.stride(1), *constants(self.uses_tma, self.transposed))

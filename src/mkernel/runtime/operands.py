@@ -58,6 +58,11 @@ def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: 
     return TensorDescriptor(base, shape, [*fixed[:-1], 1], block)
 
 
+def constants(*values: Any) -> tuple[Any, ...]:
+    """Values that a kernel knows when it is compiled, as fields of a structure."""
+    return tuple(tl.constexpr(value) for value in values)
+
+
 def matmul_precision(dtype: torch.dtype) -> str:
     """fp32 is multiplied as fp32, unless the user allowed tf32 in PyTorch."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"

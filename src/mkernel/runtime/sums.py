@@ -13,7 +13,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, Workspace
-from mkernel.runtime.matmul import Right, check_out, check_product, check_tensor
+from mkernel.runtime.matmul import RhsLayout, check_out, check_product, check_tensor
 from mkernel.runtime.operands import (
     DTYPES,
     describable,
@@ -121,7 +121,7 @@ class Plan:
     tiles: int  # that travel as parts: of one rank's rows, or of all
     one_shot: bool
     a_described: bool
-    right: Right
+    right: RhsLayout
     out_described: bool
     residual_described: bool
     precision: str
@@ -143,14 +143,14 @@ def plan(
     that pushes and sends so many elements."""
     a, b, out, residual = call.a, call.b, call.out, call.residual
     descriptors = has_descriptors(group.device)
-    right = Right.of(b, descriptors)
-    described = {"a": descriptors and describable(a), "b": right.described, "out": descriptors and describable(out)}
+    right = RhsLayout.of(b, descriptors)
+    described = {"a": descriptors and describable(a), "b": right.uses_tma, "out": descriptors and describable(out)}
     if residual is not None:
         described["residual"] = descriptors and describable(residual)
     settings = planning.settings_of_sum(
-        group.device, a.dtype, *tile, described["a"] and right.described, ctas, call.config
+        group.device, a.dtype, *tile, described["a"] and right.uses_tma, ctas, call.config
     )
-    planning.check_tile(settings, a.dtype, described["a"] and right.described)
+    planning.check_tile(settings, a.dtype, described["a"] and right.uses_tma)
     planning.check(settings, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
     dtype = str(call.travels).removeprefix("torch.")
@@ -204,7 +204,7 @@ def arguments_of(group: Group, plan: Plan, workspace: Workspace, call: Sum, part
         n=n, k=k, signals=workspace.signal_words // 2, nanoseconds_per_mib=round(2**20 / rate) if paced else 0,
         DTYPE=DTYPES[call.travels], GPUS=group.gpus_per_node, PACED=paced,
         BIAS=bias is not None, RESIDUAL=residual is not None, RESIDUAL_DESCRIPTOR=plan.residual_described,
-        A_DESCRIPTOR=plan.a_described, B_DESCRIPTOR=plan.right.described, B_TRANSPOSED=plan.right.transposed,
+        A_DESCRIPTOR=plan.a_described, B_DESCRIPTOR=plan.right.uses_tma, B_TRANSPOSED=plan.right.transposed,
         C_DESCRIPTOR=plan.out_described, PRECISION=plan.precision,
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP=c.group_m,
     )  # fmt: skip

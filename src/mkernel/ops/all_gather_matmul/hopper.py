@@ -1,0 +1,268 @@
+"""all_gather_matmul for Hopper: every CTA multiplies all the time, and one of its warps copies.
+
+The protocol is the same (protocol.py: what is signalled, why buffers are safe), for the ranks of one
+node. What differs is who does it. No CTA is set aside for copying; the warps of each CTA take
+the roles, and each of them runs through the same list of tiles or chunks on its own:
+
+- two warpgroups multiply, 64 rows of the tile each, and store their part of the result;
+- the `load` warp brings the tiles of both operands into shared memory by TMA, some steps ahead;
+- the `await` warp waits for the arrival of the rows of each tile, ahead of the load warp, so that
+  looking at signals (about 1 us each) costs the multiplication nothing;
+- the `push` warp pushes this CTA's share of the rank's rows to the peers. One warp is enough: its
+  share is small, and it has the time of the whole launch. The registers and the shared memory of a
+  copying CTA stay with the multiplication.
+
+Why it cannot deadlock. A push waits for nobody. Tiles wait for pushes by any CTA of a peer, so
+all CTAs must be resident: the launch has no more than fit (planning.check), one to an SM.
+
+What it costs: as kernel.py, without the CTAs lost to copying.
+
+It needs rows and columns that TMA can read, 16-bit elements, and m in whole tiles; other calls take
+the kernel in kernel.py, which is also what the simulator runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
+from mkernel.lang.copy import pace
+from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
+from mkernel.lang.layout import row_of
+from mkernel.lang.matrix import Block
+from mkernel.lang.order import arrival_order, swizzle_tile
+from mkernel.lang.roles import COMPUTE, INTRA
+from mkernel.lang.signals import finish, gave_up
+from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
+from mkernel.ops.all_gather_matmul.plan import Plan
+from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk
+from mkernel.runtime.group import Group
+from mkernel.runtime.hopper import described, right_operand
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants
+from mkernel.runtime.world import Launch
+
+PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
+
+
+class Call(NamedTuple):
+    """What the kernel is told about a call. own, even, odd, b and c are tensor descriptors."""
+
+    a: Any  # Block: this rank's rows
+    own: Any  # the same
+    even: Any  # the rows of all ranks, in the half of the workspace for even epochs
+    odd: Any
+    b: Any
+    c: Any
+    gather: Any  # Gather
+    n: Any
+    GROUP: Any  # row blocks that are computed together
+    B_TRANSPOSED: Any
+    PACED: Any
+
+
+class Arrivals(NamedTuple):
+    """How the await warp tells the load warp that the rows of a tile are here, two tiles ahead."""
+
+    ready: Any
+    taken: Any
+
+
+@triton.jit
+def _tile_at(comm, call, turn):
+    """The turn-th tile of a launch: (source rank, row block of that source, column block, is it mine)."""
+    rank = rank_of(comm.context)
+    blocks = call.gather.m // TILE_M
+    column_blocks = tl.cdiv(call.n, TILE_N)
+    own = blocks * column_blocks
+    mine = turn < own
+    row_blocks = tl.where(mine, blocks, blocks * (comm.WORLD_SIZE - 1))
+    place, column = swizzle_tile(tl.where(mine, turn, turn - own), row_blocks, column_blocks, call.GROUP)
+    source, block = arrival_order(tl.where(mine, place, place + blocks), rank, blocks, comm.WORLD_SIZE, comm.WORLD_SIZE)
+    return source, block, column, mine
+
+
+@triton.jit
+def _tiles(comm, call):
+    """How many tiles a launch has."""
+    return call.gather.m // TILE_M * tl.cdiv(call.n, TILE_N) * comm.WORLD_SIZE
+
+
+@gluon.jit
+def _load(comm, call, stages, arrivals):
+    odd_epoch = comm.epoch % 2 == 1
+    step = 0
+    foreign = 0
+    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, column_block, mine = _tile_at(comm, call, turn)
+        if not mine:
+            mbarrier.wait(arrivals.ready.index(foreign % 2), (foreign // 2) & 1)
+            acquire_for_descriptors()
+            mbarrier.arrive(arrivals.taken.index(foreign % 2), count=1)
+            foreign += 1
+        row = source * call.gather.m + block * TILE_M
+        column = column_block * TILE_N
+        for depth in range(0, call.gather.k, TILE_K):
+            stage = step % STAGES
+            filled = stages.filled.index(stage)
+            mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(filled, call.own.block_type.nbytes + call.b.block_type.nbytes)
+            if mine:
+                tma.async_copy_global_to_shared(call.own, [block * TILE_M, depth], filled, stages.a.index(stage))
+            elif odd_epoch:
+                tma.async_copy_global_to_shared(call.odd, [row, depth], filled, stages.a.index(stage))
+            else:
+                tma.async_copy_global_to_shared(call.even, [row, depth], filled, stages.a.index(stage))
+            if call.B_TRANSPOSED:
+                tma.async_copy_global_to_shared(call.b, [column, depth], filled, stages.b.index(stage))
+            else:
+                tma.async_copy_global_to_shared(call.b, [depth, column], filled, stages.b.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _await(comm, call, arrivals):
+    chunk_rows = call.gather.chunk_rows
+    foreign = 0
+    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, _, mine = _tile_at(comm, call, turn)
+        if not mine:
+            row = block * TILE_M
+            for chunk in range(row // chunk_rows, tl.cdiv(row + TILE_M, chunk_rows)):
+                wait_chunk(comm, call.gather, source, chunk, COMPUTE)
+            mbarrier.wait(arrivals.taken.index(foreign % 2), (foreign // 2 + 1) & 1)
+            mbarrier.arrive(arrivals.ready.index(foreign % 2), count=1)
+            foreign += 1
+
+
+@gluon.jit
+def _push(comm, call):
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    DTYPE: gl.constexpr = call.a.data.dtype.element_ty
+    gather = call.gather
+    rank = rank_of(comm.context)
+    start = clock()
+    sent = tl.cast(0, tl.int64)
+    lane = gl.arange(0, PUSHED, layout)
+    for chunk in range(gl.program_id(0), gather.chunks, gl.num_programs(0)):
+        since = trace_time(comm.context)
+        row = chunk * gather.chunk_rows
+        rows = tl.minimum(gather.m - row, gather.chunk_rows)
+        for i in range(rows):
+            origin = call.a.data + (row + i).to(tl.int64) * call.a.row_stride
+            place = row_of(gather.rows, comm.epoch, rank * gather.m + row + i)
+            for column in range(0, gather.k, PUSHED):
+                inside = lane < gather.k - column
+                block = gl.load(origin + column + lane, mask=inside)
+                for j in gl.static_range(1, comm.WORLD_SIZE):
+                    target = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, DTYPE)
+                    gl.store(target + place + column + lane, block, mask=inside)
+        if call.PACED:
+            sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
+            pace(start, sent, gather.nanoseconds_per_mib)
+        trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
+        for i in range(1, comm.WORLD_SIZE):
+            notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)
+
+
+@gluon.jit
+def _multiply(comm, call, stages, c_stage, WARPGROUP: gl.constexpr):
+    step = 0
+    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, column_block, _ = _tile_at(comm, call, turn)
+        since = trace_time(comm.context)
+        total, step = multiply_rows(stages, step, call.gather.k, WARPGROUP, call.B_TRANSPOSED)
+        # rows that never came: the group has given up, and the host will say so
+        total += tl.where(gave_up(comm.context), float("nan"), 0.0)
+        row = source * call.gather.m + block * TILE_M
+        store_rows(call.c, c_stage, total, row, column_block * TILE_N, WARPGROUP)
+        if WARPGROUP == 0:
+            trace(comm.context, TILES, TILE, source, turn, since)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _run(comm, call):
+    own, b, c = call.own, call.b, call.c
+    a_stages = gl.allocate_shared_memory(own.dtype, [STAGES] + own.block_type.shape, own.layout)
+    b_stages = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    c_stages = gl.allocate_shared_memory(c.dtype, [2] + c.block_type.shape, c.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
+    stages = Stages(a_stages, b_stages, filled, freed)
+    arrivals = Arrivals(ready, taken)
+    gl.warp_specialize(
+        [
+            (_multiply, (comm, call, stages, c_stages.index(0), 0)),
+            (_multiply, (comm, call, stages, c_stages.index(1), 1)),
+            (_load, (comm, call, stages, arrivals)),
+            (_await, (comm, call, arrivals)),
+            (_push, (comm, call)),
+        ],
+        [4, 1, 1, 1],
+        [208, 80, 80, 80],  # registers: with fewer the load warp spills where b is not transposed
+    )
+    finish(comm.context, comm.epoch, comm.WORLD_SIZE)
+
+
+@gluon.jit
+def all_gather_matmul_hopper_kernel(context, ranks, call):
+    """The whole operator. ranks: `Ranks`, call: `Call`."""
+    _run(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), call)
+
+
+def launch(
+    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    m, k = a.shape
+    n = b.shape[1]
+    c, size = plan.config, group.size
+    rows = memory.buffer_in(workspace, "rows")
+    data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
+    link = group.world.links.nvlink
+    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one pushing warp
+    block = [c.tile_m, c.tile_k]
+    call = Call(
+        a=Block(a, a.stride(0), a.stride(1)),
+        own=described(a, m, k, a.stride(0), block),
+        even=described(data, size * m, k, rows.row_stride, block),
+        odd=described(data[rows.half :], size * m, k, rows.row_stride, block),
+        b=right_operand(b, plan.right.transposed),
+        c=described(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
+        gather=Gather(
+            m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
+            round(2**20 / rate) if link else 0,
+        ),
+        n=n,
+        **dict(zip(("GROUP", "B_TRANSPOSED", "PACED"), constants(c.group_m, plan.right.transposed, link is not None))),
+    )  # fmt: skip
+    return Launch(
+        op="all_gather_matmul",
+        group=group,
+        kernel=all_gather_matmul_hopper_kernel,
+        grid=c.ctas,
+        arguments=dict(context=workspace.context, ranks=Ranks(*constants(size, size)), call=call),
+        options=dict(num_warps=c.warps),
+        # the workspace too: Triton makes another binary for integers with other divisors
+        variant=(plan, workspace.signal_words, workspace.half_bytes),
+        uses=memory.uses(workspace),
+    )

@@ -1,0 +1,345 @@
+"""The kernel of all_gather_matmul in Triton: for every shape, every number of nodes, and the simulator.
+
+CTAs are numbered by role: send, intra, compute. See the package's docstring for what each does, and for why they cannot
+deadlock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, Comm, Ranks, current_epoch, rank_of, segment_of
+from mkernel.lang.copy import Peers, pace, push_rows
+from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.gemm import multiply_tile, store_tile
+from mkernel.lang.layout import row_of, word_of
+from mkernel.lang.matrix import Block, Matrix, Tile, Tiling
+from mkernel.lang.order import arrival_order, swizzle_tile
+from mkernel.lang.requests import Transfer, post, wait_sent
+from mkernel.lang.roles import INTRA, SEND, Share, other_tiles_of, own_tiles_of
+from mkernel.lang.signals import finish
+from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
+from mkernel.ops.all_gather_matmul.plan import Plan
+from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk, wait_rows
+from mkernel.runtime.group import Group
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants, descriptor
+from mkernel.runtime.world import Launch
+
+
+class Call(NamedTuple):
+    """What the kernel is told about a call."""
+
+    a: Any  # Block: this rank's rows, as the caller has them
+    own: Any  # Matrix: the same, as the GEMM reads them; None if they are STAGED
+    gathered: Any  # Matrix: the rows of all ranks, in the workspace
+    b: Any  # Matrix
+    c: Any  # Matrix, a part for each rank
+    gathered_out: Any  # Block: where the caller wants the gathered rows; None unless GATHERED_OUT
+    gather: Any  # Gather
+    n: Any
+    join_tiles: Any  # tiles that each sending or pushing CTA computes afterwards
+    tiling: Any  # Tiling
+    SENDERS: Any  # CTAs of the role
+    INTRAS: Any
+    STAGED: Any  # own rows are read through the workspace
+    DIRECT: Any  # the network reads own rows where they are, in the symmetric heap
+    FLAT: Any  # chunks are contiguous, here and in the workspace
+    GATHERED_OUT: Any
+    PACED: Any  # links are emulated
+    COPY_ROWS: Any  # rows and elements that a copying CTA has in flight
+    COPY_ELEMENTS: Any
+
+
+class InHeap(NamedTuple):
+    """Where own rows lie in the symmetric heap, if they are sent from there. It differs from call to call under one
+    plan, and must not make another binary: that would be loaded while a peer spins."""
+
+    segment: Any
+    offset: Any  # in elements
+
+
+@triton.jit
+def _copy_chunk(comm, call, source, offset, rows, peers):
+    """Copy a chunk of rows to the same place in some ranks' workspaces."""
+    if call.FLAT:
+        push_rows(
+            comm.context, Block(source.data, 0, 1), Block(offset, 0, 1), 1, rows * call.gather.k, peers,
+            1, call.COPY_ELEMENTS,
+        )  # fmt: skip
+    else:
+        target = Block(offset, call.gather.rows.row_stride, 1)
+        COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
+        push_rows(comm.context, source, target, rows, call.gather.k, peers, call.COPY_ROWS, COLUMNS)
+
+
+@triton.jit
+def _send(comm, call, in_heap, first, step):
+    """Stage this rank's rows in its own workspace, and post them to its counterparts in the other nodes."""
+    gather = call.gather
+    rank = rank_of(comm.context)
+    segment = tl.load(comm.context + SEGMENT)
+    element: tl.constexpr = call.a.data.dtype.element_ty.primitive_bitwidth // 8
+    ticket = tl.full((), -1, tl.int64)
+    # What Triton hoists out of this loop, or out of that of `_intra`, it keeps in registers through all tiles. Compiled
+    # for Ampere, that spilled 320 bytes instead of 48.
+    for chunk in tl.range(first, gather.chunks, step, disable_licm=True):
+        since = trace_time(comm.context)
+        row = chunk * gather.chunk_rows
+        rows = tl.minimum(gather.m - row, gather.chunk_rows)
+        offset = row_of(gather.rows, comm.epoch, rank * gather.m + row)
+        source_segment = in_heap.segment
+        source = (in_heap.offset + row.to(tl.int64) * call.a.row_stride) * element
+        if not call.DIRECT:
+            source_segment = segment
+            source = offset * element
+            start = call.a.data + row.to(tl.int64) * call.a.row_stride
+            own = Block(start, call.a.row_stride, call.a.column_stride)
+            _copy_chunk(comm, call, own, offset, rows, Peers(rank, 0, 1, 1))
+            notify_chunk(comm, gather, rank, rank, chunk)
+        signal = word_of(gather.arrived, comm.epoch, rank, chunk) * 8
+        for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+            size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
+            ticket = post(
+                comm.context, Transfer(peer, source_segment, source, segment, offset * element, size),
+                signal, comm.epoch, SEND,
+            )  # fmt: skip
+        trace(comm.context, SEND, SEND_CHUNK, rank, chunk, since)
+    if call.DIRECT:
+        # the caller may overwrite a once the launch is over, so the network must have read it
+        if ticket >= 0:
+            wait_sent(comm.context, ticket, SEND)
+
+
+@triton.jit
+def _intra(comm, call, first, step):
+    """Push this rank's rows to its node, then those of its counterparts in other nodes as they arrive."""
+    gather = call.gather
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    local = rank % comm.RANKS_PER_NODE
+    DTYPE: tl.constexpr = call.a.data.dtype.element_ty
+    PEERS: tl.constexpr = comm.RANKS_PER_NODE - 1
+    workspace = segment_of(comm.context, rank, DTYPE)
+    start = clock()
+    sent = tl.full((), 0, tl.int64)
+    chunks = gather.chunks * (comm.WORLD_SIZE // comm.RANKS_PER_NODE)
+    for item in tl.range(first, chunks, step, disable_licm=True):
+        chunk = item % gather.chunks
+        source_rank = (rank + item // gather.chunks * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        row = chunk * gather.chunk_rows
+        rows = tl.minimum(gather.m - row, gather.chunk_rows)
+        offset = row_of(gather.rows, comm.epoch, source_rank * gather.m + row)
+        source = call.a.data + row.to(tl.int64) * call.a.row_stride
+        row_stride = tl.cast(call.a.row_stride, tl.int64)
+        column_stride = tl.cast(call.a.column_stride, tl.int64)
+        if source_rank != rank:
+            wait_chunk(comm, gather, source_rank, chunk, INTRA)
+            source = workspace + offset
+            row_stride = tl.cast(gather.rows.row_stride, tl.int64)
+            column_stride = tl.cast(1, tl.int64)
+        since = trace_time(comm.context)
+        _copy_chunk(
+            comm, call, Block(source, row_stride, column_stride), offset, rows,
+            Peers(base, local + 1, comm.RANKS_PER_NODE, PEERS),
+        )  # fmt: skip
+        if call.PACED:
+            sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
+            pace(start, sent, gather.nanoseconds_per_mib)
+        trace(comm.context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
+        for i in range(1, comm.RANKS_PER_NODE):
+            notify_chunk(comm, gather, base + (local + i) % comm.RANKS_PER_NODE, source_rank, chunk)
+
+
+@triton.jit
+def _copy_out(call, origin, source, row):
+    """Copy a block of rows of `source`, which are here, to where the caller wants the gathered matrix."""
+    gather = call.gather
+    ROWS: tl.constexpr = call.COPY_ROWS
+    COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
+    out = call.gathered_out
+    target = out.data + (source * gather.m + row).to(tl.int64) * out.row_stride
+    rows = tl.minimum(gather.m - row, call.tiling.M)
+    for first in range(0, rows, ROWS):
+        for column in range(0, gather.k, COLUMNS):
+            i = first + tl.arange(0, ROWS)[:, None]
+            j = column + tl.arange(0, COLUMNS)[None, :]
+            inside = (i < rows) & (j < gather.k)
+            block = tl.load(origin.data + i.to(tl.int64) * origin.row_stride + j, mask=inside)
+            tl.store(target + i.to(tl.int64) * out.row_stride + j, block, mask=inside)
+
+
+@triton.jit
+def _rows_at(comm, call, source, row, OWN: tl.constexpr):
+    """The block of rows that begins at a row of `source`, where they lie: with the caller, or in the workspace."""
+    if OWN:
+        start = call.a.data + row.to(tl.int64) * call.a.row_stride
+        stride = tl.cast(call.a.row_stride, tl.int64)
+    else:
+        workspace = segment_of(comm.context, rank_of(comm.context), call.a.data.dtype.element_ty)
+        start = workspace + row_of(call.gather.rows, comm.epoch, source * call.gather.m + row)
+        stride = tl.cast(call.gather.rows.row_stride, tl.int64)
+    return Block(start, stride, tl.cast(1, tl.int64))
+
+
+@triton.jit
+def _gather_only(comm, call, worker, workers):
+    """What a rank with no columns does instead of computing: it waits for all rows like the others.
+    That it leaves an epoch only when all has arrived is what makes its buffers safe to write again."""
+    rank = rank_of(comm.context)
+    blocks = tl.cdiv(call.gather.m, call.tiling.M)
+    if worker >= 0:
+        for item in range(worker, blocks * comm.WORLD_SIZE, workers):
+            source = item // blocks
+            row = item % blocks * call.tiling.M
+            if call.STAGED or source != rank:
+                wait_rows(comm, call.gather, source, row, call.tiling.M)
+                if call.GATHERED_OUT:
+                    _copy_out(call, _rows_at(comm, call, source, row, False), source, row)
+            else:
+                if call.GATHERED_OUT:
+                    _copy_out(call, _rows_at(comm, call, source, row, True), source, row)
+
+
+@triton.jit
+def _compute(comm, call, share, OWN: tl.constexpr):
+    """Compute a share of the tiles. OWN: they are tiles of this rank's rows, which are read where the caller has them;
+    else rows are read from the workspace, as they arrive there: those of all other ranks, and this rank's own too if
+    they were STAGED there."""
+    gather = call.gather
+    rank = rank_of(comm.context)
+    m = gather.m
+    blocks = tl.cdiv(m, call.tiling.M)
+    column_blocks = tl.cdiv(call.n, call.tiling.N)
+    skipped = 0 if call.STAGED else 1  # ranks whose rows do not come through the workspace
+    for tile in tl.range(share.first, share.end, share.step):
+        if OWN:
+            source = rank
+            block, column_block = swizzle_tile(tile, blocks, column_blocks, call.tiling.GROUP)
+        else:
+            row_blocks = blocks * (comm.WORLD_SIZE - skipped)
+            place, column_block = swizzle_tile(tile, row_blocks, column_blocks, call.tiling.GROUP)
+            source, block = arrival_order(place + blocks * skipped, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+        row = block * call.tiling.M
+        column = column_block * call.tiling.N
+        missing = 0.0
+        if not OWN:
+            here = wait_rows(comm, gather, source, row, call.tiling.M)
+            if call.gathered.USES_TMA:
+                acquire_for_descriptors()
+            missing = tl.where(here, 0.0, float("nan"))
+        since = trace_time(comm.context)
+        if call.GATHERED_OUT:
+            if column_block == 0:
+                _copy_out(call, _rows_at(comm, call, source, row, OWN), source, row)
+        if OWN:
+            total = multiply_tile(call.own, call.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
+        else:
+            parity = (comm.epoch % 2).to(tl.int32)
+            place_of = Tile(parity, source * m + row, (source + 1) * m, column, call.n)
+            total = multiply_tile(call.gathered, call.b, place_of, gather.k, call.tiling)
+            total += missing
+        store_tile(call.c, Tile(source, row, m, column, call.n), total)
+        trace(comm.context, TILES, TILE, source, tile, since)
+
+
+@triton.jit
+def _run(comm, call, in_heap):
+    cta = tl.program_id(0)
+    helpers: tl.constexpr = call.SENDERS + call.INTRAS
+    if cta < call.SENDERS:
+        _send(comm, call, in_heap, cta, call.SENDERS)
+    if (cta >= call.SENDERS) & (cta < helpers):
+        _intra(comm, call, cta - call.SENDERS, call.INTRAS)
+
+    tiles = tl.cdiv(call.gather.m, call.tiling.M) * tl.cdiv(call.n, call.tiling.N)
+    before = tiles * 0
+    if not call.STAGED:
+        left = tl.minimum(call.join_tiles * helpers, tiles)
+        before = tiles - left
+        first, end, step = own_tiles_of(cta, helpers, tiles, left)
+        _compute(comm, call, Share(first, end, step), True)
+    if call.STAGED or comm.WORLD_SIZE > 1 or call.GATHERED_OUT:
+        if call.n == 0:
+            _gather_only(comm, call, cta - helpers, tl.num_programs(0) - helpers)
+    if call.STAGED or comm.WORLD_SIZE > 1:
+        ranks: tl.constexpr = comm.WORLD_SIZE if call.STAGED else comm.WORLD_SIZE - 1
+        first, end, step = other_tiles_of(cta, helpers, before, tiles * ranks)
+        _compute(comm, call, Share(first, end, step), False)
+    finish(comm.context, comm.epoch, comm.WORLD_SIZE)
+
+
+@triton.jit(do_not_specialize=["in_heap"])
+def all_gather_matmul_kernel(context, ranks, call, in_heap):
+    """The whole operator. ranks: `Ranks`, call: `Call`, in_heap: `InHeap`."""
+    _run(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), call, in_heap)
+
+
+def launch(
+    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    gathered_out: torch.Tensor | None,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    m, k = a.shape
+    n = b.shape[1]
+    c, size, element = plan.config, group.size, a.element_size()
+    rows = memory.buffer_in(workspace, "rows")
+    found = group.heap.find(a) if plan.direct else None
+    paced = group.world.links.nvlink is not None and c.intra_ctas > 0
+    rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
+
+    data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
+    own: Any = a
+    gathered: Any = data
+    result: Any = out
+    if plan.descriptors:
+        block = [1, c.tile_m, c.tile_k]
+        own = None if plan.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
+        gathered = descriptor(data, [2, size * m, k], [rows.half, rows.row_stride, 1], block)
+    if plan.out_uses_tma:
+        result = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
+    call = Call(
+        a=Block(a, a.stride(0), a.stride(1)),
+        own=Matrix(own, 0, a.stride(0), a.stride(1), *constants(plan.descriptors, False)),
+        gathered=Matrix(gathered, rows.half, rows.row_stride, 1, *constants(plan.descriptors, False)),
+        b=plan.right.matrix(b, c.tile_n, c.tile_k),
+        c=Matrix(result, m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.out_uses_tma, False)),
+        gathered_out=Block(gathered_out, gathered_out.stride(0) if gathered_out is not None else 0, 1),
+        gather=Gather(
+            m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
+            round(2**20 / rate) if paced else 0,
+        ),
+        n=n,
+        join_tiles=c.join_tiles,
+        tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
+        **dict(zip(
+            ("SENDERS", "INTRAS", "STAGED", "DIRECT", "FLAT", "GATHERED_OUT", "PACED", "COPY_ROWS", "COPY_ELEMENTS"),
+            constants(c.send_ctas, c.intra_ctas, plan.staged, plan.direct, plan.flat, gathered_out is not None,
+                      paced, 4, c.copy_bytes // element),
+        )),
+    )  # fmt: skip
+    others = ((0, group.rank * m), ((group.rank + 1) * m, size * m))
+    return Launch(
+        op="all_gather_matmul",
+        group=group,
+        kernel=all_gather_matmul_kernel,
+        grid=c.ctas,
+        arguments=dict(
+            context=workspace.context,
+            ranks=Ranks(*constants(size, group.gpus_per_node)),
+            call=call,
+            in_heap=InHeap(found[0].number if found else 0, found[1] // element if found else 0),
+        ),
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        # the workspace too: Triton makes another binary for integers with other divisors
+        variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
+        uses=memory.uses(workspace, free={"rows": others}),
+        inputs=("call.a.data", "call.own.data", "call.b.data"),
+        results=("call.c.data", "call.gathered_out.data"),
+    )

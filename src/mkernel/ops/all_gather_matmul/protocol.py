@@ -1,0 +1,67 @@
+"""The protocol of all_gather_matmul: what lies in the workspace, and what is signalled. Both kernels follow it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import rank_of, segment_of
+from mkernel.lang.layout import word_of
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.signals import ARRIVED, notify, wait
+from mkernel.runtime.layout import Layout
+
+if TYPE_CHECKING:
+    from mkernel.ops.all_gather_matmul.plan import Plan
+
+
+def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
+    """The workspace of a call.
+
+    arrived[source, chunk]: the chunk of the source's rows is in this workspace. It holds the epoch.
+    rows: the rows of all ranks, in rank order.
+    """
+    memory = Layout("all_gather_matmul")
+    memory.signals("arrived", size, plan.chunks)
+    memory.buffer("rows", dtype, size * m, plan.row_stride)
+    return memory
+
+
+class Gather(NamedTuple):
+    """What is gathered: chunks of m rows of k elements from each rank. arrived, rows: see `layout`.
+    nanoseconds_per_mib: of an emulated link, for one copier."""
+
+    m: Any
+    k: Any
+    chunk_rows: Any
+    chunks: Any
+    arrived: Any
+    rows: Any
+    nanoseconds_per_mib: Any
+
+
+@triton.jit
+def notify_chunk(comm, gather, peer, source, chunk):
+    """Tell a rank of this node that a chunk of the source's rows is in its workspace."""
+    segment = segment_of(comm.context, peer, tl.int64)
+    notify(segment + word_of(gather.arrived, comm.epoch, source, chunk), comm.epoch)
+
+
+@triton.jit
+def wait_chunk(comm, gather, source, chunk, ROLE: tl.constexpr):
+    """Wait until a chunk of the source's rows is in this rank's workspace; false if the group gave up."""
+    segment = segment_of(comm.context, rank_of(comm.context), tl.int64)
+    signal = segment + word_of(gather.arrived, comm.epoch, source, chunk)
+    return wait(comm.context, signal, comm.epoch, ROLE, ARRIVED, source, chunk)
+
+
+@triton.jit
+def wait_rows(comm, gather, source, row, rows):
+    """Wait for the chunks that hold rows row..row+rows-1 of the source; false if the group gave up."""
+    here = True
+    for chunk in range(row // gather.chunk_rows, tl.cdiv(tl.minimum(row + rows, gather.m), gather.chunk_rows)):
+        here &= wait_chunk(comm, gather, source, chunk, COMPUTE)
+    return here
