@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import rank_of
-from mkernel.lang.copy import pace, push_rows
+from mkernel.lang.copy import Peers, pace, push_rows
 from mkernel.lang.device import clock
+from mkernel.lang.matrix import Block
+from mkernel.runtime.operands import constants
 
 from .harness import launch, simulate, workspace_of
 
@@ -16,46 +18,25 @@ CANARY = -77.0
 
 
 @triton.jit
-def push(
-    context, sender, source, source_stride, source_column_stride, offset, stride, rows, columns, first, modulus, base,
-    COUNT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def push(context, sender, source, target, rows, columns, peers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     if rank_of(context) == sender:
-        push_rows(
-            context,
-            source=source,
-            source_stride=source_stride,
-            source_column_stride=source_column_stride,
-            offset=offset,
-            stride=stride,
-            rows=rows,
-            columns=columns,
-            first=first,
-            modulus=modulus,
-            base=base,
-            COUNT=COUNT,
-            DTYPE=DTYPE,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-        )
+        push_rows(context, source, target, rows, columns, peers, ROWS, COLUMNS)
 
 
 def push_and_look(source, *, start, stride, first=0, modulus=1, base=0, count=1, gpus=1, sender=0, rows=4, columns=8,
                   dtype=torch.float32, seed=0):  # fmt: skip
     """Push `source` to element `start` of the ranks' second halves; all of every rank's data, afterwards."""
-    names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
     def rank(group):
         workspace = workspace_of(group, 16, HALF)
         data = workspace.segment.memory[workspace.data_start :].view(dtype)
         data.fill_(CANARY)
         group.barrier()
         launch(
-            group, workspace, push, sender=sender, source=source if group.rank == sender else torch.zeros(1),
-            source_stride=source.stride(0), source_column_stride=source.stride(1),
-            offset=(workspace.data_start + HALF) // source.element_size() + start, stride=stride,
-            rows=source.shape[0], columns=source.shape[1], first=first, modulus=modulus, base=base,
-            COUNT=count, DTYPE=names[dtype], ROWS=rows, COLUMNS=columns,
+            group, workspace, push, sender=sender,
+            source=Block(source if group.rank == sender else torch.zeros(1, dtype=dtype), *source.stride()),
+            target=Block((workspace.data_start + HALF) // source.element_size() + start, stride, 1),
+            rows=source.shape[0], columns=source.shape[1], peers=Peers(base, first, modulus, *constants(count)),
+            ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
         group.barrier()
         assert not workspace.segment.memory[: workspace.data_start].any(), "signals were touched"
@@ -151,10 +132,9 @@ def test_rows_and_columns_may_be_gigabytes_apart(direction):
     def rank(group):
         workspace = workspace_of(group, 16, HALF)
         launch(
-            group, workspace, push, sender=0, source=source, source_stride=source.stride(0),
-            source_column_stride=source.stride(1), offset=workspace.data_start, stride=1,
-            rows=source.shape[0], columns=source.shape[1], first=0, modulus=1, base=0,
-            COUNT=1, DTYPE=tl.int8, ROWS=4, COLUMNS=4,
+            group, workspace, push, sender=0, source=Block(source, *source.stride()),
+            target=Block(workspace.data_start, 1, 1), rows=source.shape[0], columns=source.shape[1],
+            peers=Peers(0, 0, 1, *constants(1)), ROWS=4, COLUMNS=4,
         )  # fmt: skip
         return workspace.half(0)[:5].tolist()
 

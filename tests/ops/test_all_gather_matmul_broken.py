@@ -31,7 +31,7 @@ BROKEN = {
     ),
     "an arrival over the network is signalled with an old epoch": Broken(
         NETWORK,
-        [(KERNEL, "signal,\n                comm.epoch,", "signal,\n                comm.epoch - 1,")],
+        [(KERNEL, "signal, comm.epoch, SEND", "signal, comm.epoch - 1, SEND")],
         mk.CommTimeout,
         {"signal": "arrived", "role": "compute", "seen": 0, "expected": 1},
     ),

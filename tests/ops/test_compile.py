@@ -141,9 +141,13 @@ def test_fp32(group):
     assert not compiled.spilled
 
 
-def test_fp32_as_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    compiled = compile_launch(gathers(**FOUR_RANKS, dtype=torch.float32))
+def test_fp32_as_tf32():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        launch = gathers(**FOUR_RANKS, dtype=torch.float32)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    compiled = compile_launch(launch)
     assert re.search(r"wgmma\.mma_async.*tf32", compiled.ptx)
     assert not compiled.spilled
 
