@@ -76,6 +76,8 @@ def pretending(capability):
 
 def compile_launch(launch, capability=90):
     """Compile what a launch would run, with the arguments that it has."""
+    for name, value in launch.arguments.items():
+        assert not _holds_descriptor(value), f"a descriptor inside of the structure {name}: see READ_THIS_NOW.md"
     with pretending(capability):
         launch.kernel.device_caches.clear()
         compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
@@ -97,7 +99,7 @@ def launched(prepare, cluster, capability=90, paced=False):
 
 
 def gathers(
-    cluster, capability=90, config=None, dtype=torch.bfloat16, m=2048, n=8192, k=8192,
+    cluster, capability=90, config=None, dtype=torch.bfloat16, m=256, n=2048, k=2048,
     paced=False, gathered=False, strided=False, transposed=True, heap=False, described=True, module=all_gather_matmul,
 ):  # fmt: skip
     """The launch of a call of all_gather_matmul. strided: TMA can not read a; described: it can read b and out."""
@@ -112,3 +114,13 @@ def gathers(
         return module.prepare(group, a, b, out, everyone, config)
 
     return launched(prepare, cluster, capability, paced)
+
+
+def _holds_descriptor(value):
+    """Is a tensor descriptor inside of a structure? Triton 3.6 compiles that, but can not launch it."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    parts = value if isinstance(value, tuple) else ()
+    return any(
+        hasattr(part, "block_shape") or isinstance(part, TensorDescriptor) or _holds_descriptor(part) for part in parts
+    )

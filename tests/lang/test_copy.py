@@ -26,6 +26,7 @@ def push(context, sender, source, target, rows, columns, peers, ROWS: tl.constex
 def push_and_look(source, *, start, stride, first=0, modulus=1, base=0, count=1, gpus=1, sender=0, rows=4, columns=8,
                   dtype=torch.float32, seed=0):  # fmt: skip
     """Push `source` to element `start` of the ranks' second halves; all of every rank's data, afterwards."""
+
     def rank(group):
         workspace = workspace_of(group, 16, HALF)
         data = workspace.segment.memory[workspace.data_start :].view(dtype)

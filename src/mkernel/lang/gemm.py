@@ -42,20 +42,21 @@ def multiply_tile(a, b, tile, k, tiling):
 def multiply_step(accumulator, a, b, tile, depth, k, tiling):
     """One step of `multiply_tile`: accumulator + the product of K columns of a and rows of b from `depth`. Operators
     whose loop over tiles and steps is one loop call it themselves."""
-    if a.USES_TMA:
+    if a.strides.USES_TMA:
         used_below(a.data, tile.rows)
         x = a.data.load([tile.part, tile.row, depth]).reshape(tiling.M, tiling.K)
     else:
-        start = a.data + tl.cast(tile.part, tl.int64) * a.part_stride
-        block = Block(start, a.row_stride, a.column_stride)
+        start = a.data + tl.cast(tile.part, tl.int64) * a.strides.part
+        block = Block(start, a.strides.row, a.strides.column)
         x = masked_block(block, tile.row, depth, tile.rows, k, tiling.M, tiling.K)
-    if b.USES_TMA:
-        if b.TRANSPOSED:
+    if b.strides.USES_TMA:
+        if b.strides.TRANSPOSED:
             y = b.data.load([tile.column, depth]).T
         else:
             y = b.data.load([depth, tile.column])
     else:
-        y = masked_block(b, depth, tile.column, k, tile.columns, tiling.K, tiling.N)
+        block = Block(b.data, b.strides.row, b.strides.column)
+        y = masked_block(block, depth, tile.column, k, tile.columns, tiling.K, tiling.N)
     return tl.dot(x, y, accumulator, input_precision=tiling.PRECISION)
 
 
@@ -64,14 +65,14 @@ def store_tile(c, tile, values):
     """Store the values of a tile; what sticks out of its part is dropped."""
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
-    if c.USES_TMA:
+    if c.strides.USES_TMA:
         c.data.store([tile.part, tile.row, tile.column], values.to(c.data.dtype).reshape(1, ROWS, COLUMNS))
     else:
         i = tile.row + tl.arange(0, ROWS)[:, None]
         j = tile.column + tl.arange(0, COLUMNS)[None, :]
-        start = c.data + tl.cast(tile.part, tl.int64) * c.part_stride
+        start = c.data + tl.cast(tile.part, tl.int64) * c.strides.part
         tl.store(
-            start + i.to(tl.int64) * c.row_stride + j.to(tl.int64) * c.column_stride,
+            start + i.to(tl.int64) * c.strides.row + j.to(tl.int64) * c.strides.column,
             values.to(c.data.dtype.element_ty),
             mask=(i < tile.rows) & (j < tile.columns),
         )

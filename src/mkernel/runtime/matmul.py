@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mkernel.lang.matrix import Matrix
+from mkernel.lang.matrix import Strides
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES, check_plain, constants, describable, descriptor, overlap, overlaps_itself
@@ -89,7 +89,6 @@ class RhsLayout:
             return descriptor(b, [n, k], [b.stride(1), 1], [tile_n, tile_k])
         return descriptor(b, [k, n], [b.stride(0), 1], [tile_k, tile_n])
 
-    def matrix(self, b: torch.Tensor, tile_n: int, tile_k: int) -> Matrix:
-        """The same as a structure."""
-        operand = self.operand(b, tile_n, tile_k)
-        return Matrix(operand, 0, b.stride(0), b.stride(1), *constants(self.uses_tma, self.transposed))
+    def strides(self, b: torch.Tensor) -> Strides:
+        """How the kernel reads b."""
+        return Strides(0, b.stride(0), b.stride(1), *constants(self.uses_tma, self.transposed))

@@ -54,19 +54,23 @@ PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
 
 
 class Call(NamedTuple):
-    """What the kernel is told about a call. own, even, odd, b and c are tensor descriptors."""
+    """What the kernel is told about a call."""
 
     a: Any  # Block: this rank's rows
-    own: Any  # the same
-    even: Any  # the rows of all ranks, in the half of the workspace for even epochs
-    odd: Any
-    b: Any
-    c: Any
     gather: Any  # Gather
     n: Any
     GROUP: Any  # row blocks that are computed together
     B_TRANSPOSED: Any
     PACED: Any
+
+
+class Operands(NamedTuple):
+    """What the GEMM reads, as tensor descriptors."""
+
+    own: Any  # this rank's rows
+    even: Any  # the rows of all ranks, in the half of the workspace for even epochs
+    odd: Any
+    b: Any
 
 
 class Arrivals(NamedTuple):
@@ -97,7 +101,7 @@ def _tiles(comm, call):
 
 
 @gluon.jit
-def _load(comm, call, stages, arrivals):
+def _load(comm, call, operands, stages, arrivals):
     odd_epoch = comm.epoch % 2 == 1
     step = 0
     foreign = 0
@@ -114,17 +118,17 @@ def _load(comm, call, stages, arrivals):
             stage = step % STAGES
             filled = stages.filled.index(stage)
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(filled, call.own.block_type.nbytes + call.b.block_type.nbytes)
+            mbarrier.expect(filled, operands.own.block_type.nbytes + operands.b.block_type.nbytes)
             if mine:
-                tma.async_copy_global_to_shared(call.own, [block * TILE_M, depth], filled, stages.a.index(stage))
+                tma.async_copy_global_to_shared(operands.own, [block * TILE_M, depth], filled, stages.a.index(stage))
             elif odd_epoch:
-                tma.async_copy_global_to_shared(call.odd, [row, depth], filled, stages.a.index(stage))
+                tma.async_copy_global_to_shared(operands.odd, [row, depth], filled, stages.a.index(stage))
             else:
-                tma.async_copy_global_to_shared(call.even, [row, depth], filled, stages.a.index(stage))
+                tma.async_copy_global_to_shared(operands.even, [row, depth], filled, stages.a.index(stage))
             if call.B_TRANSPOSED:
-                tma.async_copy_global_to_shared(call.b, [column, depth], filled, stages.b.index(stage))
+                tma.async_copy_global_to_shared(operands.b, [column, depth], filled, stages.b.index(stage))
             else:
-                tma.async_copy_global_to_shared(call.b, [depth, column], filled, stages.b.index(stage))
+                tma.async_copy_global_to_shared(operands.b, [depth, column], filled, stages.b.index(stage))
             step += 1
 
 
@@ -174,7 +178,7 @@ def _push(comm, call):
 
 
 @gluon.jit
-def _multiply(comm, call, stages, c_stage, WARPGROUP: gl.constexpr):
+def _multiply(comm, call, c, stages, c_stage, WARPGROUP: gl.constexpr):
     step = 0
     for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
         source, block, column_block, _ = _tile_at(comm, call, turn)
@@ -183,15 +187,15 @@ def _multiply(comm, call, stages, c_stage, WARPGROUP: gl.constexpr):
         # rows that never came: the group has given up, and the host will say so
         total += tl.where(gave_up(comm.context), float("nan"), 0.0)
         row = source * call.gather.m + block * TILE_M
-        store_rows(call.c, c_stage, total, row, column_block * TILE_N, WARPGROUP)
+        store_rows(c, c_stage, total, row, column_block * TILE_N, WARPGROUP)
         if WARPGROUP == 0:
             trace(comm.context, TILES, TILE, source, turn, since)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _run(comm, call):
-    own, b, c = call.own, call.b, call.c
+def _run(comm, call, operands, c):
+    own, b = operands.own, operands.b
     a_stages = gl.allocate_shared_memory(own.dtype, [STAGES] + own.block_type.shape, own.layout)
     b_stages = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     c_stages = gl.allocate_shared_memory(c.dtype, [2] + c.block_type.shape, c.layout)
@@ -210,9 +214,9 @@ def _run(comm, call):
     arrivals = Arrivals(ready, taken)
     gl.warp_specialize(
         [
-            (_multiply, (comm, call, stages, c_stages.index(0), 0)),
-            (_multiply, (comm, call, stages, c_stages.index(1), 1)),
-            (_load, (comm, call, stages, arrivals)),
+            (_multiply, (comm, call, c, stages, c_stages.index(0), 0)),
+            (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
+            (_load, (comm, call, operands, stages, arrivals)),
             (_await, (comm, call, arrivals)),
             (_push, (comm, call)),
         ],
@@ -223,9 +227,14 @@ def _run(comm, call):
 
 
 @gluon.jit
-def all_gather_matmul_hopper_kernel(context, ranks, call):
-    """The whole operator. ranks: `Ranks`, call: `Call`."""
-    _run(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), call)
+def all_gather_matmul_hopper_kernel(context, ranks, own, even, odd, b, c, call):
+    """The whole operator. ranks: `Ranks`; own, even, odd, b: see `Operands`; c: a descriptor; call: `Call`."""
+    _run(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
+        call,
+        Operands(own, even, odd, b),
+        c,
+    )
 
 
 def launch(
@@ -243,11 +252,6 @@ def launch(
     block = [c.tile_m, c.tile_k]
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
-        own=described(a, m, k, a.stride(0), block),
-        even=described(data, size * m, k, rows.row_stride, block),
-        odd=described(data[rows.half :], size * m, k, rows.row_stride, block),
-        b=right_operand(b, plan.right.transposed),
-        c=described(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
         gather=Gather(
             m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
             round(2**20 / rate) if link else 0,
@@ -260,7 +264,16 @@ def launch(
         group=group,
         kernel=all_gather_matmul_hopper_kernel,
         grid=c.ctas,
-        arguments=dict(context=workspace.context, ranks=Ranks(*constants(size, size)), call=call),
+        arguments=dict(
+            context=workspace.context,
+            ranks=Ranks(*constants(size, size)),
+            own=described(a, m, k, a.stride(0), block),
+            even=described(data, size * m, k, rows.row_stride, block),
+            odd=described(data[rows.half :], size * m, k, rows.row_stride, block),
+            b=right_operand(b, plan.right.transposed),
+            c=described(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
+            call=call,
+        ),
         options=dict(num_warps=c.warps),
         # the workspace too: Triton makes another binary for integers with other divisors
         variant=(plan, workspace.signal_words, workspace.half_bytes),

@@ -17,7 +17,7 @@ from mkernel.lang.copy import Peers, pace, push_rows
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.layout import row_of, word_of
-from mkernel.lang.matrix import Block, Matrix, Tile, Tiling
+from mkernel.lang.matrix import Block, Matrix, Strides, Tile, Tiling
 from mkernel.lang.order import arrival_order, swizzle_tile
 from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import INTRA, SEND, Share, other_tiles_of, own_tiles_of
@@ -35,10 +35,6 @@ class Call(NamedTuple):
     """What the kernel is told about a call."""
 
     a: Any  # Block: this rank's rows, as the caller has them
-    own: Any  # Matrix: the same, as the GEMM reads them; None if they are STAGED
-    gathered: Any  # Matrix: the rows of all ranks, in the workspace
-    b: Any  # Matrix
-    c: Any  # Matrix, a part for each rank
     gathered_out: Any  # Block: where the caller wants the gathered rows; None unless GATHERED_OUT
     gather: Any  # Gather
     n: Any
@@ -53,6 +49,15 @@ class Call(NamedTuple):
     PACED: Any  # links are emulated
     COPY_ROWS: Any  # rows and elements that a copying CTA has in flight
     COPY_ELEMENTS: Any
+
+
+class Operands(NamedTuple):
+    """What the GEMM reads and writes. For the host, the `Strides` of each; in the kernel, a `Matrix` each."""
+
+    own: Any  # this rank's rows, as the caller has them; not read if they are STAGED
+    gathered: Any  # the rows of all ranks, in the workspace: a part for each half
+    b: Any
+    c: Any  # a part for each rank
 
 
 class InHeap(NamedTuple):
@@ -207,7 +212,7 @@ def _gather_only(comm, call, worker, workers):
 
 
 @triton.jit
-def _compute(comm, call, share, OWN: tl.constexpr):
+def _compute(comm, call, operands, share, OWN: tl.constexpr):
     """Compute a share of the tiles. OWN: they are tiles of this rank's rows, which are read where the caller has them;
     else rows are read from the workspace, as they arrive there: those of all other ranks, and this rank's own too if
     they were STAGED there."""
@@ -230,7 +235,7 @@ def _compute(comm, call, share, OWN: tl.constexpr):
         missing = 0.0
         if not OWN:
             here = wait_rows(comm, gather, source, row, call.tiling.M)
-            if call.gathered.USES_TMA:
+            if operands.gathered.strides.USES_TMA:
                 acquire_for_descriptors()
             missing = tl.where(here, 0.0, float("nan"))
         since = trace_time(comm.context)
@@ -238,18 +243,18 @@ def _compute(comm, call, share, OWN: tl.constexpr):
             if column_block == 0:
                 _copy_out(call, _rows_at(comm, call, source, row, OWN), source, row)
         if OWN:
-            total = multiply_tile(call.own, call.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
+            total = multiply_tile(operands.own, operands.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
         else:
             parity = (comm.epoch % 2).to(tl.int32)
             place_of = Tile(parity, source * m + row, (source + 1) * m, column, call.n)
-            total = multiply_tile(call.gathered, call.b, place_of, gather.k, call.tiling)
+            total = multiply_tile(operands.gathered, operands.b, place_of, gather.k, call.tiling)
             total += missing
-        store_tile(call.c, Tile(source, row, m, column, call.n), total)
+        store_tile(operands.c, Tile(source, row, m, column, call.n), total)
         trace(comm.context, TILES, TILE, source, tile, since)
 
 
 @triton.jit
-def _run(comm, call, in_heap):
+def _run(comm, call, operands, in_heap):
     cta = tl.program_id(0)
     helpers: tl.constexpr = call.SENDERS + call.INTRAS
     if cta < call.SENDERS:
@@ -263,21 +268,29 @@ def _run(comm, call, in_heap):
         left = tl.minimum(call.join_tiles * helpers, tiles)
         before = tiles - left
         first, end, step = own_tiles_of(cta, helpers, tiles, left)
-        _compute(comm, call, Share(first, end, step), True)
+        _compute(comm, call, operands, Share(first, end, step), True)
     if call.STAGED or comm.WORLD_SIZE > 1 or call.GATHERED_OUT:
         if call.n == 0:
             _gather_only(comm, call, cta - helpers, tl.num_programs(0) - helpers)
     if call.STAGED or comm.WORLD_SIZE > 1:
         ranks: tl.constexpr = comm.WORLD_SIZE if call.STAGED else comm.WORLD_SIZE - 1
         first, end, step = other_tiles_of(cta, helpers, before, tiles * ranks)
-        _compute(comm, call, Share(first, end, step), False)
+        _compute(comm, call, operands, Share(first, end, step), False)
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
 @triton.jit(do_not_specialize=["in_heap"])
-def all_gather_matmul_kernel(context, ranks, call, in_heap):
-    """The whole operator. ranks: `Ranks`, call: `Call`, in_heap: `InHeap`."""
-    _run(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), call, in_heap)
+def all_gather_matmul_kernel(context, ranks, own, gathered, b, c, strides, call, in_heap):
+    """The whole operator. ranks: `Ranks`; own, gathered, b, c: descriptors or pointers, and strides
+    (`Operands`) says how to read them; call: `Call`; in_heap: `InHeap`."""
+    _run(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
+        call,
+        Operands(
+            Matrix(own, strides.own), Matrix(gathered, strides.gathered), Matrix(b, strides.b), Matrix(c, strides.c)
+        ),
+        in_heap,
+    )
 
 
 def launch(
@@ -306,10 +319,6 @@ def launch(
         result = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
-        own=Matrix(own, 0, a.stride(0), a.stride(1), *constants(plan.descriptors, False)),
-        gathered=Matrix(gathered, rows.half, rows.row_stride, 1, *constants(plan.descriptors, False)),
-        b=plan.right.matrix(b, c.tile_n, c.tile_k),
-        c=Matrix(result, m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.out_uses_tma, False)),
         gathered_out=Block(gathered_out, gathered_out.stride(0) if gathered_out is not None else 0, 1),
         gather=Gather(
             m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
@@ -324,6 +333,12 @@ def launch(
                       paced, 4, c.copy_bytes // element),
         )),
     )  # fmt: skip
+    strides = Operands(
+        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.descriptors, False)),
+        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.descriptors, False)),
+        b=plan.right.strides(b),
+        c=Strides(m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.out_uses_tma, False)),
+    )
     others = ((0, group.rank * m), ((group.rank + 1) * m, size * m))
     return Launch(
         op="all_gather_matmul",
@@ -333,6 +348,11 @@ def launch(
         arguments=dict(
             context=workspace.context,
             ranks=Ranks(*constants(size, group.gpus_per_node)),
+            own=own,
+            gathered=gathered,
+            b=plan.right.operand(b, c.tile_n, c.tile_k),
+            c=result,
+            strides=strides,
             call=call,
             in_heap=InHeap(found[0].number if found else 0, found[1] // element if found else 0),
         ),
@@ -340,6 +360,6 @@ def launch(
         # the workspace too: Triton makes another binary for integers with other divisors
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace, free={"rows": others}),
-        inputs=("call.a.data", "call.own.data", "call.b.data"),
-        results=("call.c.data", "call.gathered_out.data"),
+        inputs=("call.a.data", "own", "b"),
+        results=("c", "call.gathered_out.data"),
     )
