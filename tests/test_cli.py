@@ -451,8 +451,6 @@ def test_every_operator_has_its_case(name):
         (["bench", "all_gather_matmul", "--link", "0"], "more than 0 GB/s"),
         (["bench", "all_gather_matmul", "--link", "9", "--unpaced"], "either --link or --unpaced"),
         (["bench", "all_gather_matmul", "--json", "no/such/folder/figures.json"], "there is no folder"),
-        (["bench", "--clock", "0"], "--clock"),
-        (["bench", "--clock", "fast"], "--clock"),
         (["frobnicate"], "frobnicate"),
         (["doctor", "--now"], "--now"),
         (["why"], "Missing argument"),
@@ -503,7 +501,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     monkeypatch.setattr(mkernel.bench, "main", lambda wanted, **options: calls.append((wanted, options)) or 3)
     default = dict(
         ranks=4, nodes=1, dtype="bf16", link=450.0, network=50.0, against=("host",), options=(),
-        clock=None, json_path=None, csv_path=None, html_path=None,
+        json_path=None, csv_path=None, html_path=None,
     )  # fmt: skip
 
     assert run("bench", "all_gather_matmul").exit_code == 3
@@ -530,8 +528,6 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     run("bench", "--against", "symm_mem", "--link", "100")
     assert calls.pop()[1] == default | dict(link=100.0, against=("symm_mem",))
 
-    run("bench", "--clock", "1200")
-    assert calls.pop()[1] == default | dict(clock=1200)
     run("bench", "moe_ffn", "--nodes", "2")
     assert calls.pop()[1] == default | dict(nodes=2)
     run("bench", "ring_attention", "--causal", "--zigzag", "--shape", "B4xH16xS49152xD128")

@@ -25,7 +25,7 @@ RESULTS = [
     | {"symm_mem_status": "measured", "symm_mem_way": "fused_all_gather_matmul"}
     | {"shape": [8192, 512, 8192], "published_size": 8192, "published_ms": 0.741, "published_floor_fraction": 0.31},
     result("matmul_reduce_scatter", (4096, 4096, 4096), emulated=False, ranks=2, gpus=2) | {"shape": [4096] * 3},
-    result("matmul_reduce_scatter", (2048, 2048, 2048), clock_mhz=1200) | {"shape": [2048] * 3},
+    result("matmul_reduce_scatter", (2048, 2048, 2048)) | {"shape": [2048] * 3},
     result("matmul_reduce_scatter", (64, 64, 64), max_error=float("inf")) | {"shape": [64] * 3},
     {"op": "matmul_reduce_scatter", "failed": "rank 0 <b>waited</b> </script>", "shape": [64, 64, 128]},
 ]
@@ -48,8 +48,7 @@ def test_a_report_loads_without_errors_and_without_the_network(bench_report):
         "Emulated figures",
         "16384x2048x8192, 1x4 ranks, emulated",
         "4096x4096x4096, 1x2 ranks",
-        "SM clocks held at 1200 MHz: times are not those of free clocks",
-        "2048x2048x2048, 1x4 ranks, emulated at 1200 MHz",
+        "2048x2048x2048, 1x4 ranks, emulated",
         "8192x512x8192: symm_mem: fused_all_gather_matmul takes 1.56 times the fused time",
         "against symmetric memory",
         "64x64x64: WRONG RESULT",
@@ -58,7 +57,6 @@ def test_a_report_loads_without_errors_and_without_the_network(bench_report):
     ):
         assert expected in words
     assert "1x2 ranks, emulated" not in words
-    assert words.count("1200 MHz") == 2 + 2  # in words, in a row, and in two plots
 
 
 def data_of(browser):

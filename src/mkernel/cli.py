@@ -190,10 +190,6 @@ def bench(
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
     causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with the causal mask.")] = False,
     zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: the sequence laid out in zigzag.")] = False,
-    clock: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="MHZ", show_default="free", help="Hold the SM clocks at this rate; needs root."),
-    ] = None,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
@@ -233,7 +229,6 @@ def bench(
             network=None if unpaced else network or NETWORK,
             against=ways,
             options=options,
-            clock=clock,
             json_path=json,
             csv_path=csv,
             html_path=html,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import platform
@@ -14,7 +13,7 @@ import torch
 import triton
 
 from mkernel import operators
-from mkernel.bench import baselines, clocks, published
+from mkernel.bench import baselines, published
 from mkernel.bench.shapes import Wanted
 from mkernel.operators import Shape
 from mkernel.report import finite
@@ -93,13 +92,12 @@ def main(
     network: float | None,
     against: Sequence[str] = (),
     options: Sequence[str] = (),
-    clock: int | None = None,
     json_path: Path | None = None,
     csv_path: Path | None = None,
     html_path: Path | None = None,
 ) -> int:
     """What `mkernel bench` does. Returns the exit code. Files are written after every shape, so that what was
-    measured is there even if a later one fails. `clock`: MHz that SM clocks are held at, or None for free ones."""
+    measured is there even if a later one fails."""
     if not torch.cuda.is_available():
         print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
         return 1
@@ -107,39 +105,30 @@ def main(
     if besides and (refused := baselines.refusal(ranks, nodes)):
         print(f"mkernel bench: --against {','.join(besides)}: {refused}")
         return 2
-    with contextlib.ExitStack() as stack:
-        if clock is not None:
-            try:
-                stack.enter_context(clocks.held(clock, clocks.gpus(ranks * nodes)))
-            except clocks.ClockError as problem:
-                print(f"mkernel bench: --clock {clock}: {problem}")
-                return 2
-        print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
-        if any(one.row for one in wanted):
-            here = published.place(nodes, ranks, torch.cuda.device_count())
-            print(f"published: {published.figures()['source']}")
-            print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
-        if clock is not None:
-            print(f"SM clocks held at {clock} MHz")
-        results: list[dict[str, Any]] = []
-        named = ""
-        for one in wanted:
-            if one.op != named:
-                named = one.op
-                print(f"\n{named}\n{_header(one, against)}", flush=True)
-            result = _figures_of(
-                one, clock, ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
-                against=against, options=options,
-            )  # fmt: skip
-            results.append(result)
-            print(_line(one, result, against), flush=True)
-            _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
+    print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
+    if any(one.row for one in wanted):
+        here = published.place(nodes, ranks, torch.cuda.device_count())
+        print(f"published: {published.figures()['source']}")
+        print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
+    results: list[dict[str, Any]] = []
+    named = ""
+    for one in wanted:
+        if one.op != named:
+            named = one.op
+            print(f"\n{named}\n{_header(one, against)}", flush=True)
+        result = _figures_of(
+            one, ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
+            against=against, options=options,
+        )  # fmt: skip
+        results.append(result)
+        print(_line(one, result, against), flush=True)
+        _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
     return 0 if all(is_right(result) and baselines.is_right(result) for result in results) else 1
 
 
-def _figures_of(one: Wanted, clock: int | None, **how: Any) -> dict[str, Any]:
+def _figures_of(one: Wanted, **how: Any) -> dict[str, Any]:
     """What `run` measures of one shape, with what was published of it; or why it failed."""
-    said = {"shape": list(one.shape), "clock_mhz": clock}
+    said = {"shape": list(one.shape)}
     try:
         result = run(one.op, [one.shape], **how)[0] | said
         if one.row is not None:
@@ -187,7 +176,7 @@ def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
         value = result.get(key)
         text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
         numbers.append(f"{text:>{max(len(name), 8)}}")
-    mark = (" emulated" if result["emulated"] else "") + clocks.mark(result)
+    mark = " emulated" if result["emulated"] else ""
     line = " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
     if "gemm_ms" in result:
         share = result["gemm_against_library"]

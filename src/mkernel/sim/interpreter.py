@@ -498,5 +498,5 @@ for _name in dir(tl.tensor):
         tensors.methods.setdefault(_name, partial(_method_of_triton, _name))
 
 
-assert triton.__version__ >= "3.6"
+assert tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 assert int(np.__version__.split(".")[0]) >= 2, "the interpreter relies on the promotion rules of numpy 2"
