@@ -19,6 +19,8 @@ of its launch, and leaves a record (`finish`), even if none of its own waits fai
 flags are out of reach, nothing is sent any more (`post`).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -53,6 +55,15 @@ PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
 FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
 NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
+
+
+class Awaited(NamedTuple):
+    """Who waits, and for what, for people: the role of the CTA, the kind of signal, the peer and the index."""
+
+    ROLE: Any
+    KIND: Any
+    peer: Any
+    index: Any
 
 
 @triton.jit
@@ -134,7 +145,7 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
             reason = TIMED_OUT
         seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
-        _record(context, reason, ROLE, KIND, peer, index, seen, expected, now(context) - start)
+        _record(context, reason, Awaited(ROLE, KIND, peer, index), seen, expected, now(context) - start)
         _raise_abort(context)
     return seen
 
@@ -142,19 +153,17 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 @triton.jit
 def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
-    return _wait_all(context, signals, mask, expected, ROLE, KIND, peer, index, "gpu")
+    return _wait_all(context, signals, mask, expected, Awaited(ROLE, KIND, peer, index), "gpu")
 
 
 @triton.jit
 def wait_peers(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peers, index):
     """`wait` for a signal of each of several peers at once: of those that the mask chooses."""
-    return _wait_all(context, signals, mask, expected, ROLE, KIND, peers, index, "sys")
+    return _wait_all(context, signals, mask, expected, Awaited(ROLE, KIND, peers, index), "sys")
 
 
 @triton.jit
-def _wait_all(
-    context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peers, index, SCOPE: tl.constexpr
-):
+def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
     since = trace_time(context)
     seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
     least = tl.min(seen)
@@ -171,30 +180,33 @@ def _wait_all(
             seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
             least = tl.min(seen)
         if least < expected:
-            late = tl.max(tl.where(seen == least, peers, -1))  # one of those that are furthest behind
-            _record(context, reason, ROLE, KIND, late, index, least, expected, now(context) - start)
+            late = tl.max(tl.where(seen == least, awaited.peer, -1))  # one of those that are furthest behind
+            _record(
+                context, reason, Awaited(awaited.ROLE, awaited.KIND, late, awaited.index), least, expected,
+                now(context) - start,
+            )  # fmt: skip
             _raise_abort(context)
     waited_for(signals, mask, expected)
     tl.debug_barrier()  # what one thread has acquired all may read
-    trace(context, ROLE, WAIT + KIND, -1, index, since)
+    trace(context, awaited.ROLE, WAIT + awaited.KIND, -1, awaited.index, since)
     return least >= expected
 
 
 @triton.jit
-def _record(context, reason, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index, seen, expected, nanoseconds):
+def _record(context, reason, awaited, seen, expected, nanoseconds):
     cta = tl.program_id(0)
     # warps that copy within the node may wait beside others of their CTA: they have a record of their own
-    row = 2 * cta + (1 if ROLE == INTRA else 0)
+    row = 2 * cta + (1 if awaited.ROLE == INTRA else 0)
     record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + row * RECORD_WORDS
     # the first wait that is given up tells the story; later ones only follow from it
     if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
         tl.store(record + 1, tl.load(context + OP))
         tl.store(record + 2, tl.load(context + RANK))
-        tl.store(record + 3, ROLE)
+        tl.store(record + 3, awaited.ROLE)
         tl.store(record + 4, cta)
-        tl.store(record + 5, KIND)
-        tl.store(record + 6, peer)
-        tl.store(record + 7, index)
+        tl.store(record + 5, awaited.KIND)
+        tl.store(record + 6, awaited.peer)
+        tl.store(record + 7, awaited.index)
         tl.store(record + 8, seen)
         tl.store(record + 9, expected)
         tl.store(record + 10, nanoseconds)
@@ -218,7 +230,7 @@ def _raise_abort(context):
 def refuse(context, reason, peer, seen, expected):
     """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
     its end, on all ranks, and the group can be used again."""
-    _record(context, reason, COMPUTE, ENTERED, peer, 0, seen, expected, 0)
+    _record(context, reason, Awaited(COMPUTE, ENTERED, peer, 0), seen, expected, 0)
 
 
 @triton.jit
@@ -230,7 +242,7 @@ def finish(context, epoch, SIZE: tl.constexpr):
     tl.debug_barrier()
     if SIZE > 1:
         if gave_up(context):
-            _record(context, TOLD_TO_LEAVE, COMPUTE, NOTHING, -1, 0, 0, 0, 0)
+            _record(context, TOLD_TO_LEAVE, Awaited(COMPUTE, NOTHING, -1, 0), 0, 0, 0)
     trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))
     before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
     if before + 1 == tl.num_programs(0):

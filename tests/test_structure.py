@@ -1,0 +1,113 @@
+"""What a reader can rely on: short argument lists, short functions and files, and layers that know only those below."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import mkernel
+
+SOURCE = Path(mkernel.__file__).parent
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+PARAMETERS, OF_KERNELS, POSITIONAL = 10, 12, 8
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 600, 80
+
+
+@cache
+def tree(file):
+    return ast.parse((SOURCE / file).read_text())
+
+
+def _is_jit(decorator):
+    if isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    return isinstance(decorator, ast.Attribute) and decorator.attr == "jit"
+
+
+def device_functions(file):
+    return [node for node in ast.walk(tree(file))
+            if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))]  # fmt: skip
+
+
+def parameters(function):
+    arguments = function.args
+    return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if device_functions(file)])
+def test_device_functions_have_short_argument_lists(file):
+    names = {function.name for each in FILES for function in device_functions(each)}
+    called = {
+        node.func.id
+        for each in FILES for function in device_functions(each) for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }  # fmt: skip
+    found = []
+    for function in device_functions(file):
+        most = PARAMETERS if function.name in called else OF_KERNELS
+        if parameters(function) > most:
+            found.append(f"{function.name} has {parameters(function)} parameters, {most} are allowed")
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                if len(node.args) > POSITIONAL:
+                    found.append(f"line {node.lineno}: {node.func.id} gets {len(node.args)} positional arguments")
+    assert not found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_and_functions_are_short(file):
+    found = []
+    lines = (SOURCE / file).read_text().count("\n")
+    if lines > LINES_OF_A_FILE:
+        found.append(f"{lines} lines")
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            length = body[-1].end_lineno - body[0].lineno + 1
+            if length > LINES_OF_A_FUNCTION:
+                found.append(f"{node.name} has {length} lines")
+    assert not found
+
+
+# folder -> what it may import of mkernel; a module that is named here alone may be imported where its folder may not
+BELOW = {
+    "lang": {"lang"},
+    "runtime": {"lang", "runtime", "net", "sim"},
+    "net": {"net", "runtime.errors"},
+    "sim": {"lang", "runtime", "sim", "net"},
+}
+
+
+def imported(file):
+    """Modules of mkernel that a file imports when it is imported itself or used, but not those for types only."""
+    skipped = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped |= set(ast.walk(node))
+    for node in ast.walk(tree(file)):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (
+                [alias.name for alias in node.names] if node.module.count(".") == 1 or node.module == "mkernel" else []
+            )
+            yield from ((node.lineno, f"{node.module}.{name}") for name in names or [""])
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_layers_know_only_those_below(folder):
+    found = []
+    for file in FILES:
+        if not file.startswith(f"{folder}/"):
+            continue
+        for line, module in imported(file):
+            if module.startswith("mkernel."):
+                name = module.removeprefix("mkernel.").rstrip(".")
+                if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in BELOW[folder]):
+                    found.append(f"{file}:{line} imports {module}")
+    assert not found
