@@ -266,8 +266,8 @@ def give_up_twice(context, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """As two warps of a CTA would that waited at the same time: one for what a peer was to send, which waits itself for
     a rank that never came; one for that rank. The first to give up has told the other one to leave."""
     nanoseconds = tl.cast(1000000000, tl.int64)
-    signals._record(context, signals.TIMED_OUT, FIRST, ARRIVED, 1, 40, 0, 1, nanoseconds)
-    signals._record(context, signals.TOLD_TO_LEAVE, SECOND, signals.ENTERED, 2, 0, 0, 1, nanoseconds)
+    signals._record(context, signals.TIMED_OUT, signals.Awaited(FIRST, ARRIVED, 1, 40), 0, 1, nanoseconds)
+    signals._record(context, signals.TOLD_TO_LEAVE, signals.Awaited(SECOND, signals.ENTERED, 2, 0), 0, 1, nanoseconds)
 
 
 @pytest.mark.parametrize(("first", "second", "told"), [(COMPUTE, INTRA, (2, 1)), (COMPUTE, COMPUTE, (1,))])

@@ -63,6 +63,11 @@ def constants(*values: Any) -> tuple[Any, ...]:
     return tuple(tl.constexpr(value) for value in values)
 
 
+def named_constants(**values: Any) -> dict[str, Any]:
+    """The same, by name."""
+    return {name: tl.constexpr(value) for name, value in values.items()}
+
+
 def matmul_precision(dtype: torch.dtype) -> str:
     """fp32 is multiplied as fp32, unless the user allowed tf32 in PyTorch."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -47,7 +47,7 @@ from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_ch
 from mkernel.runtime.group import Group
 from mkernel.runtime.hopper import described, right_operand
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.operands import constants
+from mkernel.runtime.operands import constants, named_constants
 from mkernel.runtime.world import Launch
 
 PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
@@ -257,7 +257,9 @@ def launch(
             round(2**20 / rate) if link else 0,
         ),
         n=n,
-        **dict(zip(("GROUP", "B_TRANSPOSED", "PACED"), constants(c.group_m, plan.right.transposed, link is not None))),
+        **named_constants(
+            GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed, PACED=link is not None
+        ),
     )  # fmt: skip
     return Launch(
         op="all_gather_matmul",
@@ -270,7 +272,7 @@ def launch(
             own=described(a, m, k, a.stride(0), block),
             even=described(data, size * m, k, rows.row_stride, block),
             odd=described(data[rows.half :], size * m, k, rows.row_stride, block),
-            b=right_operand(b, plan.right.transposed),
+            b=right_operand(b, plan.access.right.transposed),
             c=described(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             call=call,
         ),

@@ -27,7 +27,7 @@ from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk, wait_rows
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.operands import constants, descriptor
+from mkernel.runtime.operands import constants, descriptor, named_constants
 from mkernel.runtime.world import Launch
 
 
@@ -303,7 +303,7 @@ def launch(
     n = b.shape[1]
     c, size, element = plan.config, group.size, a.element_size()
     rows = memory.buffer_in(workspace, "rows")
-    found = group.heap.find(a) if plan.direct else None
+    found = group.heap.find(a) if plan.access.direct else None
     paced = group.world.links.nvlink is not None and c.intra_ctas > 0
     rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
 
@@ -311,11 +311,11 @@ def launch(
     own: Any = a
     gathered: Any = data
     result: Any = out
-    if plan.descriptors:
+    if plan.access.descriptors:
         block = [1, c.tile_m, c.tile_k]
-        own = None if plan.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
+        own = None if plan.access.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
         gathered = descriptor(data, [2, size * m, k], [rows.half, rows.row_stride, 1], block)
-    if plan.out_uses_tma:
+    if plan.access.out_uses_tma:
         result = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
@@ -327,17 +327,17 @@ def launch(
         n=n,
         join_tiles=c.join_tiles,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-        **dict(zip(
-            ("SENDERS", "INTRAS", "STAGED", "DIRECT", "FLAT", "GATHERED_OUT", "PACED", "COPY_ROWS", "COPY_ELEMENTS"),
-            constants(c.send_ctas, c.intra_ctas, plan.staged, plan.direct, plan.flat, gathered_out is not None,
-                      paced, 4, c.copy_bytes // element),
-        )),
+        **named_constants(
+            SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.staged, DIRECT=plan.access.direct,
+            FLAT=plan.access.flat, GATHERED_OUT=gathered_out is not None, PACED=paced,
+            COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // element,
+        ),
     )  # fmt: skip
     strides = Operands(
-        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.descriptors, False)),
-        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.descriptors, False)),
-        b=plan.right.strides(b),
-        c=Strides(m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.out_uses_tma, False)),
+        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.access.descriptors, False)),
+        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.access.descriptors, False)),
+        b=plan.access.right.strides(b),
+        c=Strides(m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.access.out_uses_tma, False)),
     )
     others = ((0, group.rank * m), ((group.rank + 1) * m, size * m))
     return Launch(
@@ -350,7 +350,7 @@ def launch(
             ranks=Ranks(*constants(size, group.gpus_per_node)),
             own=own,
             gathered=gathered,
-            b=plan.right.operand(b, c.tile_n, c.tile_k),
+            b=plan.access.right.operand(b, c.tile_n, c.tile_k),
             c=result,
             strides=strides,
             call=call,

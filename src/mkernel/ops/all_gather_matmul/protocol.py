@@ -26,7 +26,7 @@ def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
     """
     memory = Layout("all_gather_matmul")
     memory.signals("arrived", size, plan.chunks)
-    memory.buffer("rows", dtype, size * m, plan.row_stride)
+    memory.buffer("rows", dtype, size * m, plan.access.row_stride)
     return memory
 
 
