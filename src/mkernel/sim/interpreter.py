@@ -33,7 +33,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import MKernelError
 from mkernel.sim import tensors
-from mkernel.sim.language import BUILTINS, GIVES_TENSOR, HINTS, Cta, Descriptor, device_assert, native, running
+from mkernel.sim.access import Descriptor
+from mkernel.sim.cta import Cta, running
+from mkernel.sim.language import BUILTINS, GIVES_TENSOR, HINTS, device_assert, native
 from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)

@@ -26,7 +26,7 @@ from triton._C.libtriton import interpreter as _native
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.runtime.world import Array, Part
-from mkernel.sim.language import running
+from mkernel.sim.cta import running
 from mkernel.sim.order import Cta, Thread
 from mkernel.sim.races import Actor, Races, Sites
 from mkernel.sim.shadow import GIVEN, UNWRITTEN, Access, Region, Shadow
