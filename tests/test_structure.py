@@ -51,9 +51,9 @@ def test_device_functions_have_short_argument_lists(file):
         if parameters(function) > most:
             found.append(f"{function.name} has {parameters(function)} parameters, {most} are allowed")
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                if len(node.args) > POSITIONAL:
-                    found.append(f"line {node.lineno}: {node.func.id} gets {len(node.args)} positional arguments")
+            of_ours = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+            if of_ours and len(node.args) > POSITIONAL:
+                found.append(f"line {node.lineno}: {node.func.id} gets {len(node.args)} positional arguments")
     assert not found
 
 

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from triton.language.semantic import TritonSemantic
 from triton.runtime.jit import JITFunction
 
+from mkernel.sim.dtypes import BFLOAT16, INT1, KernelError, bf16_bits, bf16_values, constant, info, same_dtype
 from mkernel.sim.interpreter import python_function, run
-from mkernel.sim.tensors import BFLOAT16, INT1, KernelError, Tensor, bf16_bits, bf16_values, constant, info, same_dtype
+from mkernel.sim.tensors import Tensor
 
 SIGNED = [tl.int8, tl.int16, tl.int32, tl.int64]
 UNSIGNED = [tl.uint8, tl.uint16, tl.uint32, tl.uint64]

@@ -11,11 +11,10 @@ import numpy as np
 import triton.language as tl
 from triton._C.libtriton import interpreter as _native_memory
 
-from mkernel.sim import tensors
+from mkernel.sim import dtypes
 from mkernel.sim.blocks import along, in_common_shape, shape_of, spread
 from mkernel.sim.cta import running
-from mkernel.sim.elsewhere import BlockPointer, elsewhere
-from mkernel.sim.tensors import (
+from mkernel.sim.dtypes import (
     BFLOAT16,
     FLOAT,
     INT1,
@@ -24,15 +23,14 @@ from mkernel.sim.tensors import (
     INTEGER,
     KernelError,
     PointerType,
-    Tensor,
     constant,
-    convert,
     describe,
     from_memory,
     info,
     to_memory,
-    to_tensor,
-)  # fmt: skip
+)
+from mkernel.sim.elsewhere import BlockPointer, elsewhere
+from mkernel.sim.tensors import Tensor, convert, to_tensor
 
 # -- memory
 
@@ -358,7 +356,7 @@ class Descriptor:
         running.get().store(addresses, data, inside, True)
 
     def __getattr__(self, name: str) -> Any:
-        raise tensors.NoAttribute(f"a tensor descriptor has no attribute `{name}` in the simulator")
+        raise dtypes.NoAttribute(f"a tensor descriptor has no attribute `{name}` in the simulator")
 
 
 def make_tensor_descriptor(

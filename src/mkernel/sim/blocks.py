@@ -13,7 +13,7 @@ import triton.runtime.interpreter as base
 
 from mkernel.sim import tensors
 from mkernel.sim.cta import running
-from mkernel.sim.tensors import (
+from mkernel.sim.dtypes import (
     BFLOAT16,
     FLOAT,
     FLOAT16,
@@ -26,16 +26,13 @@ from mkernel.sim.tensors import (
     UINT32,
     KernelError,
     PointerType,
-    Tensor,
     constant,
-    convert,
     describe,
     info,
-    operands,
     rounded_to_bf16,
     same_dtype,
-    to_tensor,
-)  # fmt: skip
+)
+from mkernel.sim.tensors import Tensor, convert, operands, to_tensor
 
 # -- the launch
 

@@ -12,16 +12,8 @@ from triton.language.semantic import TritonSemantic
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim.cta import running
-from mkernel.sim.tensors import (
-    BFLOAT16,
-    KernelError,
-    PointerType,
-    Tensor,
-    bf16_bits,
-    bf16_values,
-    info,
-    same_dtype,
-)  # fmt: skip
+from mkernel.sim.dtypes import BFLOAT16, KernelError, PointerType, bf16_bits, bf16_values, info, same_dtype
+from mkernel.sim.tensors import Tensor
 
 # -- Triton's own interpreter, for everything else
 

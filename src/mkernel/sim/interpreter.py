@@ -32,16 +32,17 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import MKernelError
-from mkernel.sim import tensors
+from mkernel.sim import dtypes, statements, tensors
 from mkernel.sim.access import Descriptor
 from mkernel.sim.cta import Cta, running
+from mkernel.sim.dtypes import INT32, INT64, UINT64, KernelError, same_dtype
 from mkernel.sim.language import BUILTINS, GIVES_TENSOR, HINTS, device_assert, native
-from mkernel.sim.tensors import INT32, INT64, UINT64, KernelError, Tensor, same_dtype, to_tensor
+from mkernel.sim.tensors import Tensor, to_tensor
 
 JIT = (JITFunction, InterpretedFunction)
 _MARK = "__mkernel_kernel__"  # in the globals of compiled functions
 _TRITON = os.path.dirname(triton.__file__) + os.sep
-_RANGES = (tensors.counted, tensors.unrolled)
+_RANGES = (statements.counted, statements.unrolled)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -129,10 +130,10 @@ class _Compiler(ast.NodeTransformer):
                       if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}  # fmt: skip
         self.local |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
         self.names: dict[str, Any] = {
-            _MARK: True, "__builtins__": {}, "(assigned)": tensors.assigned, "(refuse)": _refuse,
-            "(chosen)": tensors.chosen, "(not)": tensors.negated, "(decides)": tensors.decides,
-            "(combined)": tensors.combined, "(value)": _value_of, "(assert)": device_assert,
-            "(tuple)": tuple, "(shown)": tensors.shown,
+            _MARK: True, "__builtins__": {}, "(assigned)": statements.assigned, "(refuse)": _refuse,
+            "(chosen)": statements.chosen, "(not)": statements.negated, "(decides)": statements.decides,
+            "(combined)": statements.combined, "(value)": _value_of, "(assert)": device_assert,
+            "(tuple)": tuple, "(shown)": statements.shown,
         }  # fmt: skip
         self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
         self.temporaries = 0
@@ -309,7 +310,7 @@ class _Compiler(ast.NodeTransformer):
             parts = [self.names.get(each.id) if isinstance(each, ast.Name) else None for each in node.args]
             if len(parts) == 1 and isinstance(parts[0], tl.dtype) and not node.keywords:
                 name = f"({parts[0]}*)"
-                self.names[name] = tensors.pointer_type(parts[0])
+                self.names[name] = dtypes.pointer_type(parts[0])
                 return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
         return node
 
@@ -480,7 +481,7 @@ def argument(value: Any) -> Any:
             return Tensor(np.int64(number), INT64)
         return Tensor(np.uint64(number), UINT64)
     if isinstance(value, (float, np.floating)):
-        return Tensor(np.float32(value), tensors.FLOAT32)
+        return Tensor(np.float32(value), dtypes.FLOAT32)
     return _constant(value)
 
 

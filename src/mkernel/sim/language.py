@@ -18,7 +18,7 @@ import numpy as np
 import triton.language as tl
 
 from mkernel.runtime.errors import SimulatorError
-from mkernel.sim import tensors
+from mkernel.sim import statements, tensors
 from mkernel.sim.access import (
     Descriptor,
     atomic_add,
@@ -93,23 +93,21 @@ from mkernel.sim.blocks import (
     zeros_like,
 )
 from mkernel.sim.cta import running
-from mkernel.sim.elsewhere import BlockPointer, elsewhere
-from mkernel.sim.tensors import (
+from mkernel.sim.dtypes import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     INT32,
     INT64,
     KernelError,
-    Tensor,
-    convert,
     describe,
     from_memory,
     info,
     pointer_type,
     to_memory,
-    to_tensor,
-)  # fmt: skip
+)
+from mkernel.sim.elsewhere import BlockPointer, elsewhere
+from mkernel.sim.tensors import Tensor, convert, to_tensor
 
 # -- instructions that Triton has no name for
 
@@ -279,7 +277,7 @@ def _as_tuple(values: Any = ()) -> tuple[Any, ...]:
 
 _FUNCTIONS: dict[str, Any] = {
     "tensor": Tensor, "constexpr": Constexpr, "pointer_type": Pointers, "tuple": tuple,
-    "tensor_descriptor": Descriptor, "range": tensors.counted, "static_range": tensors.unrolled,
+    "tensor_descriptor": Descriptor, "range": statements.counted, "static_range": statements.unrolled,
     "condition": lambda condition, disable_licm=False: condition, "to_tensor": to_tensor,
     "abs": abs_, "sum": sum_, "max": max_, "min": min_, "view": reshape,
     "multiple_of": hint, "max_contiguous": hint, "max_constancy": hint,
@@ -303,7 +301,7 @@ _STANDS_FOR = {
 }
 # Python's builtins that Triton knows
 BUILTINS: dict[str, Any] = {
-    "range": tensors.counted, "min": builtin_min, "max": builtin_max, "print": device_print, "list": _as_tuple,
+    "range": statements.counted, "min": builtin_min, "max": builtin_max, "print": device_print, "list": _as_tuple,
     "len": len, "float": float, "int": int, "isinstance": isinstance, "getattr": getattr, "hasattr": hasattr,
 }  # fmt: skip
 # what always gives a tensor

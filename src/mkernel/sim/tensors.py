@@ -13,148 +13,41 @@ beside them, take a short path; everything else goes through `operands`, which h
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 
 from mkernel.runtime.errors import SimulatorError
-
-BOOLEAN, INTEGER, FLOAT, POINTER, RAW = range(5)  # in the order of promotion; RAW is fp8, which is only moved
-
-
-class KernelError(SimulatorError):
-    """A kernel did something that Triton's compiler would refuse. Where it did is added when it leaves the kernel."""
-
-
-class NoAttribute(KernelError, AttributeError):
-    """For `hasattr` and `getattr` with a default."""
-
-
-class Info:
-    """What a dtype is to numpy."""
-
-    __slots__ = ("bits", "data", "kind", "memory", "signed")
-
-    def __init__(self, kind: int, bits: int, data: Any, memory: Any = None, signed: bool = False):
-        self.kind = kind
-        self.bits = bits
-        self.data = np.dtype(data)  # of a tensor's data
-        self.memory = np.dtype(memory or data)  # of an element in memory
-        self.signed = signed
-
-
-_INFOS = {
-    "int1": Info(BOOLEAN, 1, np.bool_, np.int8),
-    "int8": Info(INTEGER, 8, np.int8, signed=True),
-    "int16": Info(INTEGER, 16, np.int16, signed=True),
-    "int32": Info(INTEGER, 32, np.int32, signed=True),
-    "int64": Info(INTEGER, 64, np.int64, signed=True),
-    "uint8": Info(INTEGER, 8, np.uint8),
-    "uint16": Info(INTEGER, 16, np.uint16),
-    "uint32": Info(INTEGER, 32, np.uint32),
-    "uint64": Info(INTEGER, 64, np.uint64),
-    "fp16": Info(FLOAT, 16, np.float16),
-    "bf16": Info(FLOAT, 16, np.float32, np.uint16),
-    "fp32": Info(FLOAT, 32, np.float32),
-    "fp64": Info(FLOAT, 64, np.float64),
-    **{name: Info(RAW, 8, np.uint8) for name in ("fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8", "fp8e4b15")},
-}
-_ADDRESS = Info(POINTER, 64, np.uint64)
-
-INT1, INT32, INT64, UINT32, UINT64 = tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64
-FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = tl.float16, tl.bfloat16, tl.float32, tl.float64
-_SAME = {dtype.name: dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name in _INFOS}
-_ALL_BITS = (1 << 64) - 1
-_WHOLE = slice(None)
-
-
-class PointerType(tl.pointer_type):
-    """A pointer type that knows the size of an element. There is one object for each type."""
-
-    def __init__(self, element: tl.dtype, address_space: int, const: bool):
-        super().__init__(element, address_space, const)
-        self.element_bytes = _ADDRESS.memory.itemsize if element.is_ptr() else max(1, element.primitive_bitwidth // 8)
-        self.step = np.uint64(self.element_bytes)
-
-
-_pointers: dict[tuple[str, int, bool], PointerType] = {}
-
-
-def pointer_type(element: tl.dtype, address_space: int = 1, const: bool = False) -> PointerType:
-    if not isinstance(element, tl.dtype):
-        raise KernelError(f"tl.pointer_type needs a dtype, got {describe(element)}")
-    key = (str(element) if element.is_ptr() else element.name, address_space, const)
-    found = _pointers.get(key)
-    if found is None:
-        found = _pointers[key] = PointerType(same_dtype(element), address_space, const)
-    return found
-
-
-def same_dtype(dtype: Any) -> Any:
-    """The one object that stands for this dtype here."""
-    if type(dtype) is PointerType:
-        return dtype
-    if isinstance(dtype, tl.pointer_type):
-        return pointer_type(dtype.element_ty, dtype.address_space, dtype.const)
-    return _SAME.get(dtype.name, dtype)
-
-
-def info(dtype: Any) -> Info:
-    return _ADDRESS if type(dtype) is PointerType else _INFOS[dtype.name]
-
-
-def describe(value: Any) -> str:
-    """A value as an error message shows it: the type of a tensor, and a constant itself."""
-    return f"a tensor of {value}" if type(value) is Tensor else repr(value)
-
-
-# -- bf16
-
-
-def rounded_to_bf16(values: Any) -> Any:
-    """fp32 numbers rounded to the nearest bf16, ties to even; still fp32."""
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    nan = np.isnan(values)
-    if nan.any():
-        rounded = np.where(nan, np.uint32(0x7FC00000), rounded)[()]
-    return rounded.view(np.float32)
-
-
-def bf16_bits(values: Any) -> Any:
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-
-
-def bf16_values(bits: Any) -> Any:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def from_memory(data: Any, dtype: Any) -> Any:
-    """What was loaded, as a tensor of this dtype holds it."""
-    if dtype is BFLOAT16:
-        return bf16_values(data)
-    if dtype is INT1:
-        return data != 0
-    return data
-
-
-def to_memory(data: Any, dtype: Any) -> Any:
-    if dtype is BFLOAT16:
-        return bf16_bits(data)
-    if dtype is INT1:
-        return data.astype(np.int8)
-    return data
-
-
-# -- conversions
-
-
-def constant(value: Any, dtype: Any) -> Any:
-    """A Python number as the data of a scalar."""
-    data = info(dtype).data.type(value)
-    return rounded_to_bf16(data) if dtype is BFLOAT16 else data
+from mkernel.sim.dtypes import (
+    _ALL_BITS,
+    _WHOLE,
+    BFLOAT16,
+    BOOLEAN,
+    FLOAT,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT1,
+    INT32,
+    INT64,
+    INTEGER,
+    POINTER,
+    RAW,
+    UINT32,
+    UINT64,
+    KernelError,
+    NoAttribute,
+    PointerType,
+    constant,
+    describe,
+    from_memory,
+    info,
+    rounded_to_bf16,
+    same_dtype,
+    to_memory,
+)
 
 
 def dtype_of_number(value: Any) -> Any:
@@ -684,79 +577,3 @@ _small = {number: Tensor(np.int32(number), INT32) for number in range(-16, 257)}
 _and, _or, _xor = _bitwise("&", operator.and_), _bitwise("|", operator.or_), _bitwise("^", operator.xor)
 _bitcast = bitcast
 methods: dict[str, Callable[..., Any]] = {}  # functions of language.py that are methods, too
-
-
-# -- what Triton's compiler makes of Python's statements
-
-
-def assigned(value: Any) -> Any:
-    """What a variable holds after `x = value`: numbers become tensors, in tuples, too."""
-    if type(value) is Tensor or value is None:
-        return value
-    if isinstance(value, (bool, int, float)):
-        return to_tensor(value)
-    if isinstance(value, tuple):
-        parts = [assigned(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def shown(value: Any) -> Any:
-    """A part of an f-string."""
-    if isinstance(value, Tensor):
-        raise KernelError(f"an f-string in a kernel can show constants only, got {describe(value)}")
-    return value
-
-
-def chosen(condition: Any, value: Any) -> Any:
-    """The value of `a if condition else b`."""
-    return to_tensor(value) if type(condition) is Tensor else value
-
-
-def negated(value: Any) -> Any:
-    """`not value`"""
-    return ~_truth(value) if type(value) is Tensor else not value
-
-
-def decides(value: Any, conjunction: bool) -> bool:
-    """Does this operand of `and` (or of `or`) settle the result, so that what follows is not evaluated?"""
-    return type(value) is not Tensor and bool(value) is not conjunction
-
-
-def combined(left: Any, right: Any, conjunction: bool) -> Any:
-    """`left and right`, or `left or right`, where `left` did not settle it."""
-    if type(left) is not Tensor:
-        return right
-    if type(right) is not Tensor:
-        return right if decides(right, conjunction) else left
-    return _truth(left) & _truth(right) if conjunction else _truth(left) | _truth(right)
-
-
-def _truth(value: Tensor) -> Tensor:
-    if value.dtype is not INT1:
-        raise KernelError(f"`and`, `or` and `not` are for conditions, got {describe(value)}: compare it (x != 0)")
-    return value
-
-
-def counted(first: Any, end: Any = None, step: Any = None, **hints: Any) -> Iterator[Tensor]:
-    """`range` and `tl.range`: the loop variable is a tensor."""
-    low, high = (0, first) if end is None else (first, end)
-    bounds = [to_tensor(bound) for bound in (low, high, 1 if step is None else step)]
-    for bound in bounds:
-        if bound.shape or info(bound.dtype).kind > INTEGER:
-            raise KernelError(f"the bounds and the step of a loop must be integer scalars, got {describe(bound)}")
-    dtype = _promoted(_promoted(bounds[0].dtype, bounds[1].dtype), bounds[2].dtype)
-    make = info(dtype).data.type
-    start, stop, stride = (int(bound._data) for bound in bounds)
-    if stride == 0:
-        raise KernelError("the step of a loop must not be 0")
-    for number in range(start, stop, stride):
-        yield Tensor(make(number), dtype)
-
-
-def unrolled(first: Any, end: Any = None, step: Any = None) -> range:
-    """`tl.static_range`: the loop variable is a constant."""
-    for bound in (first, end, step):
-        if bound is not None and not isinstance(bound, int):
-            raise KernelError(f"the bounds of tl.static_range must be constants, got {describe(bound)}")
-    return range(first) if end is None else range(first, end, step or 1)
