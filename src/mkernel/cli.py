@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import signal
 import sys
@@ -24,8 +23,8 @@ except ImportError as missing:
     ) from missing
 
 from mkernel import operators
+from mkernel.cli_checks import check_file, check_gpus, failures_in_words, shared_links, workload_and_shapes
 from mkernel.runtime.errors import MKernelError
-from mkernel.runtime.world import Links
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
@@ -33,13 +32,10 @@ if TYPE_CHECKING:
     from mkernel.estimates import Simulation, Watch
     from mkernel.runtime.group import Group
     from mkernel.tracing import Trace
-    from mkernel.workloads import Workload
 
 LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
-MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
 WAYS = ("host", "nccl", "symm_mem")  # of bench --against
 NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
 
 
 class CommandLine(typer.Typer):
@@ -119,7 +115,7 @@ def demo(
     """
     import torch
 
-    _check_file(html, "--html")
+    check_file(html, "--html")
     chosen = device.value
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() and nodes in (None, 1) else "cpu"
@@ -137,9 +133,9 @@ def demo(
     nodes, gpus_per_node = nodes or default_nodes, gpus_per_node or default_gpus
     page = str(html) if html is not None else None
     console = Console(highlight=False)
-    with _failures_in_words():
+    with failures_in_words():
         if chosen == "cuda":
-            _check_gpus(gpus_per_node, nodes, "--gpus-per-node")
+            check_gpus(gpus_per_node, nodes, "--gpus-per-node")
             code = demonstration.run(nodes, gpus_per_node, chosen, seed, console, html=page)
         else:
             simulation = demonstration.simulation(nodes * gpus_per_node)
@@ -205,7 +201,7 @@ def bench(
         if rate is not None and not rate > 0:
             raise typer.BadParameter(f"must be more than 0 GB/s, got {rate:g}", param_hint=name)
     for path, option in ((json, "--json"), (csv, "--csv"), (html, "--html")):
-        _check_file(path, option)
+        check_file(path, option)
     ways = _ways(against)
     wanted = _wanted(op, shape, shapes, ranks * nodes)
     options = tuple(name for name, on in (("causal", causal), ("zigzag", zigzag)) if on)
@@ -214,12 +210,12 @@ def bench(
             raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
         if nodes > 1 and not one.several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
-    _check_gpus(ranks, nodes, "--ranks")
+    check_gpus(ranks, nodes, "--ranks")
     # the other ways go over the links that are there: what is compared with them should, too
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
 
-    with _failures_in_words():
+    with failures_in_words():
         code = benchmarks.main(
             wanted,
             ranks=ranks,
@@ -331,18 +327,6 @@ def why(
         typer.echo("(A rank that raised an error of its own, but whose file is not here, looks as if it never came.)")
 
 
-def _check_file(path: Path | None, option: str) -> None:
-    """Refuse a file that could not be written in the end."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise typer.BadParameter(f"{path} can not be written", param_hint=option)
-    if option == "--html" and importlib.util.find_spec("plotly") is None:
-        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
-
-
 @main.command()
 def trace(
     op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
@@ -375,8 +359,8 @@ def trace(
 
     from mkernel.workloads import DTYPES
 
-    workload, parsed = _workload(op, shapes, ranks * nodes)
-    _check_file(out, "--out")
+    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
+    check_file(out, "--out")
     if where is not None and where >= ranks * nodes:
         raise typer.BadParameter(f"there are the ranks 0 to {ranks * nodes - 1}; got {where}", param_hint="--where")
     if out.suffix == ".html":
@@ -399,16 +383,16 @@ def trace(
             gpus_per_node=ranks,
             device=chosen,
             dtype=DTYPES[dtype.value],
-            links=_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
+            links=shared_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
             calls=calls,
             room=events,
             seed=seed,
             begin=begin,
         )
 
-    with _failures_in_words():
+    with failures_in_words():
         if chosen == "cuda":
-            _check_gpus(ranks, nodes, "--ranks")
+            check_gpus(ranks, nodes, "--ranks")
             traced = record()
         else:
             jobs = [(workload, shape, calls) for shape in wanted]
@@ -460,7 +444,7 @@ def check(
 
     replay = ["mkernel", "check", what, "--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node)]
     leave_out = list(without or ())
-    with _failures_in_words():
+    with failures_in_words():
         path, _, name = what.rpartition(":")
         if path.endswith(".py") or what.endswith(".py"):
             if not name or what.endswith(".py"):
@@ -473,7 +457,7 @@ def check(
             except MKernelError as problem:
                 raise typer.BadParameter(str(problem), param_hint="OP") from problem
         else:
-            workload, parsed = _workload(what, [shape] if shape is not None else None, nodes * gpus_per_node)
+            workload, parsed = workload_and_shapes(what, [shape] if shape is not None else None, nodes * gpus_per_node)
             from mkernel.demo.cases import simulated_shape
             from mkernel.estimates import Simulation
 
@@ -531,7 +515,7 @@ def tune(
 
     from mkernel.workloads import DTYPES
 
-    workload, parsed = _workload(op, shapes, ranks * nodes)
+    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
     said = dict(causal=causal, zigzag=zigzag, kv_heads=kv_heads, experts=experts, topk=topk)
     for name, value in said.items():
         if value and name not in workload.options:
@@ -539,63 +523,23 @@ def tune(
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)
-    _check_gpus(ranks, nodes, "--ranks")
+    check_gpus(ranks, nodes, "--ranks")
     from mkernel.tuning import command
 
     # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
     shared = torch.cuda.device_count() < ranks * nodes and not unpaced
-    with _failures_in_words():
+    with failures_in_words():
         command.run(
             workload,
             parsed or [workload.on_gpu],
             nodes=nodes,
             gpus_per_node=ranks,
             dtype=DTYPES[dtype.value],
-            links=_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
+            links=shared_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
             seconds=seconds,
             options={name: value for name, value in said.items() if name in workload.options and value is not None},
             console=Console(highlight=False),
         )
-
-
-def _workload(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
-    """The workload of an operator, and the shapes that were asked for."""
-    from mkernel.workloads import workload_of
-
-    try:
-        workload = workload_of(op)
-    except MKernelError as problem:
-        raise typer.BadParameter(str(problem), param_hint="OP") from problem
-    try:
-        return workload, [workload.parse(text, ranks) for text in shapes or []]
-    except MKernelError as problem:
-        raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
-
-
-def _check_gpus(ranks: int, nodes: int, option: str) -> None:
-    """Refuse more ranks than the GPUs that are here, if any, could run at the same time."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and ranks * nodes > gpus * MOST_SHARING:
-        raise typer.BadParameter(
-            f"{ranks * nodes} ranks can not run on {gpus} GPU{'s' if gpus > 1 else ''}: each needs an SM for itself. "
-            f"There can be {gpus * MOST_SHARING} at most",
-            param_hint=option,
-        )
-
-
-def _links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
-    """The links of ranks that share the GPUs which are here."""
-    import torch
-
-    sharing = -(-ranks * nodes // max(torch.cuda.device_count(), 1))
-    between = network is not None and nodes > 1
-    return Links(
-        nvlink=link / sharing if link and ranks > 1 else None,
-        network=network / sharing if network and between else None,
-        network_latency=5e-6 if between else 0.0,
-    )
 
 
 def _somebody_can_answer() -> bool:
@@ -638,25 +582,6 @@ def _estimate(
         typer.confirm("Run it all the same?", abort=True, err=True)
     typer.echo(f"mkernel: simulating, for about {about}", err=True)
     return seconds
-
-
-@contextlib.contextmanager
-def _failures_in_words() -> Iterator[None]:
-    """What is no mistake in this package ends in a line, and exit code 1, instead of a traceback."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # nobody reads any more: see CommandLine
-    except (MKernelError, OSError) as problem:
-        words = str(problem)
-    except RuntimeError as problem:
-        if not any(sign in str(problem) for sign in OUT_OF_MEMORY):
-            raise
-        words = f"there is not enough memory for that: {str(problem).splitlines()[0]}"
-    else:
-        return
-    typer.echo(f"mkernel: {words}", err=True)
-    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

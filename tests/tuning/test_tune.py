@@ -58,10 +58,20 @@ def paper(monkeypatch, tmp_path):
     return measured
 
 
+def fields_of(arguments):
+    """What a kernel is told, in structures too: names and values."""
+    for name, value in arguments.items():
+        if hasattr(value, "_asdict"):
+            yield from fields_of(value._asdict())
+        else:
+            yield name, getattr(value, "value", value)  # of a constant
+
+
 def time_of(launch):
     """Milliseconds on that machine: it likes many CTAs, wide tiles, eight warps and groups of 4 blocks."""
-    told = launch.arguments
-    time = 1.0 + 0.1 * (CTAS - launch.grid) + 0.05 * (told.get("GROUP", 4) != 4) + 64 / told.get("TILE_N", 64)
+    told = dict(fields_of(launch.arguments))
+    columns = told.get("TILE_N", told.get("N", 64))
+    time = 1.0 + 0.1 * (CTAS - launch.grid) + 0.05 * (told.get("GROUP", 4) != 4) + 64 / columns
     return time + 0.2 * (launch.options["num_warps"] != 8)
 
 
@@ -207,7 +217,7 @@ def test_a_wrong_result_is_not_kept(monkeypatch):
 
         return measuring.Call(broken, call.tried)
 
-    monkeypatch.setattr(cli, "_links", lambda *_: mk.Links(nvlink=225.0))
+    monkeypatch.setattr(cli, "shared_links", lambda *_: mk.Links(nvlink=225.0))
     workload = WORKLOADS["all_gather_matmul"]
     monkeypatch.setitem(WORKLOADS, workload.op, type(workload)(**{**vars(workload), "make": wrong}))
     with pytest.raises(mk.MKernelError, match="gives another result than the default"):

@@ -20,7 +20,8 @@ from mkernel.runtime.network import drained
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
-    from mkernel.sim.world import RunningLaunch, SimWorld
+    from mkernel.sim.launches import RunningLaunch
+    from mkernel.sim.world import SimWorld
 
 
 class Ahead:
