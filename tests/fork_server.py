@@ -20,7 +20,7 @@ import types
 
 NUMBER = struct.Struct("i")
 IMPORTS = (
-    "torch.distributed.device_mesh", "mkernel", "mkernel.net.native", "mkernel.runtime.processes",
+    "torch.distributed.device_mesh", "mkernel", "mkernel.net.library", "mkernel.runtime.processes",
     "mkernel.runtime.cpu_processes",  # the simulator, too
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.spawn import simulator_is_there
 
 if TYPE_CHECKING:
-    from mkernel.net.connect import Wish
+    from mkernel.net.config import TransportConfig
 
 ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for nobody
 
@@ -39,7 +39,7 @@ _EXPLAINERS: dict[str, Callable[..., Any]] = {
 def init(
     process_group: Any = None,
     *,
-    transport: str | Wish = "auto",
+    transport: str | TransportConfig = "auto",
     timeout: float | None = None,
     gpus_per_node: int | None = None,
 ) -> Group:

@@ -500,7 +500,7 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
 
 
 def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
-    """Which devices each rank would take, by the place of its GPU; see mkernel.net.connect."""
+    """Which devices each rank would take, by the place of its GPU; see mkernel.runtime.connect."""
     torch = machine.module("torch")
     ports = devices.find_ports(machine.sysfs)
     if any(finding.name in ("C++ compiler", "cache") and finding.status == "problem" for finding in findings):

@@ -15,8 +15,8 @@ import pytest
 from others import as_root
 from patience import HANG
 
+from mkernel import cache
 from mkernel.net import build as builder
-from mkernel.runtime import cache
 from mkernel.runtime.errors import TransportError
 
 EXPORTED = 'extern "C" __attribute__((visibility("default")))'

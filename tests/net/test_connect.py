@@ -6,8 +6,10 @@ import pytest
 import torch
 from patience import HANG
 
-from mkernel.net import Efa, Proxy, Tcp, TcpTransport, Verbs, VerbsTransport, connect, devices
+from mkernel.net import Efa, Proxy, Tcp, TcpTransport, Verbs, VerbsTransport, devices
+from mkernel.net.config import transport_config
 from mkernel.net.rdma import EfaTransport
+from mkernel.runtime import connect
 from mkernel.runtime.errors import ArgumentError, TransportError
 from mkernel.runtime.topology import Topology
 
@@ -54,7 +56,7 @@ def open_all(wishes, gpus_per_node=1):
     def one(rank):
         try:
             results[rank] = connect.open_transport(
-                groups[rank], connect.wish_of(wishes[rank]), lambda: "127.0.0.1", SECRET
+                groups[rank], transport_config(wishes[rank]), lambda: "127.0.0.1", SECRET
             )
         except TransportError as error:
             results[rank] = error
@@ -205,4 +207,4 @@ def test_memory_that_one_rank_can_not_register_is_told_to_all(machine, control):
 @pytest.mark.parametrize("wrong", ["infiniband", "", None, 3])
 def test_wishes_that_are_refused(wrong):
     with pytest.raises(ArgumentError, match="transport must be 'auto', 'tcp', 'verbs', 'efa' or a Tcp, Verbs or Efa"):
-        connect.wish_of(wrong)
+        transport_config(wrong)

@@ -21,7 +21,7 @@ STREAMS_AND_LOCALES = re.compile(r"stream|std::(locale|ctype|codecvt|num_put|num
 PROVOKE = """
 import sys
 import torch  # and with it its C++ library, before ours
-from mkernel.net import native
+from mkernel.net import library as native
 
 library = native._Library(sys.argv[1])
 rank = library.check(library.loopback_create(b"exports", 3, 0, 0.0, -1))

@@ -146,17 +146,17 @@ def test_requests_that_can_not_be_served(job, wrong, words):
     stop_all([one])
 
 
-def test_an_error_raises_the_alarm(job):
+def test_an_error_sets_the_abort_flag(job):
     zero, one = make(job)
     flags = torch.zeros(2, dtype=torch.int64)
-    zero.proxy.alarm(flags.data_ptr(), flags.device)
-    one.proxy.alarm(flags.data_ptr() + 8, flags.device)
+    zero.proxy.set_abort_flag(flags.data_ptr(), flags.device)
+    one.proxy.set_abort_flag(flags.data_ptr() + 8, flags.device)
     zero.put(1, 0, 0, 8)
     one.wait(0, 1)
     assert flags.tolist() == [0, 0]
     zero.producer.post(7)
     zero.failure()
-    eventually(lambda: flags.tolist() == [1, 0], "the alarm")
+    eventually(lambda: flags.tolist() == [1, 0], "the abort flag")
     zero.proxy.stop(0)
     zero.transport.close()
     stop_all([one])

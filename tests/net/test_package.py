@@ -60,7 +60,7 @@ def installed(tmp_path_factory):
 def test_no_compiler_is_needed(installed, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CXX"}
     environment |= {"PYTHONPATH": str(installed), "PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path)}
-    program = "import mkernel.net.native as native; native.library(); print(native.__file__)"
+    program = "import mkernel.net.library as native; native.library(); print(native.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, env=environment, cwd=tmp_path
     )

@@ -16,7 +16,7 @@ from patience import HANG
 from mkernel.net import EfaTransport, VerbsTransport
 from mkernel.net import build as builder
 from mkernel.net.build import RDMA_HEADERS, build, compiler
-from mkernel.net.native import Transport
+from mkernel.net.library import Transport
 from mkernel.runtime.errors import TransportError
 
 from .harness import Rank, eventually, stop_all

@@ -16,7 +16,7 @@ from patience import HANG
 
 from mkernel.lang import requests as layout
 from mkernel.net import LoopbackTransport, Proxy
-from mkernel.net.native import library
+from mkernel.net.library import library
 from mkernel.runtime.errors import ArgumentError, TransportError
 from mkernel.runtime.network import drained
 

@@ -13,7 +13,9 @@ import torch
 from patience import WAIT
 
 import mkernel as mk
-from mkernel.net import Verbs, connect, devices
+from mkernel.net import Verbs, devices
+from mkernel.net.config import transport_config
+from mkernel.runtime import connect
 from mkernel.runtime.errors import ArgumentError, TransportError
 
 
@@ -76,7 +78,7 @@ def rank_main(rank: int) -> None:
 
 def main() -> int:
     choices()
-    assert "'verbs'" in refused(ArgumentError, lambda: connect.wish_of("infiniband"))
+    assert "'verbs'" in refused(ArgumentError, lambda: transport_config("infiniband"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -18,7 +18,8 @@ from compiled import pretending
 from others import as_root
 
 import mkernel as mk
-from mkernel.runtime import cache, tuned
+from mkernel import cache
+from mkernel.runtime import tuned
 from mkernel.runtime.tuned import Table, Tunable, bucket
 from mkernel.tuning.spaces import families_of
 from mkernel.workloads import WORKLOADS, workload_of

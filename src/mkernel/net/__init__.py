@@ -1,7 +1,7 @@
 """The network between nodes: the proxy that serves a rank's request ring, and its transports."""
 
-from mkernel.net.connect import Efa, Tcp, Verbs
-from mkernel.net.native import LoopbackTransport, Proxy, Statistics, TcpTransport, Transport
+from mkernel.net.config import Efa, Tcp, Verbs
+from mkernel.net.library import LoopbackTransport, Proxy, Statistics, TcpTransport, Transport
 from mkernel.net.rdma import EfaTransport, VerbsTransport
 
 __all__ = [

@@ -3,7 +3,7 @@
 A wheel has the library beside its sources (setup.py). In a source tree it is kept in the user's cache directory
 ($XDG_CACHE_HOME or ~/.cache, below mkernel/), under a name made from everything that goes into it: sources, compiler,
 flags. So it is built once per version, and several processes may ask for it at the same time. A cache that another user
-could put a library into (see runtime/cache.py) is not used: each process then compiles one for itself, and warns.
+could put a library into (see cache.py) is not used: each process then compiles one for itself, and warns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mkernel.runtime import cache
+from mkernel import cache
 from mkernel.runtime.errors import MKernelError, TransportError
 
 NATIVE = Path(__file__).parent / "native"

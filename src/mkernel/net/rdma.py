@@ -1,7 +1,7 @@
 """The RDMA transports from Python: `verbs` for InfiniBand and RoCE, `efa` for AWS.
 
 They do not find their peers by themselves. Every rank describes itself to each of its peers, and each
-of its segments to all of them; descriptions are bytes that the caller carries, see `mkernel.net.connect`.
+of its segments to all of them; descriptions are bytes that the caller carries, see `mkernel.runtime.connect`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-from mkernel.net.native import RdmaPortEntry, Transport, library, milliseconds
+from mkernel.net.library import RdmaPortEntry, Transport, library, milliseconds
 
 DESCRIPTION_BYTES = 1 << 16
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mkernel.net.connect import Wish
+from mkernel.net.config import TransportConfig
 from mkernel.runtime.group import Group
 from mkernel.runtime.processes import Processes, host_name
 from mkernel.runtime.world import exchange_addresses
@@ -34,7 +34,11 @@ class ProcessWorld(Processes, InlineWorld):
     scheduler_type = RealTimeScheduler
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
+        self,
+        process_group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        transport: TransportConfig | str,
+        timeout: float,
     ):
         seed = dist.get_rank(process_group)
         InlineWorld.__init__(self, dist.get_world_size(process_group), 1, seed, Options())

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
-from mkernel.net.connect import Wish
+from mkernel.net.config import TransportConfig
 from mkernel.runtime.cuda import CudaRanks
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
@@ -39,7 +39,11 @@ class CudaProcessWorld(Processes, CudaRanks):
     device_type = "cuda"
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, gpus_per_node: int | None, transport: Wish | str, timeout: float
+        self,
+        process_group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        transport: TransportConfig | str,
+        timeout: float,
     ):
         device = _take_device()
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)

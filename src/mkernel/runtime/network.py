@@ -39,7 +39,7 @@ class Connection:
         self.control = group._control
         for address, device in zip(self.control.addresses, devices):
             if address:
-                self.proxy.alarm(address, device)
+                self.proxy.set_abort_flag(address, device)
 
 
 def drained(ring: torch.Tensor) -> bool:

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mkernel.net import connect
-from mkernel.runtime import liveness, messages, records, secret
+from mkernel.net.config import TransportConfig, transport_config
+from mkernel.runtime import connect, liveness, messages, records, secret
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import Networked
@@ -55,7 +55,7 @@ class Processes(Networked):
         self,
         process_group: dist.ProcessGroup | None,
         gpus_per_node: int | None,
-        transport: connect.Wish | str,
+        transport: TransportConfig | str,
         timeout: float,
     ):
         Networked.__init__(self)
@@ -81,7 +81,7 @@ class Processes(Networked):
             self._nodes = [rank // gpus_per_node for rank in range(size)]
         else:
             self._nodes = [hosts.index(host) for host in hosts]
-        self._transport = connect.wish_of(transport)
+        self._transport = transport_config(transport)
         self._peers_here = {
             rank: (process, page)
             for rank, (host, _, _, process, page) in enumerate(told)
@@ -436,7 +436,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def init(
     process_group: dist.ProcessGroup | None,
     gpus_per_node: int | None,
-    transport: connect.Wish | str,
+    transport: TransportConfig | str,
     timeout: float | None,
 ) -> Group:
     """The group of all ranks of a process group: on GPUs where there are some."""

@@ -13,7 +13,7 @@ sizes are the same on every rank, they lead to the whole configuration.
 Writers take a lock, read the file again, and put a new file in its place in one step: a reader sees the old file
 or the new one, and of two writers none loses what the other one wrote. A file that can not be
 understood is reported once, and ignored; the next writer puts it aside. A file that another user could change (see
-runtime/cache.py) is reported and ignored as well, and nothing is written to it.
+cache.py) is reported and ignored as well, and nothing is written to it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.runtime import cache
+from mkernel import cache
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.planning import check_given, common_ctas

@@ -30,7 +30,7 @@ void shuffled(uint64_t seed, int senders, int ways, size_t lag, uint64_t message
   std::vector<std::vector<Parcel>> network(static_cast<size_t>(ways));
   std::vector<std::deque<Parcel>> arrived(static_cast<size_t>(ways));
   Tally tally;
-  std::map<uint64_t, uint32_t> placed, expected;  // by message: pieces whose bytes are in memory, and all
+  std::map<uint64_t, uint32_t> placed, expected;  // by message: fragments whose bytes are in memory, and all
   std::set<uint64_t> raised;
   uint64_t begun = 0;
   auto sender_of_message = [&](uint64_t message) -> Sender& { return *all[message % all.size()]; };
@@ -38,7 +38,7 @@ void shuffled(uint64_t seed, int senders, int ways, size_t lag, uint64_t message
     if (arrived[way].empty()) return;
     Parcel parcel = arrived[way].front();
     arrived[way].pop_front();
-    auto whole = parcel.announcement ? tally.announce(parcel.what) : tally.piece(parcel.what.label);
+    auto whole = parcel.announcement ? tally.announce(parcel.what) : tally.fragment(parcel.what.label);
     if (!whole) return;
     auto message = static_cast<uint64_t>(whole->value);
     CHECK(whole->label == parcel.what.label && whole->signal == message * 8);
@@ -54,13 +54,13 @@ void shuffled(uint64_t seed, int senders, int ways, size_t lag, uint64_t message
       Parcel parcel;
       parcel.message = message;
       parcel.what.label = sender.labels.begin();
-      parcel.what.pieces = static_cast<uint32_t>(random() % 5);
+      parcel.what.fragments = static_cast<uint32_t>(random() % 5);
       parcel.what.signal = message * 8;
       parcel.what.value = static_cast<int64_t>(message);
-      expected[message] = parcel.what.pieces;
-      sender.unacknowledged[message] = {parcel.what.label, parcel.what.pieces + 1};
-      for (uint32_t i = 0; i <= parcel.what.pieces; ++i) {
-        parcel.announcement = i == parcel.what.pieces;
+      expected[message] = parcel.what.fragments;
+      sender.unacknowledged[message] = {parcel.what.label, parcel.what.fragments + 1};
+      for (uint32_t i = 0; i <= parcel.what.fragments; ++i) {
+        parcel.announcement = i == parcel.what.fragments;
         network[random() % network.size()].push_back(parcel);
       }
     }
@@ -118,12 +118,12 @@ void counting() {
   Tally tally;
   Announcement two;
   two.label = 5;
-  two.pieces = 2;
+  two.fragments = 2;
   CHECK(!tally.announce(two));
   refused([&] { tally.announce(two); });
-  CHECK(!tally.piece(5));
-  CHECK(tally.piece(5)->pieces == 2);
-  for (int i = 0; i < 3; ++i) CHECK(!tally.piece(5));
+  CHECK(!tally.fragment(5));
+  CHECK(tally.fragment(5)->fragments == 2);
+  for (int i = 0; i < 3; ++i) CHECK(!tally.fragment(5));
   refused([&] { tally.announce(two); });
 }
 

@@ -18,11 +18,11 @@ using Random = std::mt19937_64;
 constexpr uint64_t kSignals = 64;
 constexpr int kStreams = 3;
 
-void append(Bytes& stream, const Piece& piece, const Bytes& data) {
-  auto* header = reinterpret_cast<const uint8_t*>(&piece);
-  stream.insert(stream.end(), header, header + sizeof(piece));
-  auto from = data.begin() + static_cast<std::ptrdiff_t>(Cut(piece.total).begin(piece.index));
-  stream.insert(stream.end(), from, from + static_cast<std::ptrdiff_t>(piece.bytes));
+void append(Bytes& stream, const Fragment& fragment, const Bytes& data) {
+  auto* header = reinterpret_cast<const uint8_t*>(&fragment);
+  stream.insert(stream.end(), header, header + sizeof(fragment));
+  auto from = data.begin() + static_cast<std::ptrdiff_t>(Fragmentation(fragment.total).begin(fragment.index));
+  stream.insert(stream.end(), from, from + static_cast<std::ptrdiff_t>(fragment.bytes));
 }
 
 // Transfers over several streams, and the memory as it should be afterwards.
@@ -30,31 +30,31 @@ std::vector<Bytes> conversation(Random& random, Bytes& expected) {
   std::vector<Bytes> streams(kStreams);
   uint64_t room = expected.size() - kSignals;
   for (uint64_t transfer = 0; transfer < 1 + random() % 6; ++transfer) {
-    Piece piece;
-    piece.kind = kPiece;
-    piece.transfer = transfer;
-    piece.total = random() % (random() % 16 == 0 ? room + 1 : 200);
-    piece.target = kSignals + random() % (room - piece.total + 1);
-    piece.signal = transfer % 8 * 8;
-    piece.value = static_cast<int64_t>(transfer) + 1;
-    Bytes data(piece.total);
+    Fragment fragment;
+    fragment.kind = kFragment;
+    fragment.transfer = transfer;
+    fragment.total = random() % (random() % 16 == 0 ? room + 1 : 200);
+    fragment.target = kSignals + random() % (room - fragment.total + 1);
+    fragment.signal = transfer % 8 * 8;
+    fragment.value = static_cast<int64_t>(transfer) + 1;
+    Bytes data(fragment.total);
     for (auto& byte : data) byte = static_cast<uint8_t>(transfer * 31 + (&byte - data.data()));
-    Cut cut(piece.total);
-    for (piece.index = 0; piece.index < cut.pieces; ++piece.index) {
-      piece.bytes = cut.bytes(piece.index);
-      append(streams[transfer * 7 % kStreams], piece, data);
+    Fragmentation fragmentation(fragment.total);
+    for (fragment.index = 0; fragment.index < fragmentation.fragments; ++fragment.index) {
+      fragment.bytes = fragmentation.bytes(fragment.index);
+      append(streams[transfer * 7 % kStreams], fragment, data);
     }
-    std::copy(data.begin(), data.end(), expected.begin() + static_cast<std::ptrdiff_t>(piece.target));
-    std::memcpy(expected.data() + piece.signal, &piece.value, 8);
+    std::copy(data.begin(), data.end(), expected.begin() + static_cast<std::ptrdiff_t>(fragment.target));
+    std::memcpy(expected.data() + fragment.signal, &fragment.value, 8);
   }
-  Piece bye;
-  bye.kind = kBye;
-  for (auto& stream : streams) append(stream, bye, {});
+  Fragment fin;
+  fin.kind = kFin;
+  for (auto& stream : streams) append(stream, fin, {});
   return streams;
 }
 
 void damage(Random& random, Bytes& stream) {
-  constexpr uint64_t kTelling[] = {0, 1, 7, 8, kPieceBytes, kPieceBytes + 1, ~uint64_t{0}, uint64_t{1} << 63};
+  constexpr uint64_t kTelling[] = {0, 1, 7, 8, kFragmentBytes, kFragmentBytes + 1, ~uint64_t{0}, uint64_t{1} << 63};
   for (uint64_t times = 1 + random() % 3; times > 0 && !stream.empty(); --times) {
     uint64_t at = random() % stream.size();
     switch (random() % 5) {
@@ -85,17 +85,17 @@ void feed(Random& random, Inbox& inbox, const std::vector<Bytes>& streams) {
   }
 }
 
-// What the parser says to these pieces, headers only where they have no bytes of their own.
-std::string answer(const std::vector<Piece>& pieces) {
-  Bytes memory(3 * kPieceBytes, 0);
+// What the parser says to these fragments, headers only where they have no bytes of their own.
+std::string answer(const std::vector<Fragment>& fragments) {
+  Bytes memory(3 * kFragmentBytes, 0);
   auto segments = std::make_shared<Segments>(0);
   segments->attach(0, memory.data(), memory.size());
   Inbox inbox(segments);
   try {
-    for (const Piece& piece : pieces) {
+    for (const Fragment& fragment : fragments) {
       StreamReader reader(inbox);
       Bytes stream;
-      append(stream, piece, Bytes(std::min<uint64_t>(piece.total, memory.size())));
+      append(stream, fragment, Bytes(std::min<uint64_t>(fragment.total, memory.size())));
       reader.feed(stream.data(), stream.size());
     }
   } catch (const Error& error) {
@@ -108,44 +108,44 @@ std::string answer(const std::vector<Piece>& pieces) {
 
 void frames() {
   auto says = [](const std::string& text, const char* part) { return text.find(part) != std::string::npos; };
-  Piece first;
-  first.kind = kPiece;
+  Fragment first;
+  first.kind = kFragment;
   first.target = 64;
-  first.total = 2 * kPieceBytes - 3;
+  first.total = 2 * kFragmentBytes - 3;
   first.value = 9;
-  first.bytes = Cut(first.total).bytes(0);
-  Piece second = first;
+  first.bytes = Fragmentation(first.total).bytes(0);
+  Fragment second = first;
   second.index = 1;
-  second.bytes = Cut(first.total).bytes(1);
+  second.bytes = Fragmentation(first.total).bytes(1);
   CHECK(answer({first}) == "1 unfinished, signal 0");
   CHECK(answer({first, second}) == "0 unfinished, signal 9");
   CHECK(answer({second, first}) == "0 unfinished, signal 9");
   CHECK(says(answer({first, first}), "came twice"));
-  for (auto change : {+[](Piece& piece) { piece.target += 8; }, +[](Piece& piece) { piece.signal += 8; },
-                      +[](Piece& piece) { piece.value += 1; }}) {
-    Piece other = second;
+  for (auto change : {+[](Fragment& fragment) { fragment.target += 8; }, +[](Fragment& fragment) { fragment.signal += 8; },
+                      +[](Fragment& fragment) { fragment.value += 1; }}) {
+    Fragment other = second;
     change(other);
     CHECK(says(answer({first, other}), "contradict each other"));
   }
-  Piece wrong = first;
+  Fragment wrong = first;
   wrong.bytes -= 1;
   CHECK(says(answer({wrong}), "can not have"));
   wrong = first;
   wrong.target = ~uint64_t{0} - 10;
   CHECK(says(answer({wrong}), "not inside"));
   wrong = first;
-  wrong.total = 4 * kPieceBytes;
+  wrong.total = 4 * kFragmentBytes;
   CHECK(says(answer({wrong}), "not inside"));
-  Piece bye;
-  bye.kind = kBye;
-  bye.value = 1;
-  CHECK(says(answer({bye}), "another shape"));
-  for (uint64_t total : {uint64_t{0}, uint64_t{1}, kPieceBytes, kPieceBytes + 1, 7 * kPieceBytes + 5, ~uint64_t{0}}) {
-    Cut cut(total);
-    uint64_t last = cut.pieces - 1;
-    CHECK(cut.begin(0) == 0 && cut.begin(last) + cut.bytes(last) == total);
-    CHECK(cut.bytes(0) <= kPieceBytes && (last == 0 || cut.bytes(last) >= kPieceBytes / 2));
-    if (last > 0) CHECK(cut.begin(last - 1) + cut.bytes(last - 1) == cut.begin(last));
+  Fragment fin;
+  fin.kind = kFin;
+  fin.value = 1;
+  CHECK(says(answer({fin}), "another shape"));
+  for (uint64_t total : {uint64_t{0}, uint64_t{1}, kFragmentBytes, kFragmentBytes + 1, 7 * kFragmentBytes + 5, ~uint64_t{0}}) {
+    Fragmentation fragmentation(total);
+    uint64_t last = fragmentation.fragments - 1;
+    CHECK(fragmentation.begin(0) == 0 && fragmentation.begin(last) + fragmentation.bytes(last) == total);
+    CHECK(fragmentation.bytes(0) <= kFragmentBytes && (last == 0 || fragmentation.bytes(last) >= kFragmentBytes / 2));
+    if (last > 0) CHECK(fragmentation.begin(last - 1) + fragmentation.bytes(last - 1) == fragmentation.begin(last));
   }
 }
 
@@ -154,7 +154,7 @@ void fuzz_frames(double seconds) {
   auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   int64_t runs = 0, refused = 0;
   for (; std::chrono::steady_clock::now() < end; ++runs) {
-    // two transfers of several pieces at most; malloc's memory, so that each byte outside is noticed
+    // two transfers of several fragments at most; malloc's memory, so that each byte outside is noticed
     size_t size = random() % 16 ? 4096 : 2'200'000;
     Bytes memory(size, 0), expected(size, 0);
     auto segments = std::make_shared<Segments>(0);

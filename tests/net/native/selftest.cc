@@ -256,13 +256,13 @@ void lifecycle(int device = -1) {
 }
 
 // An error of the device: the proxy says so, and the words that kernels look at become 1.
-void alarms() {
-  std::shared_ptr<Transport> rank = std::make_shared<LoopbackTransport>("alarms", 0, LoopbackOptions{});
+void abort_flags() {
+  std::shared_ptr<Transport> rank = std::make_shared<LoopbackTransport>("abort_flags", 0, LoopbackOptions{});
   std::vector<int64_t> memory(512), flags(2);
   rank->segments->attach(0, memory.data(), memory.size() * 8, 1);
   Producer producer(4);
   Proxy proxy(producer.words.data(), producer.words.size(), rank, ProxyOptions{});
-  proxy.alarm(&flags[0], 1);
+  proxy.set_abort_flag(&flags[0], 1);
   Request request;
   request.bytes = 8;
   request.target = 64;
@@ -275,7 +275,7 @@ void alarms() {
   producer.post(request);
   CHECK(eventually([&] { return look(&flags[0]) == 1; }));
   CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy and set signals: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
-  proxy.alarm(&flags[1], -1);  // too late to be early
+  proxy.set_abort_flag(&flags[1], -1);  // too late to be early
   CHECK(look(&flags[1]) == 1);
   bool refused = false;
   try {
@@ -463,15 +463,15 @@ void refused() {
   Segments rank(0);
   std::vector<int64_t> memory(16384);
   rank.attach(0, memory.data(), memory.size() * 8, 0);
-  Mover& mover = rank.mover_of(0);
+  CopyQueue& copy_queue = rank.copy_queue_of(0);
   auto copy = [&](uint64_t bytes) {
-    return mover.copy(rank.pin(0, 0, bytes, "target"), rank.pin(0, 65536, bytes, "source"), bytes);
+    return copy_queue.copy(rank.pin(0, 0, bytes, "target"), rank.pin(0, 65536, bytes, "source"), bytes);
   };
   for (int i = 0; i < 200; ++i) {
     copy(4000);
-    mover.flush();
+    copy_queue.flush();
   }
-  Mark never = copy(666);  // see fake_cuda
+  CompletionToken never = copy(666);  // see fake_cuda
   rank.detach(0);          // asks the driver, which refuses
   std::fill(memory.begin(), memory.begin() + 8192, 77);  // the target, and not the source
   std::this_thread::sleep_for(milliseconds(50));
@@ -485,10 +485,10 @@ void refused() {
     return false;
   };
   CHECK(is_refused([&] { never.done(); }));
-  CHECK(is_refused([&] { mover.flush(); }));
+  CHECK(is_refused([&] { copy_queue.flush(); }));
   rank.attach(1, memory.data(), memory.size() * 8, 0);  // nor is anything taken that would never be done
-  CHECK(is_refused([&] { mover.raise(rank.pin_signal(1, 0), 1); }));
-  CHECK(is_refused([&] { mover.copy(rank.pin(1, 0, 8, "target"), rank.pin(1, 65536, 8, "source"), 8); }));
+  CHECK(is_refused([&] { copy_queue.raise(rank.pin_signal(1, 0), 1); }));
+  CHECK(is_refused([&] { copy_queue.copy(rank.pin(1, 0, 8, "target"), rank.pin(1, 65536, 8, "source"), 8); }));
 }
 
 // All of the above with memory on a device. It may be host memory in truth: the driver is a fake one.
@@ -509,7 +509,7 @@ void on_device() {
   detached_in_flight();
   lifecycle(0);
   refused();
-  alarms();
+  abort_flags();
 }
 
 }  // namespace

@@ -199,9 +199,9 @@ mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64_t words, mkerne
   });
 }
 
-int mkernel_net_proxy_alarm(mkernel_net_proxy* proxy, int64_t* word, int device) {
+int mkernel_net_proxy_set_abort_flag(mkernel_net_proxy* proxy, int64_t* word, int device) {
   return guarded(-1, [&] {
-    proxy->proxy.alarm(word, device);
+    proxy->proxy.set_abort_flag(word, device);
     return 0;
   });
 }

@@ -2,21 +2,21 @@
 //
 // The network gives three things: what is sent arrives exactly once, or the sender hears of it; a write
 // may carry 32 bits, which the receiver is handed when the bytes of that write are in its memory; and
-// nothing else. Pieces of a message overtake each other, and so do messages, on one way or on several.
+// nothing else. Fragments of a message overtake each other, and so do messages, on one way or on several.
 //
 //   sender                                      receiver
-//   writes each piece to its place, with the    counts, for each label, the pieces that came
+//   writes each fragment to its place, with the    counts, for each label, the fragments that came
 //   message's label as its 32 bits
 //   sends an announcement, a small message:     a message is whole when its announcement is here and
-//   label, number of pieces, signal, value      as many pieces came as that says; then, and only then,
+//   label, number of fragments, signal, value      as many fragments came as that says; then, and only then,
 //                                               the signal grows to the value
 //
 // The announcement may be first, last or in between. It can not ride in the 32 bits: a signal's segment,
 // offset and value alone have 152.
 //
 // Why it is right:
-// - A piece is counted after its bytes are in memory, and once. So all bytes are there when the count is.
-// - Which message a piece belongs to is its label: the sender's rank and a number of 16 bits. The number
+// - A fragment is counted after its bytes are in memory, and once. So all bytes are there when the count is.
+// - Which message a fragment belongs to is its label: the sender's rank and a number of 16 bits. The number
 //   comes again after 65,536 messages of that sender. A sender begins a message only if it is less than
 //   kWindow ahead of its oldest one that was not acknowledged in full, so by then the earlier message with
 //   that number was acknowledged: all of it is in the receiver's completion queues, before anything of the
@@ -45,7 +45,7 @@ static_assert(kWindow + kMostWaiting < kNumbers);
 
 struct Announcement {
   uint32_t label = 0;
-  uint32_t pieces = 0;
+  uint32_t fragments = 0;
   uint32_t segment = 0;
   uint32_t unused = 0;
   uint64_t signal = 0;
@@ -85,18 +85,18 @@ class Labels {
 // that became whole by it.
 class Tally {
  public:
-  std::optional<Announcement> piece(uint32_t label) {
+  std::optional<Announcement> fragment(uint32_t label) {
     Message& message = messages_[label];
-    if (message.announced && message.came == message.announcement.pieces)
-      fail("rank ", sender_of(label), ": a message has more pieces than were announced");
+    if (message.announced && message.came == message.announcement.fragments)
+      fail("rank ", sender_of(label), ": a message has more fragments than were announced");
     ++message.came;
     return whole(label, message);
   }
   std::optional<Announcement> announce(const Announcement& announcement) {
     Message& message = messages_[announcement.label];
     if (message.announced) fail("rank ", sender_of(announcement.label), ": a message was announced twice");
-    if (message.came > announcement.pieces)
-      fail("rank ", sender_of(announcement.label), ": a message has more pieces than were announced");
+    if (message.came > announcement.fragments)
+      fail("rank ", sender_of(announcement.label), ": a message has more fragments than were announced");
     message.announced = true;
     message.announcement = announcement;
     return whole(announcement.label, message);
@@ -110,7 +110,7 @@ class Tally {
     uint64_t came = 0;
   };
   std::optional<Announcement> whole(uint32_t label, const Message& message) {
-    if (!message.announced || message.came < message.announcement.pieces) return std::nullopt;
+    if (!message.announced || message.came < message.announcement.fragments) return std::nullopt;
     Announcement announcement = message.announcement;
     messages_.erase(label);
     return announcement;

@@ -161,7 +161,7 @@ struct Process {
   std::map<uint64_t, std::vector<uint8_t*>> free_buffers;  // by size
   std::map<Device*, std::vector<Address>> free_words;
   std::mutex movers_mutex;
-  std::set<Mover*> movers;
+  std::set<CopyQueue*> copy_queues;
 };
 
 Process& process() {
@@ -230,10 +230,10 @@ constexpr unsigned kLooksBetweenQueries = 4096;
 // which some SM has to be free. One without is a list of writes by the front end, which need none: kernels that hold
 // all SMs can still be told of what came over a network, and that the group gave up. All other copies are queued
 // on the stream at once, ahead of the batch; so what a batch tells of is always done before.
-class CudaMover : public Mover {
+class CudaCopyQueue : public CopyQueue {
  public:
   // Copies to the host have a stream of their own, to run beside those to the device.
-  CudaMover(int number, std::unique_ptr<CudaMover> to_host)
+  CudaCopyQueue(int number, std::unique_ptr<CudaCopyQueue> to_host)
       : to_host_(std::move(to_host)),
         device_(device_of(number)),
         word_(kWordBytes),
@@ -254,14 +254,14 @@ class CudaMover : public Mover {
     cuda.check(cuda.stream_synchronize(stream_), "warm up");
     Process& here = process();
     std::lock_guard<std::mutex> lock(here.movers_mutex);
-    here.movers.insert(this);
+    here.copy_queues.insert(this);
   }
 
-  ~CudaMover() override {
+  ~CudaCopyQueue() override {
     {
       Process& here = process();
       std::lock_guard<std::mutex> lock(here.movers_mutex);
-      here.movers.erase(this);
+      here.copy_queues.erase(this);
     }
     settle();
     if (driver().push(device_.context) != kSuccess) return;
@@ -270,8 +270,8 @@ class CudaMover : public Mover {
     driver().pop(&left);
   }
 
-  Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) override {
-    if (to.mover == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
+  CompletionToken copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) override {
+    if (to.copy_queue == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
     std::lock_guard<std::mutex> lock(mutex_);
     driver().check(refused_, kWhat);
     if (is_here(to) && is_here(from)) {
@@ -286,7 +286,7 @@ class CudaMover : public Mover {
     return {this, issued_ + 1};
   }
 
-  Mark raise(Segments::Pin signal, int64_t value) override {
+  CompletionToken raise(Segments::Pin signal, int64_t value) override {
     std::lock_guard<std::mutex> lock(mutex_);
     driver().check(refused_, kWhat);
     Address address = address_of(signal.data);
@@ -304,7 +304,7 @@ class CudaMover : public Mover {
     flush_locked();
   }
 
-  void alarm(int64_t* word) override {
+  void set_abort_flag(int64_t* word) override {
     std::lock_guard<std::mutex> lock(mutex_);
     Inside inside(device_.context);
     Write set;
@@ -357,9 +357,9 @@ class CudaMover : public Mover {
     Segments::Pin one, other;
   };
 
-  // Is this memory on the mover's device? All movers are of CUDA.
+  // Is this memory on the copy_queue's device? All copy_queues are of CUDA.
   bool is_here(const Segments::Pin& pin) const {
-    return pin.mover != nullptr && &static_cast<const CudaMover*>(pin.mover)->device_ == &device_;
+    return pin.copy_queue != nullptr && &static_cast<const CudaCopyQueue*>(pin.copy_queue)->device_ == &device_;
   }
 
   // Will the last number tell of everything that was asked for?
@@ -422,7 +422,7 @@ class CudaMover : public Mover {
   }
 
   static constexpr const char* kWhat = "copy and set signals";
-  const std::unique_ptr<CudaMover> to_host_;
+  const std::unique_ptr<CudaCopyQueue> to_host_;
   Device& device_;
   PinnedBuffer word_;
   uint64_t* done_word_;  // the device writes the number of the last batch that is done
@@ -452,8 +452,8 @@ PinnedBuffer::~PinnedBuffer() {
   here.free_buffers[size_].push_back(data);
 }
 
-std::unique_ptr<Mover> cuda_mover(int device) {
-  return std::make_unique<cuda::CudaMover>(device, std::make_unique<cuda::CudaMover>(device, nullptr));
+std::unique_ptr<CopyQueue> cuda_mover(int device) {
+  return std::make_unique<cuda::CudaCopyQueue>(device, std::make_unique<cuda::CudaCopyQueue>(device, nullptr));
 }
 
 DmaBuf dma_buf_of(int device, const void* base, uint64_t size) {
@@ -490,7 +490,7 @@ void show_device_writes(int device) {
 void settle_cuda_movers() noexcept {
   cuda::Process& here = cuda::process();
   std::lock_guard<std::mutex> lock(here.movers_mutex);
-  for (Mover* mover : here.movers) mover->settle();
+  for (CopyQueue* copy_queue : here.copy_queues) copy_queue->settle();
 }
 
 }  // namespace mkernel

@@ -8,21 +8,21 @@
 // pinned host memory and writes of single values go on, since copy engines and the front end make them.
 // Every kind of copy from the device to itself waits for the kernel to end: it is made with SMs, be it by the
 // driver's kernels or by ours (batch.h). Whoever copies so must leave some SMs free (runtime/cuda.py does). The
-// first copy of a kind loads a kernel, which also waits; so a mover makes one of each when it is made.
+// first copy of a kind loads a kernel, which also waits; so a copy_queue makes one of each when it is made.
 #pragma once
 
 #include <memory>
 #include <string>
 
-#include "mover.h"
+#include "copy_queue.h"
 #include "sockets.h"
 
 namespace mkernel {
 
 // Queues its work on a stream of this device.
-std::unique_ptr<Mover> cuda_mover(int device);
+std::unique_ptr<CopyQueue> cuda_mover(int device);
 
-// Make all CUDA movers of the process let go of memory.
+// Make all CUDA copy_queues of the process let go of memory.
 void settle_cuda_movers() noexcept;
 
 // Memory of a device as a dma-buf, by which other devices get at it: a file descriptor, and where the memory

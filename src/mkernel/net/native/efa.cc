@@ -1,7 +1,7 @@
 // The efa transport: RDMA writes over AWS's Elastic Fabric Adapter, whose datagrams (SRD) arrive surely,
 // but in no order.
 //
-// A request is cut into pieces, written to the peer with an immediate over all rails, and announced
+// A request is cut into fragments, written to the peer with an immediate over all rails, and announced
 // by a small message; the receiving proxy counts and raises the signal (counting.h). There is one queue pair on each
 // rail for all peers, with a random key that only the ranks of the job know.
 //
@@ -30,7 +30,7 @@
 #include <random>
 
 #include "cuda.h"
-#include "mover.h"
+#include "copy_queue.h"
 
 namespace mkernel {
 namespace {
@@ -40,7 +40,7 @@ constexpr uint32_t kCanWrite = 1 << 3;         // EFADV_DEVICE_ATTR_CAPS_RDMA_WR
 constexpr uint32_t kSendDepth = 512;           // writes on their way, on one rail
 constexpr uint32_t kReceiveDepth = 1024;
 static_assert(kReceiveDepth <= kMostWaiting);
-constexpr uint64_t kSplitFrom = 64 << 10;      // smaller pieces are not worth another rail
+constexpr uint64_t kSplitFrom = 64 << 10;      // smaller fragments are not worth another rail
 constexpr int kEventsAtOnce = 32;
 constexpr uint64_t kIsReceive = uint64_t{1} << 63;
 constexpr uint64_t kSlots = 1 << 16;  // wr_id of what is sent: message * kSlots + slot of the announcement + 1
@@ -75,7 +75,7 @@ class EfaTransport : public RdmaBase {
  protected:
   bool signals_by_host() const override { return true; }
   void abandon() override {
-    ways_.clear();  // queue pairs first
+    endpoints_.clear();  // queue pairs first
     peers_.clear();
     messages_.clear();
   }
@@ -92,7 +92,7 @@ class EfaTransport : public RdmaBase {
     uint32_t remote_key = 0, label = 0;
   };
   // What there is on one rail.
-  struct Way {
+  struct Endpoint {
     std::vector<Announcement> sent, received;
     std::vector<uint32_t> free;  // slots of `sent`
     Owned<ibv_mr> sent_region{nullptr, nullptr}, received_region{nullptr, nullptr};
@@ -122,17 +122,17 @@ class EfaTransport : public RdmaBase {
     std::shared_ptr<Registered> source;
   };
 
-  Way open_way(Rail& rail, const EfaLibrary& efa);
-  void post_receives(Way& way, const std::vector<uint32_t>& slots);
+  Endpoint open_endpoint(Rail& rail, const EfaLibrary& efa);
+  void post_receives(Endpoint& endpoint, const std::vector<uint32_t>& slots);
   void flush(size_t rail);
   bool collect(size_t rail, std::vector<int64_t>& completed);
-  void acknowledged(Way& way, uint64_t id, std::vector<int64_t>& completed);
-  void arrived(Way& way, const ibv_wc& event, uint32_t slot);
+  void acknowledged(Endpoint& endpoint, uint64_t id, std::vector<int64_t>& completed);
+  void arrived(Endpoint& endpoint, const ibv_wc& event, uint32_t slot);
   Peer& known(uint32_t peer);
 
   std::map<uint32_t, std::unique_ptr<Peer>> peers_;
   std::unordered_map<uint64_t, Message> messages_;
-  std::vector<Way> ways_;  // by rail
+  std::vector<Endpoint> endpoints_;  // by rail
   Tally tally_;
   uint64_t next_message_ = 0;
   size_t cursor_ = 0;
@@ -141,28 +141,28 @@ class EfaTransport : public RdmaBase {
 EfaTransport::EfaTransport(const RdmaOptions& options) : RdmaBase(options) {
   EfaLibrary efa(options.efa_library);
   if (library_.qp_to_qp_ex == nullptr) fail(options.library, " has no ibv_qp_to_qp_ex: it is too old");
-  for (Rail& rail : rails_) ways_.push_back(open_way(rail, efa));
+  for (Rail& rail : rails_) endpoints_.push_back(open_endpoint(rail, efa));
 }
 
-EfaTransport::Way EfaTransport::open_way(Rail& rail, const EfaLibrary& efa) {
+EfaTransport::Endpoint EfaTransport::open_endpoint(Rail& rail, const EfaLibrary& efa) {
   efadv_device_attr abilities{};
   if (int problem = efa.query_device(rail.context.get(), &abilities, sizeof(abilities)))
     fail("RDMA device ", rail.name, " is not an EFA device: ", errno_text(problem));
   if ((abilities.device_caps & kCanWrite) == 0)
     fail("EFA device ", rail.name, " can not do RDMA writes (its abilities are ", hex_text(abilities.device_caps),
          "): newer instances can, if the kernel's efa module and libefa know of it too");
-  Way way;
-  way.largest = abilities.max_rdma_size;
-  way.depth = std::min(kSendDepth, abilities.max_sq_wr);
+  Endpoint endpoint;
+  endpoint.largest = abilities.max_rdma_size;
+  endpoint.depth = std::min(kSendDepth, abilities.max_sq_wr);
   uint32_t receives = std::min(kReceiveDepth, abilities.max_rq_wr);
-  auto entries = static_cast<int>(std::min<uint64_t>(way.depth + receives, static_cast<uint64_t>(rail.limits.max_cqe)));
-  way.completions = {library_.create_cq(rail.context.get(), entries, nullptr, nullptr, 0), library_.destroy_cq};
-  if (!way.completions) fail("EFA device ", rail.name, ": no completion queue: ", errno_text());
+  auto entries = static_cast<int>(std::min<uint64_t>(endpoint.depth + receives, static_cast<uint64_t>(rail.limits.max_cqe)));
+  endpoint.completions = {library_.create_cq(rail.context.get(), entries, nullptr, nullptr, 0), library_.destroy_cq};
+  if (!endpoint.completions) fail("EFA device ", rail.name, ": no completion queue: ", errno_text());
   ibv_qp_init_attr_ex wish{};
-  wish.send_cq = wish.recv_cq = way.completions.get();
+  wish.send_cq = wish.recv_cq = endpoint.completions.get();
   wish.qp_type = IBV_QPT_DRIVER;
   wish.sq_sig_all = 1;
-  wish.cap.max_send_wr = way.depth;
+  wish.cap.max_send_wr = endpoint.depth;
   wish.cap.max_recv_wr = receives;
   wish.cap.max_send_sge = wish.cap.max_recv_sge = 1;
   wish.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
@@ -170,51 +170,51 @@ EfaTransport::Way EfaTransport::open_way(Rail& rail, const EfaLibrary& efa) {
   wish.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND;
   efadv_qp_init_attr kind{};
   kind.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
-  way.pair = {efa.create_qp_ex(rail.context.get(), &wish, &kind, sizeof(kind)), library_.destroy_qp};
-  if (!way.pair)
+  endpoint.pair = {efa.create_qp_ex(rail.context.get(), &wish, &kind, sizeof(kind)), library_.destroy_qp};
+  if (!endpoint.pair)
     fail("EFA device ", rail.name, ": no queue pair for RDMA writes: ", errno_text(),
          errno == EOPNOTSUPP ? "; libefa is too old for them" : "");
-  way.extended = library_.qp_to_qp_ex(way.pair.get());
-  way.key = std::random_device{}();
+  endpoint.extended = library_.qp_to_qp_ex(endpoint.pair.get());
+  endpoint.key = std::random_device{}();
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = static_cast<uint8_t>(rail.port);
-  attributes.qkey = way.key;
-  move_queue(way.pair.get(), attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY, "initialised", rail);
+  attributes.qkey = endpoint.key;
+  move_queue(endpoint.pair.get(), attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY, "initialised", rail);
   attributes = {};
   attributes.qp_state = IBV_QPS_RTR;
-  move_queue(way.pair.get(), attributes, 0, "ready to receive", rail);
+  move_queue(endpoint.pair.get(), attributes, 0, "ready to receive", rail);
   attributes.qp_state = IBV_QPS_RTS;
-  move_queue(way.pair.get(), attributes, IBV_QP_SQ_PSN, "ready to send", rail);
-  way.sent.resize(way.depth);
-  way.received.resize(receives);
+  move_queue(endpoint.pair.get(), attributes, IBV_QP_SQ_PSN, "ready to send", rail);
+  endpoint.sent.resize(endpoint.depth);
+  endpoint.received.resize(receives);
   auto region = [&](std::vector<Announcement>& memory) {
     return Owned<ibv_mr>(register_memory(rail, memory.data(), memory.size() * sizeof(Announcement)), library_.dereg_mr);
   };
-  way.sent_region = region(way.sent);
-  way.received_region = region(way.received);
-  for (uint32_t slot = 0; slot < way.depth; ++slot) way.free.push_back(slot);
+  endpoint.sent_region = region(endpoint.sent);
+  endpoint.received_region = region(endpoint.received);
+  for (uint32_t slot = 0; slot < endpoint.depth; ++slot) endpoint.free.push_back(slot);
   std::vector<uint32_t> all(receives);
   for (uint32_t slot = 0; slot < receives; ++slot) all[slot] = slot;
-  post_receives(way, all);
-  return way;
+  post_receives(endpoint, all);
+  return endpoint;
 }
 
-void EfaTransport::post_receives(Way& way, const std::vector<uint32_t>& slots) {
+void EfaTransport::post_receives(Endpoint& endpoint, const std::vector<uint32_t>& slots) {
   if (slots.empty()) return;
   std::vector<ibv_recv_wr> works(slots.size());
   std::vector<ibv_sge> parts(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
-    parts[i].addr = reinterpret_cast<uintptr_t>(&way.received[slots[i]]);
+    parts[i].addr = reinterpret_cast<uintptr_t>(&endpoint.received[slots[i]]);
     parts[i].length = sizeof(Announcement);
-    parts[i].lkey = way.received_region->lkey;
+    parts[i].lkey = endpoint.received_region->lkey;
     works[i].wr_id = kIsReceive | slots[i];
     works[i].sg_list = &parts[i];
     works[i].num_sge = 1;
     works[i].next = i + 1 < slots.size() ? &works[i + 1] : nullptr;
   }
   ibv_recv_wr* refused = nullptr;
-  if (int problem = ibv_post_recv(way.pair.get(), works.data(), &refused))
+  if (int problem = ibv_post_recv(endpoint.pair.get(), works.data(), &refused))
     fail("receive buffers are not taken: ", errno_text(problem));
 }
 
@@ -224,7 +224,7 @@ std::string EfaTransport::describe(uint32_t) {
     text.put(kEfaMagic);
     text.put(static_cast<uint32_t>(rails_.size()));
     for (size_t rail = 0; rail < rails_.size(); ++rail)
-      text.put(EfaAddress{rails_[rail].gid, ways_[rail].pair->qp_num, ways_[rail].key});
+      text.put(EfaAddress{rails_[rail].gid, endpoints_[rail].pair->qp_num, endpoints_[rail].key});
     return text.bytes();
   });
 }
@@ -270,23 +270,23 @@ bool EfaTransport::post(const Request& request) {
     auto source = source_of(request);
     const Remote& remote = target_of(request);
     size_t rails = std::min(peer.routes.size(), remote.keys.size());
-    uint64_t largest = ways_[0].largest;
-    for (size_t rail = 0; rail < rails; ++rail) largest = std::min(largest, ways_[rail].largest);
+    uint64_t largest = endpoints_[0].largest;
+    for (size_t rail = 0; rail < rails; ++rail) largest = std::min(largest, endpoints_[rail].largest);
     auto parts = [&](uint64_t size) { return (request.bytes + size - 1) / size; };
-    uint64_t pieces = std::max(parts(largest), std::min<uint64_t>(rails, parts(kSplitFrom)));
-    uint64_t each = (pieces + rails) / rails;  // writes on one rail, at most
-    if (each > ways_[0].depth) fail(request.bytes, " bytes are too many for one request");
+    uint64_t fragments = std::max(parts(largest), std::min<uint64_t>(rails, parts(kSplitFrom)));
+    uint64_t each = (fragments + rails) / rails;  // writes on one rail, at most
+    if (each > endpoints_[0].depth) fail(request.bytes, " bytes are too many for one request");
     if (!peer.labels.room()) return false;
     for (size_t rail = 0; rail < rails; ++rail)
-      if (ways_[rail].under_way + each > ways_[rail].depth) return false;
+      if (endpoints_[rail].under_way + each > endpoints_[rail].depth) return false;
 
     uint64_t message = next_message_++;
     uint32_t label = peer.labels.begin();
     auto add = [&](size_t rail) -> Work& {
-      Way& way = ways_[rail];
-      ++way.under_way;
-      way.waiting.emplace_back();
-      Work& work = way.waiting.back();
+      Endpoint& endpoint = endpoints_[rail];
+      ++endpoint.under_way;
+      endpoint.waiting.emplace_back();
+      Work& work = endpoint.waiting.back();
       work.id = message * kSlots;
       work.to = peer.routes[rail].handle.get();
       work.number = peer.routes[rail].number;
@@ -295,8 +295,8 @@ bool EfaTransport::post(const Request& request) {
       return work;
     };
     uint64_t done = 0;
-    for (uint64_t piece = 0; piece < pieces; ++piece) {
-      uint64_t size = (request.bytes - done) / (pieces - piece);
+    for (uint64_t fragment = 0; fragment < fragments; ++fragment) {
+      uint64_t size = (request.bytes - done) / (fragments - fragment);
       size_t rail = cursor_++ % rails;
       Work& work = add(rail);
       work.address = reinterpret_cast<uintptr_t>(source->base + request.source + done);
@@ -307,12 +307,12 @@ bool EfaTransport::post(const Request& request) {
       done += size;
     }
     size_t rail = cursor_++ % rails;
-    Way& way = ways_[rail];
-    uint32_t slot = way.free.back();
-    way.free.pop_back();
-    Announcement& announcement = way.sent[slot];
+    Endpoint& endpoint = endpoints_[rail];
+    uint32_t slot = endpoint.free.back();
+    endpoint.free.pop_back();
+    Announcement& announcement = endpoint.sent[slot];
     announcement.label = label;
-    announcement.pieces = static_cast<uint32_t>(pieces);
+    announcement.fragments = static_cast<uint32_t>(fragments);
     announcement.segment = request.segment;
     announcement.signal = request.signal;
     announcement.value = request.value;
@@ -321,18 +321,18 @@ bool EfaTransport::post(const Request& request) {
     work.announcement = true;
     work.address = reinterpret_cast<uintptr_t>(&announcement);
     work.bytes = sizeof(Announcement);
-    work.local_key = way.sent_region->lkey;
-    messages_.emplace(message, Message{request.ticket, request.peer, label, pieces + 1, std::move(source)});
+    work.local_key = endpoint.sent_region->lkey;
+    messages_.emplace(message, Message{request.ticket, request.peer, label, fragments + 1, std::move(source)});
     return true;
   });
 }
 
 void EfaTransport::flush(size_t rail) {
-  Way& way = ways_[rail];
-  if (way.waiting.empty()) return;
-  ibv_qp_ex* queue = way.extended;
+  Endpoint& endpoint = endpoints_[rail];
+  if (endpoint.waiting.empty()) return;
+  ibv_qp_ex* queue = endpoint.extended;
   ibv_wr_start(queue);
-  for (const Work& work : way.waiting) {
+  for (const Work& work : endpoint.waiting) {
     queue->wr_id = work.id;
     queue->wr_flags = IBV_SEND_SIGNALED;
     if (work.announcement)
@@ -344,13 +344,13 @@ void EfaTransport::flush(size_t rail) {
   }
   if (int problem = ibv_wr_complete(queue))
     fail("EFA device ", rails_[rail].name, " does not take what is to be sent: ", errno_text(problem));
-  way.waiting.clear();
+  endpoint.waiting.clear();
 }
 
 bool EfaTransport::poll(std::vector<int64_t>& completed) {
   return guarded([&] {
     bool any = false;
-    for (size_t rail = 0; rail < ways_.size(); ++rail) {
+    for (size_t rail = 0; rail < endpoints_.size(); ++rail) {
       flush(rail);
       any |= collect(rail, completed);
     }
@@ -359,9 +359,9 @@ bool EfaTransport::poll(std::vector<int64_t>& completed) {
 }
 
 bool EfaTransport::collect(size_t rail, std::vector<int64_t>& completed) {
-  Way& way = ways_[rail];
+  Endpoint& endpoint = endpoints_[rail];
   ibv_wc events[kEventsAtOnce];
-  int count = ibv_poll_cq(way.completions.get(), kEventsAtOnce, events);
+  int count = ibv_poll_cq(endpoint.completions.get(), kEventsAtOnce, events);
   if (count < 0) fail("completions of EFA device ", rails_[rail].name, " can not be read");
   std::vector<uint32_t> slots;
   for (int i = 0; i < count; ++i) {
@@ -374,19 +374,19 @@ bool EfaTransport::collect(size_t rail, std::vector<int64_t>& completed) {
     }
     if (receive) {
       auto slot = static_cast<uint32_t>(event.wr_id & ~kIsReceive);
-      arrived(way, event, slot);
+      arrived(endpoint, event, slot);
       slots.push_back(slot);
     } else {
-      acknowledged(way, event.wr_id, completed);
+      acknowledged(endpoint, event.wr_id, completed);
     }
   }
-  post_receives(way, slots);
+  post_receives(endpoint, slots);
   return count > 0;
 }
 
-void EfaTransport::acknowledged(Way& way, uint64_t id, std::vector<int64_t>& completed) {
-  --way.under_way;
-  if (id % kSlots != 0) way.free.push_back(static_cast<uint32_t>(id % kSlots - 1));
+void EfaTransport::acknowledged(Endpoint& endpoint, uint64_t id, std::vector<int64_t>& completed) {
+  --endpoint.under_way;
+  if (id % kSlots != 0) endpoint.free.push_back(static_cast<uint32_t>(id % kSlots - 1));
   auto it = messages_.find(id / kSlots);
   if (it == messages_.end()) fail("a message was acknowledged that is not under way");
   Message& message = it->second;
@@ -396,17 +396,17 @@ void EfaTransport::acknowledged(Way& way, uint64_t id, std::vector<int64_t>& com
   messages_.erase(it);
 }
 
-void EfaTransport::arrived(Way& way, const ibv_wc& event, uint32_t slot) {
+void EfaTransport::arrived(Endpoint& endpoint, const ibv_wc& event, uint32_t slot) {
   std::optional<Announcement> whole;
   uint32_t label;
   if (event.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
     label = ntohl(event.imm_data);
     known(sender_of(label));
-    whole = tally_.piece(label);
+    whole = tally_.fragment(label);
   } else {
     if (event.opcode != IBV_WC_RECV || event.byte_len != sizeof(Announcement))
-      fail("something arrived that is neither a piece nor an announcement");
-    const Announcement& announcement = way.received[slot];
+      fail("something arrived that is neither a fragment nor an announcement");
+    const Announcement& announcement = endpoint.received[slot];
     known(sender_of(announcement.label));
     segments->pin_signal(announcement.segment, announcement.signal);  // refused now, whoever is missing
     whole = tally_.announce(announcement);
@@ -414,8 +414,8 @@ void EfaTransport::arrived(Way& way, const ibv_wc& event, uint32_t slot) {
   if (!whole) return;
   auto it = registered_.find(whole->segment);
   if (it != registered_.end() && it->second->device >= 0) show_device_writes(it->second->device);
-  Mark mark = raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);
-  if (mark.mover != nullptr) mark.mover->flush();
+  CompletionToken token = raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);
+  if (token.copy_queue != nullptr) token.copy_queue->flush();
 }
 
 }  // namespace

@@ -8,57 +8,57 @@
 namespace mkernel {
 namespace {
 
-// See Cut: a sender that keeps to the rules stays far below.
+// See Fragmentation: a sender that keeps to the rules stays far below.
 constexpr size_t kMostUnfinished = 16384;
 constexpr size_t kMostLanding = 16;  // buffers on their way to the device, before we wait for one
 
 }  // namespace
 
-void Inbox::begin(const Piece& piece) {
-  segments_->pin(piece.segment, piece.target, piece.total, "target");
-  segments_->pin_signal(piece.segment, piece.signal);
-  Cut cut(piece.total);
-  if (piece.index >= cut.pieces || piece.bytes != cut.bytes(piece.index))
-    fail("piece ", piece.index, " of a transfer of ", piece.total, " bytes can not have ", piece.bytes, " bytes");
-  if (cut.pieces == 1) return;
-  auto it = transfers_.find(piece.transfer);
+void Inbox::begin(const Fragment& fragment) {
+  segments_->pin(fragment.segment, fragment.target, fragment.total, "target");
+  segments_->pin_signal(fragment.segment, fragment.signal);
+  Fragmentation fragmentation(fragment.total);
+  if (fragment.index >= fragmentation.fragments || fragment.bytes != fragmentation.bytes(fragment.index))
+    fail("fragment ", fragment.index, " of a transfer of ", fragment.total, " bytes can not have ", fragment.bytes, " bytes");
+  if (fragmentation.fragments == 1) return;
+  auto it = transfers_.find(fragment.transfer);
   if (it == transfers_.end()) {
     if (transfers_.size() >= kMostUnfinished) fail("more than ", kMostUnfinished, " transfers are unfinished");
-    it = transfers_.emplace(piece.transfer, Transfer{piece, std::vector<bool>(cut.pieces), cut.pieces}).first;
+    it = transfers_.emplace(fragment.transfer, Transfer{fragment, std::vector<bool>(fragmentation.fragments), fragmentation.fragments}).first;
   }
   Transfer& transfer = it->second;
-  const Piece& first = transfer.first;
-  if (piece.segment != first.segment || piece.target != first.target || piece.total != first.total ||
-      piece.signal != first.signal || piece.value != first.value)
-    fail("two pieces of transfer ", piece.transfer, " contradict each other");
-  if (transfer.announced[piece.index]) fail("piece ", piece.index, " of transfer ", piece.transfer, " came twice");
-  transfer.announced[piece.index] = true;
+  const Fragment& first = transfer.first;
+  if (fragment.segment != first.segment || fragment.target != first.target || fragment.total != first.total ||
+      fragment.signal != first.signal || fragment.value != first.value)
+    fail("two fragments of transfer ", fragment.transfer, " contradict each other");
+  if (transfer.announced[fragment.index]) fail("fragment ", fragment.index, " of transfer ", fragment.transfer, " came twice");
+  transfer.announced[fragment.index] = true;
 }
 
-void Inbox::finish(const Piece& piece) {
-  if (Cut(piece.total).pieces > 1) {
-    auto it = transfers_.find(piece.transfer);
+void Inbox::finish(const Fragment& fragment) {
+  if (Fragmentation(fragment.total).fragments > 1) {
+    auto it = transfers_.find(fragment.transfer);
     if (--it->second.missing > 0) return;
     transfers_.erase(it);
   }
-  Mark mark = raise_signal(segments_->pin_signal(piece.segment, piece.signal), piece.value);
-  if (mark.mover != nullptr) mark.mover->flush();
+  CompletionToken token = raise_signal(segments_->pin_signal(fragment.segment, fragment.signal), fragment.value);
+  if (token.copy_queue != nullptr) token.copy_queue->flush();
 }
 
-void Inbox::land(const Piece& piece, std::shared_ptr<PinnedBuffer> bytes) {
-  Mark mark = start_copy(place(piece, 0, piece.bytes), Segments::Pin(bytes->data), piece.bytes);
-  landing_.emplace_back(mark, std::move(bytes));
+void Inbox::land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes) {
+  CompletionToken token = start_copy(place(fragment, 0, fragment.bytes), Segments::Pin(bytes->data), fragment.bytes);
+  landing_.emplace_back(token, std::move(bytes));
   // a copy engine does not wait for kernels, so this does not last long
   while (!landing_.empty() && (landing_.front().first.done() || landing_.size() > kMostLanding))
     if (landing_.front().first.done()) landing_.pop_front();
 }
 
 Inbox::~Inbox() {
-  if (!landing_.empty()) landing_.back().first.mover->settle();
+  if (!landing_.empty()) landing_.back().first.copy_queue->settle();
 }
 
-Segments::Pin Inbox::place(const Piece& piece, uint64_t done, uint64_t size) {
-  return segments_->pin(piece.segment, piece.target + Cut(piece.total).begin(piece.index) + done, size, "target");
+Segments::Pin Inbox::place(const Fragment& fragment, uint64_t done, uint64_t size) {
+  return segments_->pin(fragment.segment, fragment.target + Fragmentation(fragment.total).begin(fragment.index) + done, size, "target");
 }
 
 void StreamReader::feed(const uint8_t* data, size_t size) {
@@ -70,10 +70,10 @@ void StreamReader::feed(const uint8_t* data, size_t size) {
       placed(part);
     } else {
       if (ended_) fail("something came after the farewell");
-      part = std::min(size, sizeof(Piece) - header_bytes_);
-      std::memcpy(reinterpret_cast<uint8_t*>(&piece_) + header_bytes_, data, part);
+      part = std::min(size, sizeof(Fragment) - header_bytes_);
+      std::memcpy(reinterpret_cast<uint8_t*>(&fragment_) + header_bytes_, data, part);
       header_bytes_ += part;
-      if (header_bytes_ == sizeof(Piece)) take_header();
+      if (header_bytes_ == sizeof(Fragment)) take_header();
     }
     data += part;
     size -= part;
@@ -82,27 +82,27 @@ void StreamReader::feed(const uint8_t* data, size_t size) {
 
 void StreamReader::take_header() {
   header_bytes_ = 0;
-  if (piece_.kind == kBye) {
-    Piece bye;
-    bye.kind = kBye;
-    if (std::memcmp(&bye, &piece_, sizeof(Piece)) != 0) fail("a farewell of another shape");
+  if (fragment_.kind == kFin) {
+    Fragment fin;
+    fin.kind = kFin;
+    if (std::memcmp(&fin, &fragment_, sizeof(Fragment)) != 0) fail("a farewell of another shape");
     ended_ = true;
     return;
   }
-  if (piece_.kind != kPiece) fail("something that is not a header");
-  inbox_.begin(piece_);
+  if (fragment_.kind != kFragment) fail("something that is not a header");
+  inbox_.begin(fragment_);
   done_ = 0;
   in_payload_ = true;
-  if (piece_.bytes > 0 && inbox_.on_device(piece_)) waiting_ = std::make_shared<PinnedBuffer>(kPieceBytes);
+  if (fragment_.bytes > 0 && inbox_.on_device(fragment_)) waiting_ = std::make_shared<PinnedBuffer>(kFragmentBytes);
   placed(0);
 }
 
 void StreamReader::placed(uint64_t size) {
   done_ += size;
-  if (done_ < piece_.bytes) return;
+  if (done_ < fragment_.bytes) return;
   in_payload_ = false;
-  if (waiting_) inbox_.land(piece_, std::move(waiting_));
-  inbox_.finish(piece_);
+  if (waiting_) inbox_.land(fragment_, std::move(waiting_));
+  inbox_.finish(fragment_);
 }
 
 }  // namespace mkernel

@@ -1,7 +1,7 @@
 // The receiving side of tcp: bytes from a peer's streams become memory and signals.
 //
-// Nothing that a peer says is believed: segment, bounds, sizes, piece numbers and the state of the
-// transfer are checked before the first byte of a piece is written.
+// Nothing that a peer says is believed: segment, bounds, sizes, fragment numbers and the state of the
+// transfer are checked before the first byte of a fragment is written.
 #pragma once
 
 #include <cstdint>
@@ -12,39 +12,39 @@
 #include <vector>
 
 #include "cuda.h"
-#include "mover.h"
+#include "copy_queue.h"
 #include "segments.h"
 #include "wire.h"
 
 namespace mkernel {
 
-// The transfers of one peer; their pieces come over several streams, in any order.
+// The transfers of one peer; their fragments come over several streams, in any order.
 class Inbox {
  public:
   explicit Inbox(std::shared_ptr<Segments> segments) : segments_(std::move(segments)) {}
   ~Inbox();
 
-  // A piece is announced. Throws if it is not acceptable.
-  void begin(const Piece& piece);
-  // All bytes of a piece are in memory. Raises the signal if it was the transfer's last.
-  void finish(const Piece& piece);
-  // Where the bytes of a piece from `done` on belong.
-  Segments::Pin place(const Piece& piece, uint64_t done, uint64_t size);
-  // Device memory can not be received into: its pieces wait in pinned memory until they are whole.
-  bool on_device(const Piece& piece) { return place(piece, 0, piece.bytes).mover != nullptr; }
-  void land(const Piece& piece, std::shared_ptr<PinnedBuffer> bytes);
+  // A fragment is announced. Throws if it is not acceptable.
+  void begin(const Fragment& fragment);
+  // All bytes of a fragment are in memory. Raises the signal if it was the transfer's last.
+  void finish(const Fragment& fragment);
+  // Where the bytes of a fragment from `done` on belong.
+  Segments::Pin place(const Fragment& fragment, uint64_t done, uint64_t size);
+  // Device memory can not be received into: its fragments wait in pinned memory until they are whole.
+  bool on_device(const Fragment& fragment) { return place(fragment, 0, fragment.bytes).copy_queue != nullptr; }
+  void land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes);
   size_t unfinished() const { return transfers_.size(); }
 
  private:
   struct Transfer {
-    Piece first;
+    Fragment first;
     std::vector<bool> announced;
     uint64_t missing;
   };
 
   std::shared_ptr<Segments> segments_;
-  std::unordered_map<uint64_t, Transfer> transfers_;  // those of several pieces, under way
-  std::deque<std::pair<Mark, std::shared_ptr<PinnedBuffer>>> landing_;  // on their way to device memory
+  std::unordered_map<uint64_t, Transfer> transfers_;  // those of several fragments, under way
+  std::deque<std::pair<CompletionToken, std::shared_ptr<PinnedBuffer>>> landing_;  // on their way to device memory
 };
 
 // One stream's parser.
@@ -55,9 +55,9 @@ class StreamReader {
   // The next bytes of the stream.
   void feed(const uint8_t* data, size_t size);
   // How many bytes of payload come next (0: a header does); they may be received in place.
-  uint64_t payload_due() const { return in_payload_ ? piece_.bytes - done_ : 0; }
+  uint64_t payload_due() const { return in_payload_ ? fragment_.bytes - done_ : 0; }
   Segments::Pin place(uint64_t size) {
-    return waiting_ ? Segments::Pin(waiting_->data + done_) : inbox_.place(piece_, done_, size);
+    return waiting_ ? Segments::Pin(waiting_->data + done_) : inbox_.place(fragment_, done_, size);
   }
   void placed(uint64_t size);
   // The peer said that nothing more comes.
@@ -69,12 +69,12 @@ class StreamReader {
   void take_header();
 
   Inbox& inbox_;
-  Piece piece_;
+  Fragment fragment_;
   size_t header_bytes_ = 0;
   bool in_payload_ = false;
   bool ended_ = false;
   uint64_t done_ = 0;
-  std::shared_ptr<PinnedBuffer> waiting_;  // the piece so far, if it goes to device memory
+  std::shared_ptr<PinnedBuffer> waiting_;  // the fragment so far, if it goes to device memory
 };
 
 }  // namespace mkernel

@@ -60,18 +60,18 @@ std::shared_ptr<Segments> LoopbackTransport::find(uint32_t peer) {
   return found;
 }
 
-// When shuffled up to four pieces, in random order.
-std::vector<std::pair<uint64_t, uint64_t>> LoopbackTransport::cut(uint64_t bytes) {
+// When shuffled up to four fragments, in random order.
+std::vector<std::pair<uint64_t, uint64_t>> LoopbackTransport::fragmentation(uint64_t bytes) {
   if (bytes == 0) return {};
   if (options_.shuffle_seed < 0) return {{0, bytes}};
   std::vector<uint64_t> cuts = {0, bytes};
   for (int i = 0; i < 3; ++i) cuts.push_back(random_() % bytes);
   std::sort(cuts.begin(), cuts.end());
-  std::vector<std::pair<uint64_t, uint64_t>> pieces;
+  std::vector<std::pair<uint64_t, uint64_t>> fragments;
   for (size_t i = 1; i < cuts.size(); ++i)
-    if (cuts[i - 1] < cuts[i]) pieces.emplace_back(cuts[i - 1], cuts[i]);
-  std::shuffle(pieces.begin(), pieces.end(), random_);
-  return pieces;
+    if (cuts[i - 1] < cuts[i]) fragments.emplace_back(cuts[i - 1], cuts[i]);
+  std::shuffle(fragments.begin(), fragments.end(), random_);
+  return fragments;
 }
 
 bool LoopbackTransport::post(const Request& request) {
@@ -87,24 +87,24 @@ bool LoopbackTransport::post(const Request& request) {
     link_free_ = std::max(link_free_, Clock::now()) + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
     due = link_free_ + std::chrono::nanoseconds(options_.latency_ns);
   }
-  flights_.push_back({request, std::move(peer), due, cut(request.bytes)});
+  flights_.push_back({request, std::move(peer), due, fragmentation(request.bytes)});
   return true;
 }
 
 // At the end of the poll.
-Mark LoopbackTransport::flush_later(Mark mark) {
-  if (mark.mover != nullptr && std::find(busy_.begin(), busy_.end(), mark.mover) == busy_.end())
-    busy_.push_back(mark.mover);
-  return mark;
+CompletionToken LoopbackTransport::flush_later(CompletionToken token) {
+  if (token.copy_queue != nullptr && std::find(busy_.begin(), busy_.end(), token.copy_queue) == busy_.end())
+    busy_.push_back(token.copy_queue);
+  return token;
 }
 
 void LoopbackTransport::copy_piece(Flight& flight) {
   const Request& request = flight.request;
-  auto [begin, end] = flight.pieces.back();
+  auto [begin, end] = flight.fragments.back();
   auto from = segments->pin(request.source_segment, request.source + begin, end - begin, "source");
   auto to = flight.peer->pin(request.segment, request.target + begin, end - begin, "target");
   flight.copied = flush_later(start_copy(std::move(to), std::move(from), end - begin));
-  flight.pieces.pop_back();
+  flight.fragments.pop_back();
 }
 
 // The signal of a request whose copies were started, if the bytes are sure to be there before it.
@@ -112,8 +112,8 @@ bool LoopbackTransport::raise(size_t chosen) {
   Flight& flight = flights_[chosen];
   const Request& request = flight.request;
   auto signal = flight.peer->pin_signal(request.segment, request.signal);
-  // the mover of the target keeps that order; what comes from a device to host memory is waited for
-  if (signal.mover == nullptr && !flight.copied.done()) return false;
+  // the copy_queue of the target keeps that order; what comes from a device to host memory is waited for
+  if (signal.copy_queue == nullptr && !flight.copied.done()) return false;
   flight.raised = flush_later(raise_signal(std::move(signal), request.value));
   landing_.push_back(std::move(flight));
   flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(chosen));
@@ -129,21 +129,21 @@ bool LoopbackTransport::fly_together(Clock::time_point now) {
   if (count == 0 || flights_[count - 1].due > now) return false;
   bool any = false;
   for (size_t next = 0; count > 0; --count) {
-    for (; !flights_[next].pieces.empty(); any = true) copy_piece(flights_[next]);
+    for (; !flights_[next].fragments.empty(); any = true) copy_piece(flights_[next]);
     if (raise(next)) any = true;
     else ++next;
   }
   return any;
 }
 
-// Steps of requests that chance chooses: the next piece, or the signal after the last.
+// Steps of requests that chance chooses: the next fragment, or the signal after the last.
 bool LoopbackTransport::fly_shuffled(Clock::time_point now) {
   bool any = false;
   for (int i = 0; i < kPiecesPerPoll && !flights_.empty(); ++i) {
     if (random_() % 16 == 0) return true;  // put off
     size_t chosen = random_() % flights_.size();
     if (flights_[chosen].due > now) continue;
-    if (flights_[chosen].pieces.empty()) {
+    if (flights_[chosen].fragments.empty()) {
       any |= raise(chosen);
     } else {
       copy_piece(flights_[chosen]);
@@ -157,7 +157,7 @@ bool LoopbackTransport::poll(std::vector<int64_t>& completed) {
   if (flights_.empty() && landing_.empty()) return false;
   auto now = Clock::now();
   bool any = options_.shuffle_seed >= 0 ? fly_shuffled(now) : fly_together(now);
-  for (Mover* mover : busy_) mover->flush();
+  for (CopyQueue* copy_queue : busy_) copy_queue->flush();
   busy_.clear();
   while (!landing_.empty() && landing_.front().raised.done()) {
     completed.push_back(landing_.front().request.ticket);

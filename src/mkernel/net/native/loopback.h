@@ -6,7 +6,7 @@
 // rate, and each of them is late by the latency once.
 //
 // Many requests cost few calls of a device's driver: those that are due within kTogether of the first go with the
-// last of them, bytes and signals in one batch of the target's mover. A request that nothing follows is not late,
+// last of them, bytes and signals in one batch of the target's copy_queue. A request that nothing follows is not late,
 // one in a stream is, by up to kTogether.
 #pragma once
 
@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "mover.h"
+#include "copy_queue.h"
 #include "transport.h"
 
 namespace mkernel {
@@ -26,7 +26,7 @@ namespace mkernel {
 struct LoopbackOptions {
   int64_t latency_ns = 0;
   double bytes_per_s = 0;    // of this rank's link; 0: as fast as memory goes
-  int64_t shuffle_seed = -1; // >= 0: requests in flight overtake each other, piece by piece
+  int64_t shuffle_seed = -1; // >= 0: requests in flight overtake each other, fragment by fragment
 };
 
 class LoopbackTransport : public Transport {
@@ -45,13 +45,13 @@ class LoopbackTransport : public Transport {
     Request request;
     std::shared_ptr<Segments> peer;
     Clock::time_point due;                              // when its signal is set
-    std::vector<std::pair<uint64_t, uint64_t>> pieces;  // still to be copied: begin, end
-    Mark copied{}, raised{};                            // of the last copy and of the signal, once asked for
+    std::vector<std::pair<uint64_t, uint64_t>> fragments;  // still to be copied: begin, end
+    CompletionToken copied{}, raised{};                            // of the last copy and of the signal, once asked for
   };
 
   std::shared_ptr<Segments> find(uint32_t peer);
-  std::vector<std::pair<uint64_t, uint64_t>> cut(uint64_t bytes);
-  Mark flush_later(Mark mark);
+  std::vector<std::pair<uint64_t, uint64_t>> fragmentation(uint64_t bytes);
+  CompletionToken flush_later(CompletionToken token);
   void copy_piece(Flight& flight);
   bool raise(size_t chosen);
   bool fly_together(Clock::time_point now);
@@ -63,7 +63,7 @@ class LoopbackTransport : public Transport {
   std::map<uint32_t, std::shared_ptr<Segments>> peers_;
   std::deque<Flight> flights_;  // in the order in which they are due
   std::deque<Flight> landing_;  // everything was asked for, and may be under way
-  std::vector<Mover*> busy_;    // movers that may keep something back
+  std::vector<CopyQueue*> busy_;    // copy_queues that may keep something back
   Clock::time_point link_free_{};
 };
 

@@ -96,7 +96,7 @@ MKERNEL_NET_API mkernel_net_proxy* mkernel_net_proxy_start(int64_t* ring, uint64
                                                            mkernel_net_transport* transport, int cpu,
                                                            int idle_sleep_us, int spin_us);
 /* A word that becomes 1 when the proxy stops serving because of an error; device as for attach. */
-MKERNEL_NET_API int mkernel_net_proxy_alarm(mkernel_net_proxy* proxy, int64_t* word, int device);
+MKERNEL_NET_API int mkernel_net_proxy_set_abort_flag(mkernel_net_proxy* proxy, int64_t* word, int device);
 /* Ends the thread. 1: everything was served; 0: the timeout came first, or an error had. */
 MKERNEL_NET_API int mkernel_net_proxy_stop(mkernel_net_proxy* proxy, int64_t timeout_ms);
 /* Why the proxy stopped serving, cut to `size` bytes with the final zero. Returns the length of it

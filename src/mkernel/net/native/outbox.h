@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda.h"
-#include "mover.h"
+#include "copy_queue.h"
 #include "ring.h"
 #include "segments.h"
 #include "wire.h"
@@ -22,7 +22,7 @@ struct Outgoing {
 
 class Outbox {
  public:
-  void push(std::shared_ptr<Outgoing> owner, const Piece& piece, uint64_t source);
+  void push(std::shared_ptr<Outgoing> owner, const Fragment& fragment, uint64_t source);
   void push_bye();
   bool empty() const { return queue_.empty(); }
   uint64_t bytes() const { return bytes_; }
@@ -31,23 +31,23 @@ class Outbox {
   // handed over. Returns the number of bytes; `blocked` tells if the kernel would take no more.
   uint64_t flush(int fd, Segments& segments, std::vector<std::shared_ptr<Outgoing>>& sent);
   bool blocked = false;
-  // The next piece is still on its way from the device.
+  // The next fragment is still on its way from the device.
   bool fetching = false;
 
  private:
-  // A piece of device memory on its way through pinned memory, from where the kernel takes it.
+  // A fragment of device memory on its way through pinned memory, from where the kernel takes it.
   struct Fetched {
     ~Fetched() {
-      if (mark.mover != nullptr) mark.mover->settle();
+      if (token.copy_queue != nullptr) token.copy_queue->settle();
     }
     bool here();
-    PinnedBuffer bytes{kPieceBytes};
-    Mark mark;
+    PinnedBuffer bytes{kFragmentBytes};
+    CompletionToken token;
   };
   struct Item {
-    Piece piece;
+    Fragment fragment;
     std::shared_ptr<Outgoing> owner;  // none: a farewell
-    uint64_t source;                  // of this piece
+    uint64_t source;                  // of this fragment
     uint64_t sent;                    // of header and payload together
     std::unique_ptr<Fetched> fetched;  // if the source is device memory
   };

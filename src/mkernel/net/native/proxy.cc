@@ -76,23 +76,23 @@ void Proxy::run() noexcept {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   error_ = words("network proxy of rank ", transport_->rank, ": ", what);
-  for (auto& [word, device] : alarms_) raise_alarm(word, device);
+  for (auto& [word, device] : abort_flags_) raise_abort_flag(word, device);
 }
 
-void Proxy::alarm(int64_t* word, int device) {
-  if (device >= 0) transport_->segments->mover_of(device);  // made now, not while kernels wait
+void Proxy::set_abort_flag(int64_t* word, int device) {
+  if (device >= 0) transport_->segments->copy_queue_of(device);  // made now, not while kernels wait
   std::lock_guard<std::mutex> lock(mutex_);
-  alarms_.emplace_back(word, device);
-  if (!error_.empty()) raise_alarm(word, device);
+  abort_flags_.emplace_back(word, device);
+  if (!error_.empty()) raise_abort_flag(word, device);
 }
 
-void Proxy::raise_alarm(int64_t* word, int device) noexcept {
+void Proxy::raise_abort_flag(int64_t* word, int device) noexcept {
   if (device < 0) {
     __atomic_store_n(word, 1, __ATOMIC_RELEASE);
     return;
   }
   try {
-    transport_->segments->mover_of(device).alarm(word);
+    transport_->segments->copy_queue_of(device).set_abort_flag(word);
   } catch (const std::exception& error) {
     error_ += words("; and waiting kernels could not be told: ", error.what());
   }

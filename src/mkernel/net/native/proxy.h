@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "mkernel_net.h"
-#include "mover.h"
+#include "copy_queue.h"
 #include "ring.h"
 #include "transport.h"
 
@@ -36,7 +36,7 @@ class Proxy {
 
   // A word that becomes 1 when the proxy stops serving because of an error, so that kernels which wait for
   // it leave. `device` as in Segments::attach.
-  void alarm(int64_t* word, int device);
+  void set_abort_flag(int64_t* word, int device);
   // Why it stopped serving; empty as long as all is well.
   std::string error() const;
   mkernel_net_statistics statistics() const;
@@ -52,7 +52,7 @@ class Proxy {
   bool poll_transport();
   bool drained() const;
   void rest(Clock::time_point idle_since);
-  void raise_alarm(int64_t* word, int device) noexcept;
+  void raise_abort_flag(int64_t* word, int device) noexcept;
 
   Ring ring_;
   const std::shared_ptr<Transport> transport_;
@@ -70,9 +70,9 @@ class Proxy {
   std::atomic<Clock::rep> deadline_{0};
   std::atomic<bool> all_served_{false};
 
-  mutable std::mutex mutex_;  // of error_ and the alarms
+  mutable std::mutex mutex_;  // of error_ and the abort_flags
   std::string error_;
-  std::vector<std::pair<int64_t*, int>> alarms_;
+  std::vector<std::pair<int64_t*, int>> abort_flags_;
   std::mutex stop_mutex_;
   std::thread thread_;
 };

@@ -4,7 +4,7 @@
 
 #include "cuda.h"
 #include "error.h"
-#include "mover.h"
+#include "copy_queue.h"
 
 namespace mkernel {
 
@@ -19,22 +19,22 @@ Segments::Pin::~Pin() {
 void Segments::attach(uint32_t number, void* base, uint64_t size, int device) {
   if (number >= 1u << 24) fail("segment ", number, " does not fit into a request's 24 bits");
   if (base == nullptr && size > 0) fail("segment ", number, " has no memory");
-  Mover* mover = device >= 0 ? &mover_of(device) : nullptr;
+  CopyQueue* copy_queue = device >= 0 ? &copy_queue_of(device) : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) fail("rank ", rank_, ": segment ", number, " came after the transport was closed");
-  auto segment = std::make_shared<Segment>(Segment{static_cast<uint8_t*>(base), size, mover});
+  auto segment = std::make_shared<Segment>(Segment{static_cast<uint8_t*>(base), size, copy_queue});
   if (!segments_.emplace(number, std::move(segment)).second)
     fail("rank ", rank_, ": segment ", number, " is attached already");
 }
 
-Mover& Segments::mover_of(int device) {
+CopyQueue& Segments::copy_queue_of(int device) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (auto found = movers_.find(device); found != movers_.end()) return *found->second;
+    if (auto found = copy_queues_.find(device); found != copy_queues_.end()) return *found->second;
   }
   auto made = cuda_mover(device);  // without the lock: it waits for the device
   std::lock_guard<std::mutex> lock(mutex_);
-  return *movers_.try_emplace(device, std::move(made)).first->second;
+  return *copy_queues_.try_emplace(device, std::move(made)).first->second;
 }
 
 void Segments::leave(std::unique_lock<std::mutex>& lock,
@@ -43,16 +43,16 @@ void Segments::leave(std::unique_lock<std::mutex>& lock,
   segments_.erase(it);  // no new pins
   segment->leaving = true;
   auto free = [&] { return segment->pins == 0; };
-  if (segment->mover == nullptr) return unpinned_.wait(lock, free);
+  if (segment->copy_queue == nullptr) return unpinned_.wait(lock, free);
   while (!free()) {
-    // movers let go of memory when they are asked; a peer's mover may hold ours
+    // copy_queues let go of memory when they are asked; a peer's copy_queue may hold ours
     lock.unlock();
     settle_cuda_movers();
     lock.lock();
     unpinned_.wait_for(lock, std::chrono::milliseconds(1), free);
   }
-  lock.unlock();  // movers let go of pins, which takes our lock: never both the other way round
-  segment->mover->forget(segment->base, segment->size);
+  lock.unlock();  // copy_queues let go of pins, which takes our lock: never both the other way round
+  segment->copy_queue->forget(segment->base, segment->size);
   lock.lock();
 }
 

@@ -10,13 +10,13 @@
 
 namespace mkernel {
 
-class Mover;
+class CopyQueue;
 
 class Segments {
   struct Segment {
     uint8_t* base;
     uint64_t size;
-    Mover* mover;  // of device memory; none: host memory
+    CopyQueue* copy_queue;  // of device memory; none: host memory
     int pins = 0;
     bool leaving = false;
   };
@@ -26,9 +26,9 @@ class Segments {
   class Pin {
    public:
     // Host memory that stays in place by itself.
-    explicit Pin(uint8_t* bytes) : data(bytes), mover(nullptr), owner_(nullptr) {}
+    explicit Pin(uint8_t* bytes) : data(bytes), copy_queue(nullptr), owner_(nullptr) {}
     Pin(Pin&& other) noexcept
-        : data(other.data), mover(other.mover), owner_(other.owner_), segment_(std::move(other.segment_)) {
+        : data(other.data), copy_queue(other.copy_queue), owner_(other.owner_), segment_(std::move(other.segment_)) {
       other.segment_ = nullptr;
     }
     Pin(const Pin&) = delete;
@@ -36,12 +36,12 @@ class Segments {
     Pin& operator=(Pin&&) = delete;
     ~Pin();
     uint8_t* const data;
-    Mover* const mover;  // device memory can only be touched through it; none: host memory
+    CopyQueue* const copy_queue;  // device memory can only be touched through it; none: host memory
 
    private:
     friend class Segments;
     Pin(uint8_t* bytes, Segments* owner, std::shared_ptr<Segment> segment)
-        : data(bytes), mover(segment->mover), owner_(owner), segment_(std::move(segment)) {}
+        : data(bytes), copy_queue(segment->copy_queue), owner_(owner), segment_(std::move(segment)) {}
     Segments* owner_;
     std::shared_ptr<Segment> segment_;
   };
@@ -61,7 +61,7 @@ class Segments {
   // A signal: an aligned 64-bit word.
   Pin pin_signal(uint32_t number, uint64_t offset);
   // What copies to and from this device for us.
-  Mover& mover_of(int device);
+  CopyQueue& copy_queue_of(int device);
 
  private:
   void leave(std::unique_lock<std::mutex>& lock, std::unordered_map<uint32_t, std::shared_ptr<Segment>>::iterator it);
@@ -71,7 +71,7 @@ class Segments {
   std::mutex mutex_;
   std::condition_variable unpinned_;
   std::unordered_map<uint32_t, std::shared_ptr<Segment>> segments_;
-  std::map<int, std::unique_ptr<Mover>> movers_;  // by device
+  std::map<int, std::unique_ptr<CopyQueue>> copy_queues_;  // by device
 };
 
 }  // namespace mkernel

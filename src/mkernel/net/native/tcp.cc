@@ -34,7 +34,7 @@ TcpTransport::TcpTransport(const TcpOptions& options)
     : Transport(options.rank),
       job_(job_of(options)),
       peer_timeout_(options.peer_timeout),
-      door_(job_, parse_address(options.listen, options.port)),
+      connector_(job_, parse_address(options.listen, options.port)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       peers_(job_.size),
       scratch_(kScratch) {
@@ -44,7 +44,7 @@ TcpTransport::TcpTransport(const TcpOptions& options)
 TcpTransport::~TcpTransport() { TcpTransport::stop(std::chrono::milliseconds(0)); }
 
 void TcpTransport::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
-  std::vector<Arrival> arrivals = door_.connect(peers, timeout);
+  std::vector<Arrival> arrivals = connector_.connect(peers, timeout);
   std::lock_guard<std::mutex> lock(mutex_);
   usable();
   for (Arrival& arrival : arrivals) {
@@ -107,19 +107,19 @@ bool TcpTransport::post(const Request& request) {
 
 void TcpTransport::enqueue(const Request& request, Peer& peer) {
   segments->pin(request.source_segment, request.source, request.bytes, "source");
-  Cut cut(request.bytes);
-  auto owner = std::make_shared<Outgoing>(Outgoing{request, cut.pieces});
-  Piece piece;
-  piece.kind = kPiece;
-  piece.segment = request.segment;
-  piece.transfer = transfers_++;
-  piece.target = request.target;
-  piece.total = request.bytes;
-  piece.signal = request.signal;
-  piece.value = request.value;
-  for (piece.index = 0; piece.index < cut.pieces; ++piece.index) {
-    piece.bytes = cut.bytes(piece.index);
-    least_loaded(peer).outbox.push(owner, piece, request.source + cut.begin(piece.index));
+  Fragmentation fragmentation(request.bytes);
+  auto owner = std::make_shared<Outgoing>(Outgoing{request, fragmentation.fragments});
+  Fragment fragment;
+  fragment.kind = kFragment;
+  fragment.segment = request.segment;
+  fragment.transfer = transfers_++;
+  fragment.target = request.target;
+  fragment.total = request.bytes;
+  fragment.signal = request.signal;
+  fragment.value = request.value;
+  for (fragment.index = 0; fragment.index < fragmentation.fragments; ++fragment.index) {
+    fragment.bytes = fragmentation.bytes(fragment.index);
+    least_loaded(peer).outbox.push(owner, fragment, request.source + fragmentation.begin(fragment.index));
   }
   ++peer.in_flight;
 }
@@ -227,7 +227,7 @@ void TcpTransport::lost(const Peer& peer, const Stream& stream, const std::strin
 
 void TcpTransport::stop(std::chrono::milliseconds patience) {
   auto deadline = std::chrono::steady_clock::now() + patience;
-  door_.close();
+  connector_.close();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {

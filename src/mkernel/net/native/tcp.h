@@ -1,6 +1,6 @@
 // The tcp transport: several streams to each peer, driven by epoll from the proxy's thread.
 //
-// A request is cut into pieces (wire.h) that go over the least loaded streams; the receiving side
+// A request is cut into fragments (wire.h) that go over the least loaded streams; the receiving side
 // counts them and raises the signal (inbox.h). A request is complete for its sender when the kernel
 // has taken all of its bytes. A stream that ends without a farewell is an error that names the peer.
 #pragma once
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "door.h"
+#include "connector.h"
 #include "inbox.h"
 #include "outbox.h"
 #include "transport.h"
@@ -33,7 +33,7 @@ class TcpTransport : public Transport {
   explicit TcpTransport(const TcpOptions& options);
   ~TcpTransport() override;
 
-  int port() const { return door_.port(); }
+  int port() const { return connector_.port(); }
   // Connect to these peers; they must do the same with us. May be called again with others.
   void connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout);
 
@@ -76,7 +76,7 @@ class TcpTransport : public Transport {
 
   const Job job_;
   const std::chrono::milliseconds peer_timeout_;
-  Door door_;
+  Connector connector_;
   Fd epoll_;
   std::mutex mutex_;  // of all below; the proxy's thread holds it most of the time
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; none: not connected

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mkernel.lang import requests
 from mkernel.net import devices
-from mkernel.net.native import Proxy, TcpTransport, Transport
+from mkernel.net.config import Auto, Efa, Tcp, TransportConfig, Verbs
+from mkernel.net.library import Proxy, TcpTransport, Transport
 from mkernel.net.rdma import EfaTransport, RdmaTransport, VerbsTransport
-from mkernel.runtime.errors import ArgumentError, MKernelError, TransportError
+from mkernel.runtime.errors import MKernelError, TransportError
 from mkernel.runtime.printable import printable
 
 if TYPE_CHECKING:
@@ -31,56 +31,6 @@ TRIAL_SECONDS = 10.0
 PEER_SECONDS = 30.0  # that a machine may be silent; a rank that is late, but alive, is not
 
 
-@dataclass(frozen=True)
-class Auto:
-    """`Verbs` if every rank has an active device for it that works, else `Tcp`."""
-
-
-@dataclass(frozen=True)
-class Tcp:
-    """Plain sockets, with so many streams to each peer."""
-
-    streams: int = 4
-
-
-@dataclass(frozen=True)
-class Verbs:
-    """InfiniBand or RoCE.
-
-    Args:
-        devices: the rails of this rank, as "mlx5_0" or "mlx5_0:2" (its second port); None: those nearest to the GPU.
-        gid_index: of every device's table; None: the best one.
-        queues: queue pairs to each peer on each rail.
-        traffic_class: of the packets, for networks that sort by it.
-    """
-
-    devices: tuple[str, ...] | None = None
-    gid_index: int | None = None
-    queues: int = 2
-    traffic_class: int = 0
-
-
-@dataclass(frozen=True)
-class Efa:
-    """AWS's Elastic Fabric Adapter. `devices` as in `Verbs`."""
-
-    devices: tuple[str, ...] | None = None
-
-
-Wish = Auto | Tcp | Verbs | Efa
-_BY_NAME: dict[str, Wish] = {"auto": Auto(), "tcp": Tcp(), "verbs": Verbs(), "efa": Efa()}
-
-
-def wish_of(transport: Wish | str) -> Wish:
-    """What `mk.init(transport=...)` asks for."""
-    if isinstance(transport, str) and transport in _BY_NAME:
-        return _BY_NAME[transport]
-    if isinstance(transport, (Auto, Tcp, Verbs, Efa)):
-        return transport
-    names = ", ".join(map(repr, _BY_NAME))
-    raise ArgumentError(f"transport must be {names} or a Tcp, Verbs or Efa of mkernel.net, got {transport!r}")
-
-
 def counterparts(group: Group) -> list[int]:
     """The ranks of the other nodes that this one talks to."""
     topology = group.topology
@@ -88,20 +38,20 @@ def counterparts(group: Group) -> list[int]:
     return [rank for rank in ranks if rank != group.rank and topology.local_rank_of(rank) == group.local_rank]
 
 
-def open_transport(group: Group, wish: Wish, address: Callable[[], str], secret: bytes) -> Transport:
+def open_transport(group: Group, config: TransportConfig, address: Callable[[], str], secret: bytes) -> Transport:
     """A transport that is connected to this rank's counterparts. Collective.
 
     Args:
         address: the address under which other machines reach this one; also collective.
         secret: known to the ranks of the group and nobody else.
     """
-    group.agree("mk.init", transport=type(wish).__name__)
-    if isinstance(wish, Tcp):
-        return _open_tcp(group, wish, address(), secret)
+    group.agree("mk.init", transport=type(config).__name__)
+    if isinstance(config, Tcp):
+        return _open_tcp(group, config, address(), secret)
     try:
-        return _open_rdma(group, Verbs() if isinstance(wish, Auto) else wish)
+        return _open_rdma(group, Verbs() if isinstance(config, Auto) else config)
     except TransportError:
-        if isinstance(wish, Auto):  # all ranks come here together, see _together
+        if isinstance(config, Auto):  # all ranks come here together, see _together
             return _open_tcp(group, Tcp(), address(), secret)
         raise
 
@@ -132,21 +82,21 @@ def drop(transport: Transport, segment: int) -> None:
     # Others keep it until the group is closed: a completed request's signal may still be under way.
 
 
-def _open_tcp(group: Group, wish: Tcp, here: str, secret: bytes) -> Transport:
+def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
     patience = min(group.timeout, PEER_SECONDS)
-    transport = TcpTransport(group.rank, group.size, secret, listen=here, streams=wish.streams, peer_timeout=patience)
+    transport = TcpTransport(group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=patience)
     doors = group.exchange("network", (here, transport.port))
     transport.connect({rank: doors[rank] for rank in counterparts(group)}, group.timeout)
     return transport
 
 
-def _open_rdma(group: Group, wish: Verbs | Efa) -> Transport:
+def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
     transport: RdmaTransport | None = None
     descriptions: dict[int, bytes] = {}
     problem: MKernelError | None = None
     try:
         try:
-            transport = _make_rdma(group, wish)
+            transport = _make_rdma(group, config)
             descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
         except MKernelError as error:
             problem = error
@@ -198,21 +148,21 @@ def _try_out(group: Group, transport: RdmaTransport) -> None:
     transport.detach(TRIAL_SEGMENT)
 
 
-def _make_rdma(group: Group, wish: Verbs | Efa) -> RdmaTransport:
+def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
     patience = min(group.timeout, PEER_SECONDS)
-    efa = isinstance(wish, Efa)
-    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=wish.devices)
-    if isinstance(wish, Efa):
+    efa = isinstance(config, Efa)
+    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=config.devices)
+    if isinstance(config, Efa):
         return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=patience)
     rails = [
-        (port.device, port.number, devices.choose_gid(port) if wish.gid_index is None else wish.gid_index)
+        (port.device, port.number, devices.choose_gid(port) if config.gid_index is None else config.gid_index)
         for port in ports
     ]
     return VerbsTransport(
         group.rank,
         rails,
-        queues=wish.queues,
-        traffic_class=wish.traffic_class,
+        queues=config.queues,
+        traffic_class=config.traffic_class,
         peer_timeout=patience,
     )
 

@@ -8,11 +8,11 @@
 
 namespace mkernel {
 
-class Mover;
+class CopyQueue;
 
-// A point in a mover's work.
-struct Mark {
-  Mover* mover = nullptr;  // none: it was done at once
+// A point in a copy_queue's work.
+struct CompletionToken {
+  CopyQueue* copy_queue = nullptr;  // none: it was done at once
   uint64_t number = 0;
   bool done() const;
 };
@@ -20,15 +20,15 @@ struct Mark {
 // Copies in any order, sets signals after everything that was asked for before them, and holds the memory in
 // place meanwhile. What it is asked for may be kept back, to be done together with what follows, until `flush`. May
 // be used by any thread; nothing here waits for a kernel.
-class Mover {
+class CopyQueue {
  public:
-  virtual ~Mover() = default;
-  virtual Mark copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) = 0;
+  virtual ~CopyQueue() = default;
+  virtual CompletionToken copy(Segments::Pin to, Segments::Pin from, uint64_t bytes) = 0;
   // The signal grows to `value` when everything that was asked for before is done.
-  virtual Mark raise(Segments::Pin signal, int64_t value) = 0;
+  virtual CompletionToken raise(Segments::Pin signal, int64_t value) = 0;
   virtual void flush() = 0;
   // The word of the device becomes 1, after what was flushed before: also if something was refused.
-  virtual void alarm(int64_t* word) = 0;
+  virtual void set_abort_flag(int64_t* word) = 0;
   // Is everything up to this number done? Flushes if it was kept back.
   virtual bool done(uint64_t number) = 0;
   // Return when nothing is under way, and all memory is let go.
@@ -37,13 +37,13 @@ class Mover {
   virtual void forget(const void* base, uint64_t size) = 0;
 };
 
-inline bool Mark::done() const { return mover == nullptr || mover->done(number); }
+inline bool CompletionToken::done() const { return copy_queue == nullptr || copy_queue->done(number); }
 
-// Copies with the mover that the memories need: the target's, else the source's, else at once.
-Mark start_copy(Segments::Pin to, Segments::Pin from, uint64_t bytes);
+// Copies with the copy_queue that the memories need: the target's, else the source's, else at once.
+CompletionToken start_copy(Segments::Pin to, Segments::Pin from, uint64_t bytes);
 
 // The signal grows to `value`, or stays if it is there already. Everything that was copied to this
 // memory before is seen by who sees the signal. Host memory: at once.
-Mark raise_signal(Segments::Pin signal, int64_t value);
+CompletionToken raise_signal(Segments::Pin signal, int64_t value);
 
 }  // namespace mkernel

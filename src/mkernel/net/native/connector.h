@@ -34,9 +34,9 @@ struct Arrival {
   Fd socket;
 };
 
-class Door {
+class Connector {
  public:
-  Door(const Job& job, const Address& listen);
+  Connector(const Job& job, const Address& listen);
   int port() const { return port_; }
 
   // Returns all streams to the given peers, once all of them are there. Peers that have called early
@@ -49,8 +49,8 @@ class Door {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // A connection whose handshake is under way.
-  struct Guest {
+  // A connection whose handshake is under endpoint.
+  struct PendingConnection {
     Fd socket;
     std::string address;
     Handshake handshake;
@@ -66,7 +66,7 @@ class Door {
     uint32_t stream;
     Address address;
     Clock::time_point next_try;
-    std::list<Guest> guest;  // none or one
+    std::list<PendingConnection> connection;  // none or one
   };
   using Name = std::pair<uint32_t, uint32_t>;  // peer, stream
 
@@ -75,8 +75,8 @@ class Door {
   void wait_for_events(std::list<Dial>& dials, Clock::time_point deadline);
   void accept_some();
   void try_dials(std::list<Dial>& dials, Clock::time_point now);
-  bool progress(Guest& guest);
-  void welcome(Guest& guest);
+  bool progress(PendingConnection& connection);
+  void accept_connection(PendingConnection& connection);
   [[noreturn]] void complain(const std::vector<PeerAddress>& peers, double waited_s) const;
 
   const Job& job_;
@@ -84,7 +84,7 @@ class Door {
   int port_ = 0;
   std::atomic<bool> closing_{false};
   std::mutex mutex_;  // one connect at a time
-  std::list<Guest> guests_;
+  std::list<PendingConnection> pending_;
   std::map<Name, Arrival> arrivals_;
   std::vector<bool> handed_over_;     // by peer
   std::map<uint32_t, std::string> why_;  // the last failure with each peer that we dialled

@@ -88,7 +88,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
     "transport_destroy": (None, [Handle]),
     "proxy_start": (Handle, [ctypes.c_void_p, ctypes.c_uint64, Handle, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
-    "proxy_alarm": (ctypes.c_int, [Handle, ctypes.c_void_p, ctypes.c_int]),
+    "proxy_set_abort_flag": (ctypes.c_int, [Handle, ctypes.c_void_p, ctypes.c_int]),
     "proxy_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
     "proxy_error": (ctypes.c_size_t, [Handle, ctypes.c_char_p, ctypes.c_size_t]),
     "proxy_statistics": (None, [Handle, ctypes.POINTER(_Statistics)]),
@@ -301,12 +301,12 @@ class Proxy:
         self._served = False
         self._end = _finalize(self, library().proxy_destroy, handle, (ring, transport))
 
-    def alarm(self, address: int, device: torch.device) -> None:
+    def set_abort_flag(self, address: int, device: torch.device) -> None:
         """If the proxy stops serving because of an error, the 64-bit word at this address becomes 1."""
         if not self._end.alive:
             raise TransportError(f"the proxy of rank {self.transport.rank} was stopped")
         number = (device.index or 0) if device.type == "cuda" else -1
-        library().check(library().proxy_alarm(self._handle, address, number))
+        library().check(library().proxy_set_abort_flag(self._handle, address, number))
 
     @property
     def error(self) -> str | None:

@@ -1,4 +1,4 @@
-#include "door.h"
+#include "connector.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -16,26 +16,26 @@ constexpr auto kRetry = std::chrono::milliseconds(50);
 
 }  // namespace
 
-Door::Door(const Job& job, const Address& listen) : job_(job), listener_(listen_on(listen)), handed_over_(job.size) {
+Connector::Connector(const Job& job, const Address& listen) : job_(job), listener_(listen_on(listen)), handed_over_(job.size) {
   port_ = port_of(local_address(listener_.get()));
 }
 
-void Door::close() {
+void Connector::close() {
   closing_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
-  guests_.clear();
+  pending_.clear();
   arrivals_.clear();
   listener_.reset();
 }
 
-std::vector<Arrival> Door::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
+std::vector<Arrival> Connector::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto start = Clock::now();
   auto deadline = start + timeout;
   struct Farewell {  // strangers do not stay, however this ends
-    std::list<Guest>& guests;
-    ~Farewell() { guests.clear(); }
-  } farewell{guests_};
+    std::list<PendingConnection>& pending;
+    ~Farewell() { pending.clear(); }
+  } farewell{pending_};
   std::list<Dial> dials;
   std::set<uint32_t> named;
   for (const PeerAddress& peer : peers) {
@@ -60,14 +60,14 @@ std::vector<Arrival> Door::connect(const std::vector<PeerAddress>& peers, std::c
   return streams;
 }
 
-bool Door::all_here(const std::vector<PeerAddress>& peers) const {
+bool Connector::all_here(const std::vector<PeerAddress>& peers) const {
   for (const PeerAddress& peer : peers)
     for (uint32_t stream = 0; stream < job_.streams; ++stream)
       if (!arrivals_.count({peer.peer, stream})) return false;
   return true;
 }
 
-std::vector<Arrival> Door::hand_over(const std::vector<PeerAddress>& peers) {
+std::vector<Arrival> Connector::hand_over(const std::vector<PeerAddress>& peers) {
   std::vector<Arrival> streams;
   for (const PeerAddress& peer : peers) {
     for (uint32_t stream = 0; stream < job_.streams; ++stream) {
@@ -80,13 +80,13 @@ std::vector<Arrival> Door::hand_over(const std::vector<PeerAddress>& peers) {
   return streams;
 }
 
-void Door::try_dials(std::list<Dial>& dials, Clock::time_point now) {
+void Connector::try_dials(std::list<Dial>& dials, Clock::time_point now) {
   for (Dial& dial : dials) {
-    if (!dial.guest.empty() || now < dial.next_try) continue;
+    if (!dial.connection.empty() || now < dial.next_try) continue;
     dial.next_try = now + kRetry;
     try {
       Fd socket = start_connecting(dial.address);
-      dial.guest.push_back({std::move(socket), text_of(dial.address), Handshake::dial(job_, dial.peer, dial.stream),
+      dial.connection.push_back({std::move(socket), text_of(dial.address), Handshake::dial(job_, dial.peer, dial.stream),
                             {}, now + kHandshakeTime, true, "", false});
     } catch (const Error& error) {
       why_[dial.peer] = error.what();  // out of descriptors, no route: try again
@@ -94,17 +94,17 @@ void Door::try_dials(std::list<Dial>& dials, Clock::time_point now) {
   }
 }
 
-void Door::wait_for_events(std::list<Dial>& dials, Clock::time_point deadline) {
+void Connector::wait_for_events(std::list<Dial>& dials, Clock::time_point deadline) {
   std::vector<pollfd> watched;
-  std::vector<Guest*> whose;
-  auto watch = [&](Guest& guest) {
-    bool writing = guest.connecting || !guest.handshake.outgoing.empty();
-    watched.push_back({guest.socket.get(), static_cast<short>(writing ? POLLOUT : POLLIN), 0});
-    whose.push_back(&guest);
+  std::vector<PendingConnection*> whose;
+  auto watch = [&](PendingConnection& connection) {
+    bool writing = connection.connecting || !connection.handshake.outgoing.empty();
+    watched.push_back({connection.socket.get(), static_cast<short>(writing ? POLLOUT : POLLIN), 0});
+    whose.push_back(&connection);
   };
-  for (Guest& guest : guests_) watch(guest);
+  for (PendingConnection& connection : pending_) watch(connection);
   for (Dial& dial : dials)
-    for (Guest& guest : dial.guest) watch(guest);
+    for (PendingConnection& connection : dial.connection) watch(connection);
   auto now = Clock::now();
   if (now >= no_accept_before_) watched.push_back({listener_.get(), POLLIN, 0});
   auto wait = std::min<Clock::duration>(deadline - now, kRetry / 2);
@@ -112,45 +112,45 @@ void Door::wait_for_events(std::list<Dial>& dials, Clock::time_point deadline) {
   if (::poll(watched.data(), watched.size(), std::max(milliseconds, 0)) < 0 && errno != EINTR)
     fail("poll: ", errno_text());
   now = Clock::now();
-  auto finished = [&](Guest& guest, short events) {
-    if (events != 0 && progress(guest)) return true;
-    if (guest.failure.empty() && now >= guest.deadline) guest.failure = "it did not finish the handshake";
-    return !guest.failure.empty();
+  auto finished = [&](PendingConnection& connection, short events) {
+    if (events != 0 && progress(connection)) return true;
+    if (connection.failure.empty() && now >= connection.deadline) connection.failure = "it did not finish the handshake";
+    return !connection.failure.empty();
   };
   size_t index = 0;
-  for (auto it = guests_.begin(); it != guests_.end(); ++index) {
+  for (auto it = pending_.begin(); it != pending_.end(); ++index) {
     if (!finished(*it, watched[index].revents)) {
       ++it;
       continue;
     }
     if (it->failure.empty()) {
-      welcome(*it);
+      accept_connection(*it);
     } else {
       ++refused_;
       last_refused_ = words(it->address, ": ", it->failure);
     }
-    it = guests_.erase(it);
+    it = pending_.erase(it);
   }
   for (auto it = dials.begin(); it != dials.end();) {
     bool arrived = false;
-    if (!it->guest.empty() && finished(it->guest.front(), watched[index++].revents)) {
-      arrived = it->guest.front().failure.empty();
-      Guest& guest = it->guest.front();
-      if (guest.hopeless)
-        fail("rank ", job_.rank, " can not trust rank ", it->peer, " at ", guest.address, ": ", guest.failure);
+    if (!it->connection.empty() && finished(it->connection.front(), watched[index++].revents)) {
+      arrived = it->connection.front().failure.empty();
+      PendingConnection& connection = it->connection.front();
+      if (connection.hopeless)
+        fail("rank ", job_.rank, " can not trust rank ", it->peer, " at ", connection.address, ": ", connection.failure);
       if (arrived) {
-        welcome(guest);
+        accept_connection(connection);
       } else {
-        why_[it->peer] = guest.failure;
+        why_[it->peer] = connection.failure;
       }
-      it->guest.clear();
+      it->connection.clear();
     }
     it = arrived ? dials.erase(it) : std::next(it);
   }
   if (index < watched.size() && watched[index].revents != 0) accept_some();
 }
 
-void Door::accept_some() {
+void Connector::accept_some() {
   for (int i = 0; i < kAcceptsPerRound; ++i) {
     Address from;
     from.size = sizeof(from.storage);
@@ -161,71 +161,71 @@ void Door::accept_some() {
       if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
       return;
     }
-    if (guests_.size() >= kMostGuests) {
+    if (pending_.size() >= kMostGuests) {
       ++refused_;
-      last_refused_ = words(guests_.front().address, ": too many connections");
-      guests_.pop_front();
+      last_refused_ = words(pending_.front().address, ": too many connections");
+      pending_.pop_front();
     }
-    guests_.push_back(
+    pending_.push_back(
         {std::move(socket), text_of(from), Handshake::accept(job_), {}, Clock::now() + kHandshakeTime, false, "",
          false});
   }
 }
 
-// True when the handshake is over; guest.failure says if and why it failed. Never takes more from the
+// True when the handshake is over; connection.failure says if and why it failed. Never takes more from the
 // socket than the handshake's own bytes.
-bool Door::progress(Guest& guest) {
+bool Connector::progress(PendingConnection& connection) {
   try {
-    if (guest.connecting) {
+    if (connection.connecting) {
       int problem = 0;
       socklen_t size = sizeof(problem);
-      ::getsockopt(guest.socket.get(), SOL_SOCKET, SO_ERROR, &problem, &size);
+      ::getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &problem, &size);
       if (problem != 0) fail("can not connect: ", errno_text(problem));
-      guest.connecting = false;
+      connection.connecting = false;
     }
-    std::string& out = guest.handshake.outgoing;
+    std::string& out = connection.handshake.outgoing;
     while (true) {
       while (!out.empty()) {
-        ssize_t sent = ::send(guest.socket.get(), out.data(), out.size(), MSG_NOSIGNAL);
+        ssize_t sent = ::send(connection.socket.get(), out.data(), out.size(), MSG_NOSIGNAL);
         if (sent < 0 && errno == EAGAIN) return false;
         if (sent < 0) fail("send: ", errno_text());
         out.erase(0, static_cast<size_t>(sent));
       }
-      if (guest.handshake.done()) return true;
-      size_t have = guest.message.size(), wanted = guest.handshake.wanted();
-      guest.message.resize(wanted);
-      ssize_t got = ::recv(guest.socket.get(), guest.message.data() + have, wanted - have, 0);
+      if (connection.handshake.done()) return true;
+      size_t have = connection.message.size(), wanted = connection.handshake.wanted();
+      connection.message.resize(wanted);
+      ssize_t got = ::recv(connection.socket.get(), connection.message.data() + have, wanted - have, 0);
       int problem = errno;
-      guest.message.resize(have + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+      connection.message.resize(have + static_cast<size_t>(std::max<ssize_t>(got, 0)));
       if (got < 0 && (problem == EAGAIN || problem == EINTR)) return false;
       if (got < 0) fail("recv: ", errno_text(problem));
       if (got == 0) fail("it closed the connection during the handshake");
-      if (guest.message.size() < wanted) continue;
-      guest.handshake.take(guest.message);
-      guest.message.clear();
+      if (connection.message.size() < wanted) continue;
+      connection.handshake.take(connection.message);
+      connection.message.clear();
     }
   } catch (const WrongSecret& error) {
-    guest.failure = error.what();
-    guest.hopeless = true;
+    connection.failure = error.what();
+    connection.hopeless = true;
     return true;
   } catch (const Error& error) {
-    guest.failure = error.what();
+    connection.failure = error.what();
     return true;
   }
 }
 
-void Door::welcome(Guest& guest) {
-  uint32_t peer = guest.handshake.peer(), stream = guest.handshake.stream();
+void Connector::accept_connection(PendingConnection& connection) {
+  uint32_t peer = connection.handshake.peer(), stream = connection.handshake.stream();
   if (handed_over_[peer]) {
     ++refused_;
-    last_refused_ = words(guest.address, ": rank ", peer, " is connected already");
+    last_refused_ = words(connection.address, ": rank ", peer, " is connected already");
     return;
   }
   // a second call replaces the first: the peer has given that one up
-  arrivals_[{peer, stream}] = Arrival{peer, stream, guest.address, std::move(guest.socket)};
+  arrivals_[{peer, stream}] = Arrival{peer, stream, connection.address, std::move(connection.socket)};
 }
 
-void Door::complain(const std::vector<PeerAddress>& peers, double waited_s) const {
+void Connector::complain(const std::vector<PeerAddress>& peers, double waited_s) const {
   std::string text = words("rank ", job_.rank, " waited ", short_text(waited_s), " s for");
   const char* separator = " ";
   for (const PeerAddress& peer : peers) {
