@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 from attention import Case, assert_attention, exact
+from mkernel.runtime.sequences import MEETING
 
 import mkernel as mk
 from mkernel.lang.context import EPOCH, IN_STEP
 from mkernel.ops import ring_attention
-from mkernel.runtime.sequences import MEETING
 
 pytestmark = pytest.mark.gpu
 
