@@ -14,10 +14,8 @@ from helpers import run
 from triton.backends.nvidia.driver import make_launcher
 
 import mkernel as mk
-from mkernel.ops.attention import plan as planned
-from mkernel.ops.attention import prepare
+from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
-from mkernel.ops.attention.schedule import SYNC_MARK
 from mkernel.runtime.world import Links
 
 LENGTH = 512
@@ -129,12 +127,12 @@ def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
     case = dict(cluster=cluster, causal=True, layout="zigzag", length=length)
     plain, plan = built(**case)
     assert not plan.syncs_grid
-    monkeypatch.setattr(planned, "SYNC_BYTES", 0)
+    monkeypatch.setattr(schedule, "SYNC_BYTES", 0)
     launch, plan = launched(**case)
     compiled = compile_launch(launch)
     assert plan.syncs_grid
-    assert ("CTAs wait for each other" in str(plan)) == bool((plan.schedule >= SYNC_MARK).any())
-    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].meets
+    assert ("CTAs wait for each other" in str(plan)) == bool((plan.schedule >= schedule.SYNC_MARK).any())
+    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].syncs_grid
     counts = [len(re.findall(r"atom\.global\.gpu\.relaxed\.max\.s64", one.ptx)) for one in (plain, compiled)]
     assert counts[1] == counts[0] + 1
     assert not compiled.warnings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from mkernel.ops.attention.schedule import SYNC_MARK, Helpers, scheduled
+from mkernel.ops.attention.schedule import SYNC_MARK, Helpers, scheduled, sync_pays
 from mkernel.ops.attention.sequences import Sequences
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -19,7 +19,6 @@ from mkernel.runtime.operands import BYTES, has_descriptors, matmul_precision
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
 WARP_PUSH_RATE = 3e9  # bytes/s that the pushing warp of the Gluon kernel writes, to all peers together; estimated
-SYNC_BYTES = 8 * 2**20  # of a head's keys and values: with more it matters that CTAs read the same ones at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +284,7 @@ def plan(
     )
     helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
     unit_bytes = size * length * 2 * dim * element
-    syncs_grid = hopper and documents is None and unit_bytes > SYNC_BYTES
+    syncs_grid = hopper and documents is None and sync_pays(unit_bytes)
     schedule = scheduled(
         work.costs, heads // max(kv_heads, 1), units, parts, resolved.ctas,
         Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 SYNC_MARK = 2**32  # added to a tile of a schedule at which the CTAs synchronise: see `scheduled`
 SYNC_INTERVAL = 200  # key blocks between two grid syncs, at least: 0.3 ms on an H200 (estimated)
 SYNC_SLACK = 16  # key blocks that the tiles of a grid sync may begin apart
+SYNC_BYTES = 8 * 2**20  # of a head's keys and values: with more it matters that CTAs read the same ones at a time
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Helpers:
     count: int
     ready: float
     joined: int
+
+
+def sync_pays(unit_bytes: int) -> bool:
+    """Are a head's keys and values so many that CTAs should read the same ones at the same time?"""
+    return unit_bytes > SYNC_BYTES
 
 
 def scheduled(
