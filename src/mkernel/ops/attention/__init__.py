@@ -63,6 +63,10 @@ Ways that lost. Steps by rank with partial sums: above. Two halves of the worksp
 all_gather_matmul: a rank would have to wait for a late peer's keys anyway. Handing out tiles by an atomic
 counter would balance as well as the schedule, but the warps of the Hopper kernel would have to tell each
 other. Waiting for chunk after chunk: see poll_all_arrived.
+
+Where to read on: mask.py (who sees whom), protocol.py (the workspace and its signals), transfer.py (send and intra),
+softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon kernel). On the host: sequences.py,
+schedule.py and plan.py (what will be done), call.py and launch.py (what a kernel is told).
 """
 
 from __future__ import annotations
