@@ -65,8 +65,8 @@ counter would balance as well as the schedule, but the warps of the Hopper kerne
 other. Waiting for chunk after chunk: see poll_all_arrived.
 
 Where to read on: mask.py (who sees whom), protocol.py (the workspace and its signals), transfer.py (send and intra),
-softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon kernel). On the host: sequences.py,
-schedule.py and plan.py (what will be done), call.py and launch.py (what a kernel is told).
+softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon kernel). On the host:
+sequences.py, schedule.py and plan.py (what will be done), call.py and launch.py (what a kernel is told).
 """
 
 from __future__ import annotations
