@@ -25,7 +25,7 @@ NO_BARRIER = [("signals", "    tl.debug_barrier()\n    tl.atomic_xchg(signal", "
 @dataclass(frozen=True)
 class SimulatedCalls:
     """Calls on a simulated cluster. A kind of scenario says which operator it is about, `op`, and what a rank
-    does with it, `work(group, function)`.
+    does with it, `work(group, function)`; and in which module of ops/ the operator is, if that has another name.
 
     resident, ctas: options of the simulator; ring: requests that it holds.
     """
@@ -47,11 +47,16 @@ class SimulatedCalls:
                 resident=self.resident, ctas=self.ctas,
             )  # fmt: skip
 
+    @property
+    def module(self):
+        """The name of the operator's module in ops/."""
+        return self.op
+
     def prepare(self, module, patch):
         """Patches that a kind of scenario needs."""
 
     def run_unbroken(self, seed):
-        return self.run(importlib.import_module(f"mkernel.ops.{self.op}"), seed)
+        return self.run(importlib.import_module(f"mkernel.ops.{self.module}"), seed)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def passes_unbroken(scenario):
 def failure_of(broken, folder):
     """How the broken operator fails; the unbroken one does not."""
     assert passes_unbroken(broken.scenario)
-    module = mutated(folder, broken.scenario.op, *broken.replacements)
+    module = mutated(folder, broken.scenario.module, *broken.replacements)
     with pytest.raises(broken.expected) as caught:
         broken.scenario.run(module, seed=0)
     return caught.value

@@ -83,6 +83,7 @@ class Attends(SimulatedCalls):
     ends."""
 
     op: ClassVar = "ring_attention"
+    module: ClassVar = "attention"
     case: attention.Case
     steps: int | None = None
     arrives: int = 0

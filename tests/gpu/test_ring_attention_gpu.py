@@ -7,9 +7,8 @@ import torch
 from attention import Case, assert_attention, exact
 
 import mkernel as mk
-from mkernel.lang.context import EPOCH, IN_STEP
-from mkernel.ops import ring_attention
-from mkernel.runtime.sequences import MEETING
+from mkernel.lang.context import EPOCH, GRID_SYNC
+from mkernel.ops.attention import schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -247,10 +246,10 @@ def test_dead_peer_is_reported_and_the_others_go_on(kernel):
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "layout"), [(1, 1, "contiguous"), (2, 1, "zigzag"), (1, 2, "contiguous")])
-def test_cta_s_that_meet(monkeypatch, ranks, nodes, layout):
+def test_grid_syncs(monkeypatch, ranks, nodes, layout):
     """As they do where keys are many, all of them, at every mark; twice, so that the second call begins with what the
     first has counted."""
-    monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
+    monkeypatch.setattr(schedule, "SYNC_BYTES", 0)
     case = Case(
         4096 // (ranks * nodes), heads=16, kv_heads=16, batch=2, dim=128, dtype=BF16, causal=True, layout=layout
     )
@@ -258,13 +257,13 @@ def test_cta_s_that_meet(monkeypatch, ranks, nodes, layout):
 
     def on_rank(group):
         plan = mk.explain("ring_attention", *parts(group, case), is_causal=True, layout=layout, config=config)
-        marks = int((plan.schedule >= MEETING).sum())
+        marks = int((plan.schedule >= schedule.SYNC_MARK).sum())
         assert marks >= 2 * (8 - plan.config.send_ctas)
-        assert "CTAs meet" in str(plan)
+        assert "CTAs wait for each other" in str(plan)
         for turn in range(2):
             call(group, case, turn, config=config)
             (state,) = (workspace.state.tolist() for workspace in group._workspaces.values())
-            assert state[IN_STEP.value] == state[EPOCH.value] * 2**32 + marks
+            assert state[GRID_SYNC.value] == state[EPOCH.value] * 2**32 + marks
 
     cuda(on_rank, ranks=ranks, nodes=nodes)
 

@@ -57,18 +57,20 @@ MISTAKES = {
     ),
     "attention: a slot is used again a round too early": Broken(
         Attends((2, 1), Case(16, heads=4, kv_heads=4), steps=1),
-        [("rounds", "        if turn >= window:\n            word = freed_word(peer",
-          "        if turn > window:\n            word = freed_word(peer")],
+        [("op/protocol", "        if round_index >= rounds.window:\n            before = round_index - rounds.window\n"
+          "            word = freed_word(rounds, peer",
+          "        if round_index > rounds.window:\n            before = round_index - rounds.window\n"
+          "            word = freed_word(rounds, peer")],
     ),
     "attention: the credit of another rank": Broken(
         Attends((1, 3), Case(16, heads=8, kv_heads=4), steps=1),
-        [("rounds", "word = freed_word(peer, turn, stamps, window)",
-          "word = freed_word(rank_of(context), turn, stamps, window)")],
+        [("op/protocol", "word = freed_word(rounds, peer, round_index)",
+          "word = freed_word(rounds, rank_of(comm.context), round_index)")],
     ),
     # orders that are too weak
     "attention: a tile that is done is not released": Broken(
         Attends((1, 3), Case(16, heads=8, kv_heads=4), steps=1),
-        [("rounds", 'tl.atomic_add(done, 1, sem="acq_rel"', 'tl.atomic_add(done, 1, sem="acquire"')],
+        [("op/protocol", 'tl.atomic_add(done, 1, sem="acq_rel"', 'tl.atomic_add(done, 1, sem="acquire"')],
     ),
     "dispatch: the last CTA to count does not acquire what others counted": Broken(
         Routes((1, 2), "moe_dispatch_matmul"),

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
-from mkernel.ops.ring_attention import PACKED_PLANS_KEPT, prepare
+from mkernel.ops.attention import PACKED_PLANS_KEPT, prepare
 
 SMALL = mk.Config(tile_m=16, tile_n=16)
 MASKS = [(False, "contiguous"), (True, "contiguous"), (True, "zigzag"), (False, "zigzag")]
@@ -510,7 +510,7 @@ def test_other_documents_run_the_same_binary_and_are_soon_forgotten():
         for step in range(2 * PACKED_PLANS_KEPT):
             launch = prepare(group, *tensors, None, True, None, "contiguous", (0, step + 1, 96), None)
             variants.add(launch.variant)
-            first = first or weakref.ref(launch.arguments["spans"])
+            first = first or weakref.ref(launch.arguments["call"].mask.spans)
             del launch
         return len(variants), first()
 

@@ -24,15 +24,19 @@ DOCUMENTS = Case(32, layout="zigzag", documents=(0, 16, 24, 48, 64))  # rank 0 s
 GAP = Attends((2, 1), DOCUMENTS, arrives=2 * 32 * 64 * 4)
 RAGGED = Attends((1, 2), Case(20))
 
-PUSHED = "                    notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))\n"
-SPREAD_WAITS = "wait(context, mine + word, stamp(epoch, turn), INTRA, ARRIVED, source, chunk)"
-LOOKED = "        here &= tl.min(tl.where(needed, seen, expected), 0) >= expected\n"
+PROTOCOL, KERNEL, MASK = f"{OP}/protocol", f"{OP}/kernel", f"{OP}/mask"
+PUSHED = "                    notify_chunk(comm, call.rounds, chunk, peer)\n"
+SPREAD_WAITS = (
+    "wait(comm.context, signal, stamp(comm.epoch, chunk.round_index), INTRA, ARRIVED, chunk.source, chunk.index)"
+)
+POLLED = "        here &= tl.min(tl.where(needed, seen, expected), 0) >= expected\n"
+CREDIT_WAITS = "wait(comm.context, mine + word, stamp(comm.epoch, before), ROLE, FREED, peer, before)"
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with their stamp
     "an arrival is not signalled": Broken(
         NODE,
-        [(OP, PUSHED, PUSHED.replace("notify", "if chunk != 1:\n                        notify"))],
+        [(f"{OP}/transfer", PUSHED, PUSHED.replace("notify", "if chunk.index != 1:\n                        notify"))],
         mk.CommTimeout,
         {"signal": "arrived", "index": 1, "role": "compute"},
     ),
@@ -52,8 +56,8 @@ BROKEN = {
         REUSE,
         [
             (
-                "rounds",
-                "            notify(segment_of(context, peer, tl.int64) + word, stamp(epoch, turn))",
+                PROTOCOL,
+                "            notify(segment_of(comm.context, peer, tl.int64) + word, stamp(comm.epoch, round_index))",
                 "            pass",
             )
         ],
@@ -64,8 +68,8 @@ BROKEN = {
         NETWORK_REUSE,
         [
             (
-                "rounds",
-                "post(context, Transfer(peer, segment, 0, segment, 0, 0), word * 8, stamp(epoch, turn), ROLE)",
+                PROTOCOL,
+                "post(comm.context, nothing, word * 8, stamp(comm.epoch, round_index), ROLE)",
                 "pass",
             )
         ],
@@ -73,13 +77,13 @@ BROKEN = {
         {"signal": "freed", "role": "send"},
     ),
     "compute takes what arrived in the epoch before": Broken(
-        NODE, [(OP, LOOKED, LOOKED.replace(">= expected", ">= expected - 4294967296"))]
+        NODE, [(PROTOCOL, POLLED, POLLED.replace(">= expected", ">= expected - 4294967296"))]
     ),
     "compute takes what arrived in the round before": Broken(
-        REUSE, [(OP, LOOKED, LOOKED.replace(">= expected", ">= expected - window"))]
+        REUSE, [(PROTOCOL, POLLED, POLLED.replace(">= expected", ">= expected - rounds.window"))]
     ),
     "intra passes on before anything is here": Broken(
-        TWO_LEVELS, [(OP, SPREAD_WAITS, SPREAD_WAITS.replace("stamp(epoch, turn)", "0"))]
+        TWO_LEVELS, [(PROTOCOL, SPREAD_WAITS, SPREAD_WAITS.replace("stamp(comm.epoch, chunk.round_index)", "0"))]
     ),
     # rule 2: data first, then signal
     "no release": Broken(NODE, RELAXED_NOTIFY),
@@ -87,80 +91,66 @@ BROKEN = {
     "no acquire": Broken(
         NODE,
         [
-            (OP, 'mask=needed, sem="acquire"', 'mask=needed, sem="relaxed"'),
+            (PROTOCOL, 'mask=needed, sem="acquire"', 'mask=needed, sem="relaxed"'),
             *RELAXED_WAIT,
         ],
     ),
     "no fence before reads through descriptors": Broken(
-        NODE, [(OP, "                    acquire_for_descriptors()\n", "                    pass\n")]
+        NODE, [(KERNEL, "            acquire_for_descriptors()\n", "            pass\n")]
     ),
     # rule 3: buffers are written when their readers are done
     "a chunk is pushed before the round is freed": Broken(
-        REUSE,
-        [
-            (
-                "rounds",
-                "wait(context, mine + word, stamp(epoch, turn - window), ROLE",
-                "wait(context, mine + word, 0, ROLE",
-            )
-        ],
+        REUSE, [(PROTOCOL, CREDIT_WAITS, CREDIT_WAITS.replace("stamp(comm.epoch, before)", "0"))]
     ),
     "a chunk is sent before the round is freed": Broken(
-        NETWORK_REUSE,
-        [
-            (
-                "rounds",
-                "wait(context, mine + word, stamp(epoch, turn - window), ROLE",
-                "wait(context, mine + word, 0, ROLE",
-            )
-        ],
+        NETWORK_REUSE, [(PROTOCOL, CREDIT_WAITS, CREDIT_WAITS.replace("stamp(comm.epoch, before)", "0"))]
     ),
-    "a round is freed with its first tile": Broken(REUSE, [("rounds", "== parts - 1:", "== 0:")]),
+    "a round is freed with its first tile": Broken(REUSE, [(PROTOCOL, "== rounds.tasks - 1:", "== 0:")]),
     "a round is freed before its chunks were passed on": Broken(
-        SPREAD_REUSE, [(OP, "* (2 if gluon else 1) + spread,", ",")]
+        SPREAD_REUSE, [(f"{OP}/launch", "* (2 if plan.hopper else 1) + passed_on,", "* (2 if plan.hopper else 1),")]
     ),
     "nobody waits for the entry": Broken(
         Attends((1, 2), Case(16), calls=2),
-        [("rounds", "wait(context, mine + peer, epoch, ROLE, ENTERED, peer, 0)", "pass")],
+        [(PROTOCOL, "wait(comm.context, mine + peer, comm.epoch, ROLE, ENTERED, peer, 0)", "pass")],
     ),
     "a rank runs ahead of its own rounds": Broken(
         AHEAD,
         [
             (
-                "rounds",
-                "        wait(context, word, stamp(epoch, turn - window), ROLE, FREED, rank, turn - window)",
+                PROTOCOL,
+                "        wait(comm.context, word, stamp(comm.epoch, before), ROLE, FREED, rank, before)",
                 "        pass",
             )
         ],
     ),
     "nobody waits for chunks that no row sees": Broken(
-        GAP, [(OP, "if (within // blocks == 0) & (block == blocks - 1):", "if within < 0:")]
+        GAP, [(KERNEL, "if awaits_whole_panels(call, tile):", "if tile.within < 0:")]
     ),
     # rule 4: nobody waits for a tile of a CTA that still sends
     "a copying CTA computes tiles of early rounds": Broken(
         REUSE,
-        [(OP, "helpers, ready, max(rounds - window, 0)", "helpers, 0.0, 0")],
+        [(f"{OP}/plan", "Helpers(helpers, ready, max(rounds - window, 0))", "Helpers(helpers, 0.0, 0)")],
         mk.CommTimeout,
         {"signal": "freed"},
     ),
     # what is sent, and what is computed
     "zeros are not sent behind the last key": Broken(
-        RAGGED, [(OP, "mask=place < rows * dim, other=0.0", "mask=place < rows * dim, other=float('nan')")], WRONG
+        RAGGED,
+        [(KERNEL, "mask=place < source.count * dim, other=0.0", "mask=place < source.count * dim, other=float('nan')")],
+        WRONG,
     ),
     "a visible chunk is not sent": Broken(
-        CAUSAL, [("rounds", "& (behind > key)", "& (behind > key + keys)")], mk.CommTimeout, {"signal": "arrived"}
+        CAUSAL, [(MASK, "& (behind > key)", "& (behind > key + keys)")], mk.CommTimeout, {"signal": "arrived"}
     ),
-    "the mask is off by one": Broken(
-        CAUSAL, [("attention", "index < upper[:, None]", "index <= upper[:, None]")], WRONG
-    ),
+    "the mask is off by one": Broken(CAUSAL, [(KERNEL, "index < upper[:, None]", "index <= upper[:, None]")], WRONG),
     "what every row sees is one block too long": Broken(
-        CAUSAL, [("attention", "everyone_end // TILE_N", "tl.cdiv(everyone_end, TILE_N)")], WRONG
+        CAUSAL, [(MASK, "everyone_end // TILE_N", "tl.cdiv(everyone_end, TILE_N)")], WRONG
     ),
-    "the accumulator does not fade": Broken(
-        NODE, [("attention", "accumulator = accumulator * fade[:, None]", "accumulator = accumulator * 1.0")], WRONG
+    "the accumulator is not rescaled": Broken(
+        NODE, [(KERNEL, "accumulator = accumulator * alpha[:, None]", "accumulator = accumulator * 1.0")], WRONG
     ),
     "state is not kept between parts": Broken(
-        PARTS, [(OP, "            if part > 0:\n", "            if part > 99:\n")], WRONG
+        PARTS, [(KERNEL, "            if part > 0:\n", "            if part > 99:\n")], WRONG
     ),
 }
 

@@ -11,12 +11,11 @@ from attention import Case
 from compiled import compile_launch, pretending
 from compiling import REGISTERS, SHARED_MEMORY
 from helpers import run
+from triton.backends.nvidia.driver import make_launcher
 
 import mkernel as mk
-from mkernel.ops import ring_attention
-from mkernel.ops.ring_attention import prepare
-from mkernel.ops.ring_attention_hopper import LOOKS
-from mkernel.runtime.sequences import MEETING
+from mkernel.ops.attention import prepare, schedule
+from mkernel.ops.attention.launch import WARP_POLL_WIDTH
 from mkernel.runtime.world import Links
 
 LENGTH = 512
@@ -111,7 +110,7 @@ def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
     assert plan.chunks == length // 512, "one chunk is a constant to the compiler"
     load = "cp.async.bulk.tensor"
     before, after = compiled.ptx.split("vote.sync.all.pred")
-    assert before[before.rindex(load) :].count("atom.global.sys.acquire.add.u64") >= LOOKS.value // 32
+    assert before[before.rindex(load) :].count("atom.global.sys.acquire.add.u64") >= WARP_POLL_WIDTH // 32
     assert re.search(r"bar\.warp\.sync\s+-1;.*fence\.proxy\.async\.global", after[: after.index(load)], re.DOTALL)
     loading = [loop for loop in compiled.loops() if any("UTMALDG" in what for what in loop) and len(loop) < 400]
     assert compiled.spilled <= 128
@@ -122,18 +121,18 @@ def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
 
 
 @pytest.mark.parametrize(("cluster", "length"), [((1, 1), LENGTH), ((1, 4), 4096)])
-def test_gluon_meets_where_keys_are_many(monkeypatch, cluster, length):
+def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
     """The loading warp of a CTA waits for the others. It is another binary, so that all ranks must have it or none: one
-    whose schedule has no meetings, too. Packed documents have none: tiles read different keys."""
+    whose schedule has no grid syncs, too. Packed documents have none: tiles read different keys."""
     case = dict(cluster=cluster, causal=True, layout="zigzag", length=length)
     plain, plan = built(**case)
-    assert not plan.meets
-    monkeypatch.setattr(ring_attention, "MEETING_BYTES", 0)
+    assert not plan.syncs_grid
+    monkeypatch.setattr(schedule, "SYNC_BYTES", 0)
     launch, plan = launched(**case)
     compiled = compile_launch(launch)
-    assert plan.meets
-    assert ("CTAs meet" in str(plan)) == bool((plan.schedule >= MEETING).any())
-    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].meets
+    assert plan.syncs_grid
+    assert ("CTAs wait for each other" in str(plan)) == bool((plan.schedule >= schedule.SYNC_MARK).any())
+    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].syncs_grid
     counts = [len(re.findall(r"atom\.global\.gpu\.relaxed\.max\.s64", one.ptx)) for one in (plain, compiled)]
     assert counts[1] == counts[0] + 1
     assert not compiled.warnings
@@ -239,6 +238,19 @@ def test_a_rank_alone_has_nothing_to_wait_for():
         ptx = built(config=config)[0].ptx
         assert "%globaltimer" not in ptx
         assert ".sys." not in ptx
+
+
+@pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])
+def test_a_launcher_can_be_made(config):
+    """Triton compiles tensor descriptors inside of structures, but its launcher passes only those that are parameters
+    by themselves. On a GPU the first launch fails."""
+    launch, plan = launched(cluster=(1, 2), config=config)
+    assert plan.uses_tma
+    with pretending(90):
+        launch.kernel.device_caches.clear()
+        compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+        launch.kernel.device_caches.clear()
+    assert make_launcher(compiled.src.constants, compiled.src.signature, compiled.metadata.tensordesc_meta)
 
 
 @pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])

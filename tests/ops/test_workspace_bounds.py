@@ -32,7 +32,7 @@ UNUSED = {"moe_dispatch_matmul": {"node_entered"}, "moe_combine": {"node_entered
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
-    module = importlib.import_module(f"mkernel.ops.{scenario.op}")
+    module = importlib.import_module(f"mkernel.ops.{scenario.module}")
     regions = memory._regions
     seen, missing = {}, None
 

@@ -15,7 +15,7 @@ import torch
 from mkernel.bench import moe, ring_attention
 from mkernel.bench.reduction import operands
 from mkernel.operators import Shape
-from mkernel.runtime.sequences import Sequences
+from mkernel.ops.attention.sequences import Sequences
 
 OPERATORS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention", "moe_dispatch_matmul",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkernel.bench.timing import Link, time_ways
-from mkernel.ops.ring_attention import explain, prepare, ring_attention
+from mkernel.ops.attention import explain, prepare, ring_attention
+from mkernel.ops.attention.sequences import Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
-from mkernel.runtime.sequences import Sequences, from_zigzag
 
 ROWS_CHECKED = 16  # of each rank and head, in float64
 

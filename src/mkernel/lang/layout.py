@@ -1,7 +1,8 @@
 """Where things lie in a workspace, as a kernel knows it. The host describes a workspace once (`runtime.layout.Layout`)
 and hands each array to the kernel as one of these structures, so that no offset is computed in two places.
 
-Signals and buffers exist twice, once for even and once for odd epochs (double buffering): `half` is the distance.
+Signals and buffers exist twice, once for even and once for odd epochs (double buffering): `half` is the distance, or a
+constant 0 where they exist once.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,13 @@ class Buffer(NamedTuple):
 def word_of(words, epoch, i, j):
     """Offset of signal [i, j] in a segment, in words."""
     return words.start + (epoch % 2) * words.half + tl.cast(i, tl.int64) * words.stride + j
+
+
+@triton.jit
+def single_word_of(words, i, j):
+    """The same of words that exist once. In 32 bits: a workspace has fewer than 2**31 words, and the warps that poll
+    have few registers."""
+    return words.start + i * words.stride + j
 
 
 @triton.jit

@@ -1,9 +1,14 @@
 """What a call keeps in its workspace, described once: sizes for the host, offsets for the kernel, names and bounds for
 the simulator.
 
-A workspace holds words that exist once (counters, flags that only grow), then two halves of signals, then two halves of
-buffers. Calls of other shapes share it: it is as large as the largest of them needs, and its halves stay where they
-are, so that a signal of one half is never a signal of the other.
+A workspace holds words that exist once, then two halves of signals, then two halves of buffers. Calls of other shapes
+share it: it is as large as the largest of them needs, and its halves stay where they are, so that a signal of one half
+is never a signal of the other.
+
+By default signals and buffers are double buffered: they exist in both halves, and the parity of the epoch says which
+one a call uses. An operator that needs no double buffering (`Layout(op, double_buffered=False)`) has its buffers once,
+over both halves. Of the words, its signals, which only grow, have one half, and its counters, which return to zero, the
+other: whatever the shapes of two calls are, no word is a signal in one and a counter in the other.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from mkernel.lang.layout import Buffer, Words
 from mkernel.runtime.group import Group, Uses, Workspace
 from mkernel.runtime.heap import ALIGNMENT
+from mkernel.runtime.operands import constants
 from mkernel.runtime.world import Array
 
 WORD = 8  # bytes
@@ -44,8 +50,10 @@ class Layout:
     """The arrays of one call. Those of `words` must be the same in all calls of an operator on a group."""
 
     op: str
+    double_buffered: bool = True
     _words: dict[str, _Place] = field(default_factory=dict)
     _signals: dict[str, _Place] = field(default_factory=dict)
+    _counters: dict[str, _Place] = field(default_factory=dict)
     _buffers: dict[str, _Place] = field(default_factory=dict)
 
     def words(self, name: str, *shape: int) -> None:
@@ -53,54 +61,83 @@ class Layout:
         self._words[name] = _Place(_end(self._words), shape, WORD)
 
     def signals(self, name: str, *shape: int) -> None:
-        """Words that exist in each half."""
+        """Words that only grow. Double buffered: they exist in each half."""
         self._signals[name] = _Place(_end(self._signals), shape, WORD)
 
+    def counters(self, name: str, *shape: int) -> None:
+        """Words that are zero between two calls. Only without double buffering."""
+        assert not self.double_buffered, f"{self.op}: counters would lie among the signals of one parity"
+        self._counters[name] = _Place(_end(self._counters), shape, WORD)
+
     def buffer(self, name: str, dtype: torch.dtype, *shape: int) -> None:
-        """Elements that exist in each half."""
+        """Elements. Double buffered: they exist in each half."""
         self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype.itemsize)
 
     def workspace(self, group: Group) -> Workspace:
         """A workspace with room for this call. Collective if it must grow."""
-        signal_words = _end(self._words) + 2 * _end(self._signals)
-        return group.workspace(self.op, signal_words=max(signal_words, 1), half_bytes=_end_bytes(self._buffers))
+        signal_words = _end(self._words) + 2 * max(_end(self._signals), _end(self._counters))
+        nbytes = _end_bytes(self._buffers)
+        half_bytes = nbytes if self.double_buffered else -(-nbytes // 2)
+        return group.workspace(self.op, signal_words=max(signal_words, 1), half_bytes=half_bytes)
 
     # -- for the kernel
 
     def words_in(self, workspace: Workspace, name: str) -> Words:
-        """Words, or signals, of a workspace."""
-        if name in self._words:
-            place = self._words[name]
-            return Words(place.start, 0, place.stride)
-        place = self._signals[name]
-        return Words(_end(self._words) + place.start, self._half_words(workspace), place.stride)
+        """Words, signals or counters of a workspace."""
+        start, place = self._start_of(workspace, name)
+        half = self._half_words(workspace) if self.double_buffered and name in self._signals else constants(0)[0]
+        return Words(start, half, place.stride)
 
     def buffer_in(self, workspace: Workspace, name: str) -> Buffer:
         """A buffer of a workspace."""
         place = self._buffers[name]
-        return Buffer(
-            (workspace.data_start + place.start) // place.item, workspace.half_bytes // place.item, place.stride
-        )
+        half = workspace.half_bytes // place.item if self.double_buffered else constants(0)[0]
+        return Buffer((workspace.data_start + place.start) // place.item, half, place.stride)
+
+    def tensor_in(self, workspace: Workspace, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer that exists once, as a tensor."""
+        assert not self.double_buffered, f"{self.op}: {name} exists twice"
+        place = self._buffers[name]
+        start = workspace.data_start + place.start
+        return workspace.segment.memory[start : start + place.size * place.item].view(dtype).view(place.shape)
 
     # -- for the simulator
 
     def uses(self, workspace: Workspace, free: dict[str, tuple[tuple[int, int], ...]] | None = None) -> Uses:
         """What a launch may touch. free: of some buffers, the ranges of first indices that nobody may read once the
         launch is over."""
-        arrays = [Array(name, place.start * WORD, place.shape, WORD) for name, place in self._words.items()]
-        common, half = _end(self._words), self._half_words(workspace)
-        for name, place in self._signals.items():
-            start = (common + place.start) * WORD
-            strides = (half, *(math.prod(place.shape[axis + 1 :]) for axis in range(len(place.shape))))
-            arrays.append(Array(name, start, (2, *place.shape), WORD, strides))
+        arrays = []
+        for name in (*self._words, *self._counters, *self._signals):
+            start, place = self._start_of(workspace, name)
+            if self.double_buffered and name in self._signals:
+                strides = (
+                    self._half_words(workspace),
+                    *(math.prod(place.shape[i + 1 :]) for i in range(len(place.shape))),
+                )
+                arrays.append(Array(name, start * WORD, (2, *place.shape), WORD, strides))
+            else:
+                arrays.append(Array(name, start * WORD, place.shape, WORD))
         for name, place in self._buffers.items():
-            arrays += workspace.buffers(place.start, name, place.item, *place.shape)
+            if self.double_buffered:
+                arrays += workspace.buffers(place.start, name, place.item, *place.shape)
+            else:
+                arrays.append(Array(name, workspace.data_start + place.start, place.shape, place.item))
         ranges = []
         for name, indices in (free or {}).items():
             place = self._buffers[name]
             step = place.stride * place.item
             ranges += [(place.start + first * step, place.start + end * step) for first, end in indices]
-        return Uses(workspace, arrays, ranges)
+        return Uses(workspace, arrays, ranges, whole=not self.double_buffered)
+
+    def _start_of(self, workspace: Workspace, name: str) -> tuple[int, _Place]:
+        """Where words of that name begin, in words of the workspace, and what they are."""
+        if name in self._words:
+            return self._words[name].start, self._words[name]
+        common = _end(self._words)
+        if name in self._counters:
+            return common + self._counters[name].start, self._counters[name]
+        first = 0 if self.double_buffered else self._half_words(workspace)
+        return common + first + self._signals[name].start, self._signals[name]
 
     def _half_words(self, workspace: Workspace) -> int:
         return (workspace.signal_words - _end(self._words)) // 2

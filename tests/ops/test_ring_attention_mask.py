@@ -1,30 +1,37 @@
-"""Who sees whom, against plain Python; the running softmax on rows that see nothing."""
+"""Who sees whom, against plain Python; the online softmax on rows that see nothing."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from lang.harness import as_cta, launch, simulate, workspace_of
 
-from mkernel.lang.attention import attention_of, key_blocks, keys_below, position_of, take_in
-from mkernel.lang.rounds import chunk_height, slot_of
-from mkernel.runtime.sequences import Sequences
+from mkernel.ops.attention.mask import Mask, Visible, key_blocks, keys_below, position_of
+from mkernel.ops.attention.protocol import Rounds, chunk_at, slot_of
+from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.softmax import normalize, online_softmax_step
+from mkernel.runtime.operands import constants
 
-from .harness import as_cta, launch, simulate, workspace_of
+
+def mask_of(sequences):
+    """The same, as a kernel is told."""
+    return Mask(sequences.length, None, *constants(sequences.size, sequences.zigzag, True, False))
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize(("size", "length"), [(1, 6), (2, 4), (3, 2), (3, 10)])
 def test_positions(size, length, zigzag):
     sequences = Sequences(size, length, zigzag, True, None)
+    mask = mask_of(sequences)
     places = [sequences.positions(rank).tolist() for rank in range(size)]
     assert sorted(place for rank in places for place in rank) == list(range(size * length))
     with as_cta() as call:
         for rank in range(size):
-            mine = [call(position_of, rank, i, length, SIZE=size, ZIGZAG=zigzag) for i in range(length)]
+            mine = [call(position_of, mask, rank, i) for i in range(length)]
             assert mine == places[rank] == sorted(mine)
             for position in range(-1, size * length + 2):
                 below = sum(place < position for place in mine)
-                assert call(keys_below, position, rank, length, SIZE=size, ZIGZAG=zigzag) == below
+                assert call(keys_below, mask, position, rank) == below
                 assert sequences.keys_below(position, rank) == below
 
 
@@ -39,12 +46,12 @@ def test_key_blocks_hold_what_is_seen(zigzag, documents):
             starts, ends = sequences.seen(rank)
             for row in range(0, length, tile_m):
                 last = row + tile_m - 1
-                bounds = [int(x) for x in (starts[row], ends[row], starts[last], ends[last])]
+                visible = Visible(*(int(x) for x in (starts[row], ends[row], starts[last], ends[last])))
                 for source in range(size):
                     keys = sequences.positions(source)
                     seen = [[starts[i] <= key < ends[i] for key in keys] for i in range(row, last + 1)]
                     first, full, full_end, end = call(
-                        key_blocks, *bounds, source, 0, length, length, SIZE=size, ZIGZAG=zigzag, TILE_N=tile_n
+                        key_blocks, mask_of(sequences), visible, source, 0, length, TILE_N=tile_n
                     )
                     assert 0 <= first <= full <= full_end <= end
                     for block in range(length // tile_n):
@@ -61,12 +68,14 @@ def test_key_blocks_hold_what_is_seen(zigzag, documents):
 def test_slots_and_chunks():
     with as_cta() as call:
         for rank in range(5):
-            others = [call(slot_of, source, rank, SIZE=5) for source in range(5) if source != rank]
+            others = [call(slot_of, source, rank, WORLD_SIZE=5) for source in range(5) if source != rank]
             assert sorted(others) == [0, 1, 2, 3]
-            assert call(slot_of, rank, rank, SIZE=5) == 4
+            assert call(slot_of, rank, rank, WORLD_SIZE=5) == 4
         # 70 keys in parts of 48, chunks of 32, padded to 80
-        heights = [[call(chunk_height, begin, chunk, 32, 48, 80) for chunk in range(2)] for begin in (0, 48)]
-        assert heights == [[32, 16], [32, 0]]
+        sizes = dict(parts=2, part_rows=48, padded=80, chunk_rows=32)
+        rounds = Rounds(**dict.fromkeys(Rounds._fields, 0) | sizes)
+        chunks = [[call(chunk_at, rounds, round_index, 3, index) for index in range(2)] for round_index in (4, 5)]
+        assert [[chunk[4:] for chunk in panel] for panel in chunks] == [[(0, 32), (32, 16)], [(48, 32), (80, 0)]]
 
 
 @triton.jit
@@ -74,15 +83,15 @@ def _softmax(context, scores, values, out, lse, N: tl.constexpr):
     """Rows of N scores, half of them at a time."""
     i = tl.arange(0, 16)
     j = tl.arange(0, N // 2)
-    largest = tl.full((16,), float("-inf"), tl.float32)
+    row_max = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     accumulator = tl.zeros((16, 16), tl.float32)
     for half in range(2):
         block = tl.load(scores + i[:, None] * N + half * (N // 2) + j[None, :])
-        weights, total, largest, fade = take_in(block, total, largest, 1.4426950408889634)
+        weights, total, row_max, alpha = online_softmax_step(block, total, row_max, 1.4426950408889634)
         value = tl.load(values + (half * (N // 2) + j[:, None]) * 16 + i[None, :])
-        accumulator = tl.dot(weights, value, accumulator * fade[:, None])
-    result, logarithm = attention_of(accumulator, total, largest)
+        accumulator = tl.dot(weights, value, accumulator * alpha[:, None])
+    result, logarithm = normalize(accumulator, total, row_max)
     tl.store(out + i[:, None] * 16 + i[None, :], result)
     tl.store(lse + i, logarithm)
 

@@ -1,10 +1,11 @@
-"""Which CTA of ring_attention computes which tiles, and where the CTAs meet."""
+"""Which CTA of ring_attention computes which tiles, and where the CTAs wait for each other."""
 
 from itertools import pairwise
 
 import pytest
 
-from mkernel.runtime.sequences import BESIDE, BETWEEN, MEETING, Sequences, scheduled
+from mkernel.ops.attention.schedule import SYNC_INTERVAL, SYNC_MARK, SYNC_SLACK, Helpers, scheduled
+from mkernel.ops.attention.sequences import Sequences
 
 CASES = {
     # size, length, zigzag, causal, rank; CTAs, helpers, units
@@ -20,11 +21,11 @@ CASES = {
 }
 
 
-def lists_of(case, meet):
+def lists_of(case, sync):
     """(the tiles of each CTA, costs of a unit's tiles)"""
     size, length, zigzag, causal, rank, ctas, helpers, units = CASES[case]
     costs = Sequences(size, length, zigzag, causal, None).key_blocks(rank, 128, 128).tolist()
-    words = scheduled(costs, 1, units, 1, ctas, helpers, 1000.0, units // 2, meet)
+    words = scheduled(costs, 1, units, 1, ctas, Helpers(helpers, 1000.0, units // 2), sync)
     return [words[words[cta] : words[cta + 1]] for cta in range(ctas)], costs
 
 
@@ -32,7 +33,7 @@ def lists_of(case, meet):
 def test_every_tile_once_in_the_order_of_units(case):
     *_, units = CASES[case]
     lists, costs = lists_of(case, True)
-    plain = [[entry % MEETING for entry in mine] for mine in lists]
+    plain = [[entry % SYNC_MARK for entry in mine] for mine in lists]
     assert sorted(tile for mine in plain for tile in mine) == list(range(units * len(costs)))
     for mine in plain:
         assert all(a // len(costs) <= b // len(costs) for a, b in pairwise(mine))
@@ -40,22 +41,22 @@ def test_every_tile_once_in_the_order_of_units(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_cta_s_come_to_all_meetings_at_the_same_time(case):
+def test_all_ctas_come_to_all_grid_syncs_at_the_same_time(case):
     *_, helpers, _units = CASES[case]
     lists, costs = lists_of(case, True)
-    times = []  # of each CTA's meetings, in key blocks
+    times = []  # of each CTA's grid syncs, in key blocks
     for mine in lists[helpers:]:
-        time, met = 0, []
+        time, synced = 0, []
         for entry in mine:
-            if entry >= MEETING:
-                met.append(time)
-            time += costs[entry % MEETING % len(costs)] + 1
-        times.append(met)
-    assert len({len(met) for met in times}) == 1
+            if entry >= SYNC_MARK:
+                synced.append(time)
+            time += costs[entry % SYNC_MARK % len(costs)] + 1
+        times.append(synced)
+    assert len({len(synced) for synced in times}) == 1
     for together in zip(*times):
-        assert max(together) - min(together) <= BESIDE
-    assert all(b - a >= BETWEEN - BESIDE for met in times for a, b in pairwise(met))
-    assert not any(entry >= MEETING for mine in lists[:helpers] for entry in mine), "helpers have no time to meet"
+        assert max(together) - min(together) <= SYNC_SLACK
+    assert all(b - a >= SYNC_INTERVAL - SYNC_SLACK for synced in times for a, b in pairwise(synced))
+    assert not any(entry >= SYNC_MARK for mine in lists[:helpers] for entry in mine), "helpers have no time for that"
     if case in ("zigzag", "no mask", "one rank", "helpers"):
         work = sum(costs) * CASES[case][-1] / len(lists)
         assert len(times[0]) > work / 1000, "they would drift apart"

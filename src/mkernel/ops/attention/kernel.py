@@ -1,0 +1,253 @@
+"""The kernel of ring_attention in Triton: for every shape and dtype, every number of nodes, and the simulator.
+
+CTAs are numbered by role: send, intra, compute. See the package's docstring for what each does, and for why they cannot
+deadlock. `call` is a `Call` and `tma` are `Descriptors` (call.py) everywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import Comm, current_epoch, rank_of, segment_of
+from mkernel.lang.device import acquire_for_descriptors
+from mkernel.lang.entries import announce
+from mkernel.lang.gemm import masked_block
+from mkernel.lang.layout import row_of
+from mkernel.lang.matrix import Block
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.signals import finish
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
+from mkernel.ops.attention.call import Descriptors, awaits_whole_panels, head_of, tile_at
+from mkernel.ops.attention.mask import is_seen, key_blocks, keys_below, seen_by, seen_by_rank, seen_by_tile
+from mkernel.ops.attention.protocol import (
+    Panel,
+    chunks_with,
+    finish_task,
+    poll_all_arrived,
+    slot_row,
+    source_at,
+    wait_own_round,
+    wait_panel,
+)
+from mkernel.ops.attention.softmax import State, normalize, online_softmax_step
+from mkernel.ops.attention.transfer import intra, send
+
+
+@triton.jit
+def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
+    """See transfer.py."""
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    DTYPE: tl.constexpr = source.pointer.dtype.element_ty
+    ROWS: tl.constexpr = call.COPY // call.DIM
+    PEERS: tl.constexpr = 1 if STAGED else comm.RANKS_PER_NODE - 1
+    FIRST: tl.constexpr = 0 if STAGED else 1
+    dim = call.dim
+    steps = tl.cdiv(height * dim, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
+    for step in range(steps):
+        if source.FLAT:
+            place = step * call.COPY + tl.arange(0, call.COPY)
+            inside = place < height * dim
+            block = tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
+        else:
+            i = step * ROWS + tl.arange(0, ROWS)[:, None]
+            j = tl.arange(0, call.DIM)[None, :]
+            place = i * dim + j
+            inside = (i < height) & (j < dim)
+            pointers = source.pointer + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride
+            block = tl.load(pointers, mask=inside & (i < source.count), other=0.0)
+        for which in tl.static_range(PEERS):
+            peer = base + (rank - base + FIRST + which) % comm.RANKS_PER_NODE
+            wanted = inside
+            if not STAGED:
+                wanted &= is_seen(call.mask, peer, chunk.source, chunk.key, chunk.height)
+            first = slot_row(comm, call.rounds, chunk.round_index, chunk.source, peer) + row
+            target = segment_of(comm.context, peer, DTYPE)
+            target += tl.multiple_of(row_of(call.rounds.slots, comm.epoch, first), 16)
+            tl.store(target + place, block, mask=wanted)
+
+
+@triton.jit
+def _read_rows(call, heads, tma, batch, head, row, ROWS: tl.constexpr):
+    """ROWS rows of a head; zeros outside of the tensor. tma: the tensor's descriptor."""
+    if call.USES_TMA:
+        return tma.load([batch, head, row, 0]).reshape(ROWS, call.DIM)
+    else:
+        block = Block(head_of(heads, batch, head), heads.row_stride, heads.column_stride)
+        return masked_block(block, row, 0, call.mask.length, call.dim, ROWS, call.DIM)
+
+
+@triton.jit
+def _read_slots(call, tma, row):
+    """TILE_N rows of the slots; panels end with whole blocks."""
+    if call.USES_TMA:
+        return tma.slots.load([row, 0])
+    else:
+        i = row + tl.arange(0, call.TILE_N)[:, None]
+        j = tl.arange(0, call.DIM)[None, :]
+        return tl.load(call.slots + i.to(tl.int64) * call.dim + j, mask=j < call.dim, other=0.0)
+
+
+@triton.jit
+def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN: tl.constexpr):
+    """The state after a tile's queries have attended to `blocks` of a source. OWN: keys and values are read from the
+    caller's tensors; else from the slots, where key 0 of the source would be at row `panel_row`: TILE_N keys, then
+    their values, then the next.
+
+    One loop that asks for each block whether it must be masked: with two loops, one for masked blocks, the kernel for
+    several ranks needed more registers than there are (24 bytes were spilled)."""
+    accumulator = state.accumulator
+    total = state.total
+    row_max = state.row_max
+    rows = tl.minimum(tile.row + tl.arange(0, call.TILE_M), call.mask.length - 1)
+    starts, ends = seen_by(call.mask, rank, rows)
+    # of the source's keys a row sees one range, too: two numbers a row, where positions would be one a key
+    lower = keys_below(call.mask, starts, source)
+    upper = keys_below(call.mask, ends, source)
+    for block in range(blocks.first, blocks.end):
+        at = block * call.TILE_N
+        if OWN:
+            keys = _read_rows(call, call.k, tma.k, tile.batch, tile.kv_head, at, call.TILE_N)
+        else:
+            keys = _read_slots(call, tma, panel_row + 2 * at)
+        scores = tl.dot(query, keys.T, input_precision=call.PRECISION)
+        if (block < blocks.full) | (block >= blocks.full_end):
+            index = at + tl.arange(0, call.TILE_N)[None, :]
+            scores = tl.where(index < upper[:, None], scores, float("-inf"))
+            if call.mask.PACKED:
+                scores = tl.where(index >= lower[:, None], scores, float("-inf"))
+        weights, total, row_max, alpha = online_softmax_step(scores, total, row_max, call.scale)
+        accumulator = accumulator * alpha[:, None]
+        if OWN:
+            values = _read_rows(call, call.v, tma.v, tile.batch, tile.kv_head, at, call.TILE_N)
+        else:
+            values = _read_slots(call, tma, panel_row + 2 * at + call.TILE_N)
+        accumulator = tl.dot(weights.to(values.dtype), values, accumulator, input_precision=call.PRECISION)
+    return State(accumulator, total, row_max)
+
+
+@triton.jit
+def _attend_others(comm, call, tma, tile, panel, visible, query, state):
+    """(state, NaN if something never arrived, else 0) after a tile has attended to the panels of all other ranks."""
+    rank = rank_of(comm.context)
+    if call.rounds.CREDITS:
+        wait_own_round(comm, call.rounds, tile.round_index, COMPUTE)
+    need = visible.low
+    need_end = visible.highest_end
+    if call.mask.PACKED:
+        if awaits_whole_panels(call, tile):
+            need, need_end = seen_by_rank(call.mask, rank)
+    places = tl.arange(0, call.POLL_WIDTH)
+    here = poll_all_arrived(comm, call.rounds, call.mask, panel, need, need_end, places)
+    missing = 0.0
+    for place in range(1, comm.WORLD_SIZE):
+        source = source_at(comm, rank, place)
+        if not here:
+            chunk, behind = chunks_with(call.rounds, call.mask, panel, source, need, need_end)
+            got = wait_panel(comm, call.rounds, tile.round_index, source, chunk, behind)
+            missing += tl.where(got, 0.0, float("nan"))
+        if call.USES_TMA:
+            acquire_for_descriptors()
+        panel_row = slot_row(comm, call.rounds, tile.round_index, source, rank) - 2 * panel.begin
+        blocks = key_blocks(call.mask, visible, source, panel.begin, panel.until, call.TILE_N)
+        state = _attend(call, tma, tile, rank, query, state, source, panel_row, blocks=blocks, OWN=False)
+    return state, missing
+
+
+@triton.jit
+def _kept(call, tile):
+    """Pointers to where a tile's state is kept between the parts of a head."""
+    i = tl.arange(0, call.TILE_M)
+    start = call.partial + tl.cast(tile.within, tl.int64) * (call.TILE_M * (call.DIM + 2))
+    accumulator = start + 2 * call.TILE_M + i[:, None] * call.DIM + tl.arange(0, call.DIM)[None, :]
+    return State(accumulator, start + call.TILE_M + i, start + i)
+
+
+@triton.jit
+def _store_result(call, tma, tile, state):
+    """Store the attention of a tile that has gone through all its keys."""
+    result, logarithm = normalize(state.accumulator, state.total, state.row_max)
+    i = tile.row + tl.arange(0, call.TILE_M)
+    if call.USES_TMA:
+        block = result.to(tma.out.dtype).reshape(1, 1, call.TILE_M, call.DIM)
+        tma.out.store([tile.batch, tile.head, tile.row, 0], block)
+    else:
+        j = tl.arange(0, call.DIM)[None, :]
+        line = head_of(call.out, tile.batch, tile.head) + i[:, None].to(tl.int64) * call.out.row_stride
+        target = line + j.to(tl.int64) * call.out.column_stride
+        inside = (i < call.mask.length)[:, None] & (j < call.dim)
+        tl.store(target, result.to(call.out.pointer.dtype.element_ty), mask=inside)
+    if call.LSE:
+        line = tl.cast(tile.batch * call.heads + tile.head, tl.int64) * call.mask.length
+        tl.store(call.lse + line + i, logarithm, mask=i < call.mask.length)
+
+
+@triton.jit
+def _compute(comm, call, tma, first, end):
+    """Attend with the tiles of queries at places first..end-1 of the schedule."""
+    rank = rank_of(comm.context)
+    for place in range(first, end):
+        tile = tile_at(call, place)
+        part = tile.round_index % call.rounds.parts
+        since = trace_time(comm.context)
+        begin = part * call.rounds.part_rows
+        until = tl.minimum(begin + call.rounds.part_rows, call.mask.length)
+
+        query = _read_rows(call, call.q, tma.q, tile.batch, tile.head, tile.row, call.TILE_M)
+        visible = seen_by_tile(call.mask, rank, tile.row, call.TILE_M)
+        accumulator = tl.zeros((call.TILE_M, call.DIM), tl.float32)
+        total = tl.zeros((call.TILE_M,), tl.float32)
+        row_max = tl.full((call.TILE_M,), float("-inf"), tl.float32)
+        if call.PARTS:
+            kept = _kept(call, tile)
+            if part > 0:
+                tl.debug_barrier()
+                row_max = tl.load(kept.row_max)
+                total = tl.load(kept.total)
+                accumulator = tl.load(kept.accumulator)
+
+        blocks = key_blocks(call.mask, visible, rank, begin, until, call.TILE_N)
+        state = State(accumulator, total, row_max)
+        state = _attend(call, tma, tile, rank, query, state, rank, 0, blocks=blocks, OWN=True)
+        missing = 0.0
+        if comm.WORLD_SIZE > 1:
+            panel = Panel(tile.round_index, begin, until)
+            state, missing = _attend_others(comm, call, tma, tile, panel, visible, query, state)
+
+        if call.PARTS:
+            if part < call.rounds.parts - 1:
+                tl.store(kept.row_max, state.row_max)
+                tl.store(kept.total, state.total + missing)
+                tl.store(kept.accumulator, state.accumulator)
+        if part == call.rounds.parts - 1:
+            _store_result(call, tma, tile, State(state.accumulator, state.total + missing, state.row_max))
+        trace(comm.context, TILES, TILE, rank, place, since)
+        if call.rounds.CREDITS:
+            finish_task(comm, call.rounds, tile.round_index, COMPUTE)
+
+
+@triton.jit
+def _run(comm, call, tma):
+    cta = tl.program_id(0)
+    if comm.WORLD_SIZE > 1:
+        if cta == 0:
+            announce(comm.context, comm.epoch, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    if cta < call.SENDERS:
+        send(comm, call, cta, call.SENDERS, _copy_rows)
+    elif cta < call.SENDERS + call.INTRAS:
+        intra(comm, call, cta - call.SENDERS, call.INTRAS, _copy_rows)
+    first = tl.load(call.schedule + cta).to(tl.int32)
+    end = tl.load(call.schedule + cta + 1).to(tl.int32)
+    _compute(comm, call, tma, first, end)
+    finish(comm.context, comm.epoch, comm.WORLD_SIZE)
+
+
+@triton.jit
+def ring_attention_kernel(context, ranks, q, k, v, out, slots, call):
+    """The whole operator. ranks: `Ranks`, call: `Call`, the others: see `Descriptors`."""
+    _run(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
+        call,
+        Descriptors(q, k, v, out, slots),
+    )

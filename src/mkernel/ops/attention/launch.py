@@ -1,0 +1,153 @@
+"""The launch of ring_attention: the structures that a kernel is given, from a plan and the caller's tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+
+from mkernel.lang.context import Ranks
+from mkernel.ops.attention import kernel
+from mkernel.ops.attention.call import Call, Descriptors, Heads
+from mkernel.ops.attention.mask import Mask
+from mkernel.ops.attention.plan import Plan
+from mkernel.ops.attention.protocol import Rounds
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants, descriptor
+from mkernel.runtime.world import Launch
+
+POLL_WIDTH = 256  # signals that a CTA of the Triton kernel polls at a time, at most
+WARP_POLL_WIDTH = 128  # signals that the loading warp of the Gluon kernel polls at a time
+
+
+def launch(
+    group: Group, plan: Plan, memory: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None, scale: float, variant: Hashable,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    heads, length, dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    c, size = plan.config, group.size
+    blocks = math.ceil(length / c.tile_m)
+    partial = None
+    if plan.parts > 1:
+        words = heads // kv_heads * blocks * c.tile_m * (c.tile_k + 2)
+        partial = group.world.empty(group.world_rank, (words,), torch.float32)
+    polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
+    mask = Mask(
+        length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
+    )
+    slots = memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None
+    call = Call(
+        q=_heads(query), k=_heads(key), v=_heads(value), out=_heads(out), lse=lse,
+        slots=None if plan.uses_tma else slots, partial=partial,
+        schedule=plan.schedule, mask=mask,
+        rounds=_rounds(group, plan, memory, workspace, tiles=heads // kv_heads * blocks),
+        scale=scale * math.log2(math.e), heads=heads, kv_heads=kv_heads, dim=dim, blocks=blocks,
+        **_constants(
+            SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, LSE=lse is not None,
+            USES_TMA=plan.uses_tma, SYNCS_GRID=plan.syncs_grid, PRECISION=plan.precision,
+            TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k, COPY=max(c.copy_bytes // query.element_size(), c.tile_k),
+            POLL_WIDTH=WARP_POLL_WIDTH if plan.hopper else polled,
+        ),
+    )  # fmt: skip
+    return Launch(
+        op="ring_attention",
+        group=group,
+        kernel=_hopper_kernel() if plan.hopper else kernel.ring_attention_kernel,
+        grid=c.ctas,
+        arguments=dict(
+            context=workspace.context, ranks=Ranks(*constants(size, group.gpus_per_node)),
+            **_descriptors(plan, query, key, value, out, slots)._asdict(), call=call,
+        ),
+        options=dict(num_warps=4) if plan.hopper else dict(num_warps=c.warps, num_stages=c.stages),
+        # the workspace too: Triton makes another binary for integers with other divisors
+        variant=(variant, workspace.signal_words),
+        uses=memory.uses(workspace, free={"slots": _received(plan)}),
+        inputs=(*"qkv", "call.q.pointer", "call.k.pointer", "call.v.pointer", "call.mask.spans", "call.schedule"),
+        results=("out", "call.out.pointer", "call.lse"),
+    )  # fmt: skip
+
+
+def _constants(**values: Any) -> dict[str, Any]:
+    return dict(zip(values, constants(*values.values())))
+
+
+def _rounds(group: Group, plan: Plan, memory: Layout, workspace: Workspace, tiles: int) -> Rounds:
+    """tiles: those of this rank in a round."""
+    c = plan.config
+    link = group.world.links.nvlink if c.intra_ctas else None
+    passed_on = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
+    return Rounds(
+        count=plan.rounds, window=plan.window, parts=plan.parts, part_rows=plan.part_rows, padded=plan.padded,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks,
+        tasks=tiles * (2 if plan.hopper else 1) + passed_on,  # each warpgroup finishes its half of a tile
+        done=memory.words_in(workspace, "done"),
+        freed=memory.words_in(workspace, "freed"),
+        arrived=memory.words_in(workspace, "arrived"),
+        slots=memory.buffer_in(workspace, "slots"),
+        nanoseconds_per_mib=round(2**20 / link) if link else 0,
+        **_constants(SLOTS=plan.slots, CREDITS=plan.credits, PACED=link is not None),
+    )  # fmt: skip
+
+
+def _received(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The rows of the slots for other ranks' panels. What is staged for other nodes may still be read by the network
+    when a launch is over."""
+    if plan.sequences.size == 1:
+        return ()
+    panel = 2 * plan.part_rows
+    starts = [place * plan.slots * panel for place in range(plan.window)]
+    return tuple((start, start + (plan.sequences.size - 1) * panel) for start in starts)
+
+
+def _heads(tensor: torch.Tensor) -> Heads:
+    return Heads(tensor, *tensor.stride(), *constants(tensor.stride()[2:] == (tensor.shape[3], 1)))
+
+
+def _descriptors(
+    plan: Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    slots: torch.Tensor | None,
+) -> Descriptors:  # fmt: skip
+    if not plan.uses_tma:
+        return Descriptors(None, None, None, None, None)
+    c = plan.config
+    queries = [1, 1, c.tile_m // 2 if plan.hopper else c.tile_m, c.tile_k]  # a warpgroup has half of a tile
+    keys = [1, 1, c.tile_n, c.tile_k]
+    return Descriptors(
+        q=_descriptor(plan, query, queries),
+        k=_descriptor(plan, key, keys),
+        v=_descriptor(plan, value, keys),
+        out=_descriptor(plan, out, queries),
+        slots=None if slots is None else _descriptor(plan, slots, keys[2:]),
+    )
+
+
+def _descriptor(plan: Plan, tensor: torch.Tensor, block: list[int]) -> Any:
+    """A tensor descriptor for the plan's kernel."""
+    plain = descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+    if not plan.hopper:
+        return plain
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # Gluon is imported only where it runs
+
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _shared_layout(len(block)))
+
+
+@functools.cache
+def _shared_layout(rank: int) -> Any:
+    """How a block lies in shared memory, as wgmma reads it."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _hopper_kernel() -> Any:
+    from mkernel.ops.attention.hopper import ring_attention_hopper_kernel
+
+    return ring_attention_hopper_kernel

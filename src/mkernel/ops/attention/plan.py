@@ -1,0 +1,301 @@
+"""How a call of ring_attention is carried out: tiles, rounds, CTAs of each role, the schedule, and which kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from mkernel.ops.attention.schedule import SYNC_MARK, Helpers, scheduled, sync_pays
+from mkernel.ops.attention.sequences import Sequences
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import BYTES, has_descriptors, matmul_precision
+
+CHUNK_BYTES = 256 * 1024
+HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
+WARP_PUSH_RATE = 3e9  # bytes/s that the pushing warp of the Gluon kernel writes, to all peers together; estimated
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    kernel: str  # "triton" or "gluon"
+    uses_tma: bool  # tensors are read and written through tensor descriptors
+    sequences: Sequences
+    padded: int  # keys of a panel, with those that fill its last block
+    slots: int  # panels of a round that a rank has room for
+    parts: int  # rounds of a unit
+    part_rows: int
+    window: int  # rounds that there are slots for
+    rounds: int
+    chunks: int  # of a panel
+    precision: str
+    schedule: torch.Tensor
+    syncs_grid: bool  # there may be grid syncs in the schedule; the same on all ranks, which run one binary
+    spans: torch.Tensor | None  # packed: what each rank sees, then what each row of this one sees
+    reasons: tuple[str, ...]
+
+    @property
+    def hopper(self) -> bool:
+        """Is it the kernel for Hopper?"""
+        return self.kernel == "gluon"
+
+    @property
+    def credits(self) -> bool:
+        """Are slots used more than once in a call?"""
+        return self.sequences.size > 1 and self.rounds > self.window
+
+    def __str__(self) -> str:
+        c = self.config
+        head = (
+            f"ring_attention: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
+            f"({c.send_ctas} send, {c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of "
+            f"{c.chunk_rows} keys, room for {self.window} rounds"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the keys are cut. Ranks must agree on it: it says where in a slot a key lies."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    warps: int
+    chunk_rows: int
+    steps: int
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
+    """The given tile and chunk, or a good one. Depends on nothing that differs between ranks."""
+    given = config or Config()
+    dim, element = query.shape[3], query.element_size()
+    if group.device.type != "cuda":
+        tile_m, tile_n, stages, warps = 32, 32, 1, 4
+    elif query.dtype == torch.float32:
+        tile_m, tile_n, stages, warps = (
+            (32, 32, 2, 8) if dim == 64 else (32, 16, 2, 8) if dim <= 128 else (16, 16, 2, 8)
+        )
+    elif has_descriptors(group.device):
+        tile_m, tile_n, stages, warps = (128, 128, 2, 8) if dim <= 128 else (64, 64, 2, 8)
+    else:
+        tile_m, tile_n, stages, warps = (128, 64, 2, 8) if dim <= 128 else (64, 32, 2, 8)
+    tile_n = tile_n if given.tile_n is None else given.tile_n
+    chunk_rows = given.chunk_rows
+    if chunk_rows is None:
+        chunk_rows = max(CHUNK_BYTES // (2 * dim * element), tile_n) if group.device.type == "cuda" else tile_n
+    units = key.shape[0] * key.shape[1]
+    slots = group.size - 1 if group.nodes == 1 else group.size
+    return Tiles(
+        tile_m=tile_m if given.tile_m is None else given.tile_m,
+        tile_n=tile_n,
+        stages=stages if given.stages is None else given.stages,
+        warps=warps if given.warps is None else given.warps,
+        chunk_rows=_round_up(chunk_rows, tile_n),
+        steps=max(2, math.ceil(min(2, units) * slots / max(units, 1))) if given.steps is None else given.steps,
+    )
+
+
+def _describable(tensor: torch.Tensor) -> bool:
+    """Can a descriptor be made of a [batch, heads, length, dim] tensor?"""
+    size = tensor.element_size()
+    return (
+        tensor.stride(3) == 1
+        and tensor.data_ptr() % BYTES == 0
+        and all(n == 1 or (s > 0 and s * size % BYTES == 0) for n, s in zip(tensor.shape[:3], tensor.stride()[:3]))
+    )
+
+
+def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
+    """(parts, part_rows, window): whole units if the buffer holds two of them, else parts of units."""
+    room = tiles.steps * units * padded  # rows of keys; as many of values go with them
+    parts = 1
+    if min(2, units) * slots * padded > room:
+        most = room // (2 * slots) // tiles.tile_n * tiles.tile_n
+        if most == 0:
+            least = math.ceil(2 * slots * tiles.tile_n / (units * padded))
+            raise ArgumentError(
+                f"config.steps is {tiles.steps}, but must be at least {least} for {units} heads of {padded} keys: "
+                f"of every rank, two blocks of {tiles.tile_n} keys and values must fit"
+            )
+        parts = math.ceil(padded / most)
+    part_rows = _round_up(math.ceil(padded / parts), tiles.tile_n)
+    parts = math.ceil(padded / part_rows)
+    return parts, part_rows, min(units * parts, room // (slots * part_rows))
+
+
+def _why_not_gluon(group: Group, query: torch.Tensor, uses_tma: bool, parts: int, config: Config | None) -> str | None:
+    """Why the kernel for Hopper can not be taken; None if it can."""
+    if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
+        return "the Gluon kernel runs on Hopper GPUs only"
+    if query.dtype == torch.float32:
+        return "the Gluon kernel has no fp32"
+    if not uses_tma:
+        return "the Gluon kernel reads and writes by TMA only, and not all tensors have rows for that"
+    if parts > 1:
+        return "the Gluon kernel does not keep a tile's state between the parts of a head"
+    chosen = [name for name in ("tile_m", "tile_n", "stages", "warps") if config and getattr(config, name) is not None]
+    if chosen:
+        return f"the Gluon kernel has a tile of its own, and the configuration gives {', '.join(chosen)}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a rank has to do, and how long it would take all of its CTAs; times in seconds, estimated."""
+
+    costs: list[int]  # key blocks of each tile of queries of a head
+    blocks: int  # key blocks in all, and one for each tile's start and end
+    tiles: int
+    block_seconds: float
+    compute_seconds: float
+    pushed: int  # bytes, to ranks of the node
+    link: float  # bytes/s
+
+
+def _work(
+    group: Group, query: torch.Tensor, key: torch.Tensor, sequences: Sequences, tile_m: int, tile_n: int
+) -> _Work:
+    batch, heads, _, dim = query.shape
+    gpus = group.gpus_per_node
+    costs = sequences.key_blocks(group.rank, tile_m, tile_n)
+    blocks = int(costs.sum() + len(costs)) * heads * batch
+    block_seconds = 4 * tile_m * tile_n * dim / (0.8 * planning.CTA_RATE[query.dtype])
+    node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
+    brought = range(group.local_rank, group.size, gpus)  # ranks whose keys this one pushes to its node
+    keys = sum(sequences.keys_sent(source, peer) for source in brought for peer in node) * batch * key.shape[1]
+    return _Work(
+        costs=costs.tolist(),
+        blocks=blocks,
+        tiles=batch * heads * len(costs),
+        block_seconds=block_seconds,
+        compute_seconds=blocks * block_seconds / group.world.ctas(group.world_rank),
+        pushed=keys * 2 * dim * query.element_size(),
+        link=group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE,
+    )
+
+
+def _resolve(
+    group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None
+) -> tuple[Settings, float]:  # fmt: skip
+    """(settings, seconds that the pushing takes): how many CTAs have which role. chunks: in all rounds together."""
+    most, nodes, gpus = group.world.ctas(group.world_rank), group.nodes, group.gpus_per_node
+    pick = planning.chooser(config)
+    send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
+    if hopper:  # a warp of each CTA pushes, beside those that compute
+        rate = WARP_PUSH_RATE
+        ctas = pick("ctas", min(most, max(work.tiles, chunks if gpus > 1 else 1) + send_ctas))
+        intra_ctas = pick("intra_ctas", ctas - send_ctas if gpus > 1 else 0)
+    else:
+        rate = planning.push_rate(gpus - 1)
+        copiers = planning.copiers_for(work.pushed, rate, work.compute_seconds, work.link, most) if gpus > 1 else 0
+        intra_ctas = pick("intra_ctas", copiers)
+        ctas = pick("ctas", min(most, max(work.tiles, 1) + send_ctas + intra_ctas))
+    resolved = Settings(
+        tile_m=tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
+        stages=tiles.stages, warps=tiles.warps, ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0,
+        chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
+        steps=tiles.steps,
+    )  # fmt: skip
+    return resolved, work.pushed / min(rate * max(intra_ctas, 1), work.link)
+
+
+def _how_read(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
+    """(are all tensors read and written through tensor descriptors, why not)"""
+    if not has_descriptors(group.device):
+        return False, ["the device has no tensor descriptors (TMA): tensors are read through pointers"]
+    uneven = [name for name, tensor in tensors.items() if not _describable(tensor)]
+    if uneven:
+        rule = "rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
+        return False, [f"{', '.join(uneven)}: {rule}"]
+    return True, []
+
+
+def _spans(group: Group, sequences: Sequences) -> torch.Tensor | None:
+    """Packed: what each rank sees, then what each row of this one sees (`Mask.spans`)."""
+    if sequences.documents is None:
+        return None
+    ranges = [edge for rank in range(sequences.size) for edge in sequences.span(rank)]
+    starts, ends = sequences.seen(group.rank)
+    return group.world.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
+
+
+def plan(
+    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    is_causal: bool, layout: str, documents: tuple[int, ...] | None, config: Config | None,
+) -> Plan:  # fmt: skip
+    """Decide how to run a call. Depends only on shapes, strides, alignment, documents and the group."""
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    units = batch * kv_heads
+    size, nodes, gpus = group.size, group.nodes, group.gpus_per_node
+    element = query.element_size()
+    tiles = tiles_of(group, query, key, config)
+    sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
+
+    padded = _round_up(length, tiles.tile_n)
+    slots = max(size - 1 if nodes == 1 else size, 1)
+    whole = size == 1 or not query.numel()
+    parts, part_rows, window = (1, padded, units) if whole else _cut_rounds(units, padded, slots, tiles)
+    rounds = units * parts
+    chunks = math.ceil(part_rows / tiles.chunk_rows)
+
+    uses_tma, pointers = _how_read(group, dict(query=query, key=key, value=value, out=out))
+    why_not = _why_not_gluon(group, query, uses_tma, parts, config)
+    hopper = why_not is None
+    reasons = ["Gluon: a Hopper GPU, 16-bit floats, rows for TMA" if hopper else f"Triton: {why_not}", *pointers]
+    if size > 1:
+        mib = window * slots * part_rows * 2 * dim * element / 2**20
+        reasons.append(
+            f"keys and values of other ranks go through {mib:.3g} MiB, room for {window} of {rounds} rounds"
+            + (f"; a head's keys come in {parts} parts, its state is kept in between" if parts > 1 else "")
+        )
+    tile_m = HOPPER_TILE_M if hopper else tiles.tile_m
+    work = _work(group, query, key, sequences, tile_m, tiles.tile_n)
+    resolved, push_seconds = _resolve(group, dim, tiles, tile_m, work, units * chunks, hopper, config)
+    if gpus > 1:
+        reasons.append(
+            f"{resolved.intra_ctas} CTAs push {work.pushed} bytes over NVLink: estimated {push_seconds * 1e3:.3g} ms, "
+            f"beside {work.compute_seconds * 1e3:.3g} ms of computing"
+        )
+    planning.check_tile(
+        resolved, query.dtype, uses_tma, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
+    )
+    planning.check(
+        resolved, max_ctas=group.world.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
+        least_intra=1 if gpus > 1 else 0, copiers_compute=hopper,
+    )  # fmt: skip
+    # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
+    # idle for a while than be late: the whole launch would wait for their tiles
+    ready = max(
+        1.25 * push_seconds / work.block_seconds, work.blocks / resolved.ctas * (rounds - window) / max(rounds, 1)
+    )
+    helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
+    unit_bytes = size * length * 2 * dim * element
+    syncs_grid = hopper and documents is None and sync_pays(unit_bytes)
+    schedule = scheduled(
+        work.costs, heads // max(kv_heads, 1), units, parts, resolved.ctas,
+        Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid,
+    )  # fmt: skip
+    if max(schedule, default=0) >= SYNC_MARK:
+        reasons.append(
+            f"CTAs wait for each other now and then, to read the same keys at a time: a head's are {unit_bytes} bytes"
+        )
+    return Plan(
+        config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,
+        slots=slots, parts=parts, part_rows=part_rows, window=window, rounds=rounds, chunks=chunks,
+        precision=matmul_precision(query.dtype), schedule=group.world.upload(group.world_rank, schedule),
+        syncs_grid=syncs_grid, spans=_spans(group, sequences), reasons=tuple(reasons),
+    )  # fmt: skip

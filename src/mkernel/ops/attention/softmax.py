@@ -1,0 +1,39 @@
+"""Online softmax: scores are taken block by block, and what was accumulated is rescaled to the largest score so far.
+
+`row_max` is the largest score of a row so far, in powers of two; `total` is the sum of the weights relative to it;
+`accumulator` is the sum of their products with the values. A row that has seen no key has row_max = -inf, total = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class State(NamedTuple):
+    """The attention of a tile of queries to the keys it has gone through."""
+
+    accumulator: Any
+    total: Any
+    row_max: Any
+
+
+@triton.jit
+def online_softmax_step(scores, total, row_max, scale):
+    """One more block of scores: (weights, total, row_max, alpha). What was accumulated must be multiplied by alpha."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - pivot[:, None])
+    alpha = tl.exp2(row_max - pivot)
+    return weights, total * alpha + tl.sum(weights, 1), new_max, alpha
+
+
+@triton.jit
+def normalize(accumulator, total, row_max):
+    """(result, log-sum-exp) of rows that have seen all their keys; zeros and -inf where there was none."""
+    nothing = total == 0.0
+    result = accumulator / tl.where(nothing, 1.0, total)[:, None]
+    logarithm = (row_max + tl.log2(tl.where(nothing, 1.0, total))) * 0.6931471805599453
+    return result, tl.where(nothing, float("-inf"), logarithm)
