@@ -238,7 +238,7 @@ def test_a_rank_that_knows_the_secret_and_talks_nonsense_is_named():
         zero.wait(0, 1)
         assert bytes(zero.data[:4].numpy()) == b"abcd"
         peer.sendall(struct.pack("<4sI4QqQQ", b"PIEC", 0, 1, 4096, 8, 0, 2, 0, (1 << 64) - 1))
-        assert f"rank 1 at {HOST}:{peer.getsockname()[1]}, stream 0: piece 0 of a transfer of 8" in zero.failure()
+        assert f"rank 1 at {HOST}:{peer.getsockname()[1]}, stream 0: fragment 0 of a transfer of 8" in zero.failure()
     assert torch.equal(zero.data[4:], torch.full_like(zero.data[4:], 3))
     zero.proxy.stop(0)
     zero.transport.close(0)

@@ -21,11 +21,12 @@ MISTAKES = {
     # a wait that was dropped, or that waits for less than it should
     "all-gather: the last chunk of a tile is not waited for": Broken(
         Gathers((1, 2), chunk_rows=5),
-        [(OP, "tl.cdiv(tl.minimum(row + rows, m), chunk_rows)", "tl.minimum(row + rows, m) // chunk_rows")],
+        [(f"{OP}/protocol", "tl.cdiv(tl.minimum(row + rows, gather.m), gather.chunk_rows)",
+          "tl.minimum(row + rows, gather.m) // gather.chunk_rows")],
     ),
     "all-gather: the network's last read of a is not waited for": Broken(
         Gathers((2, 1), heap=True),
-        [(OP, "wait_sent(context, ticket, SEND)", "wait_sent(context, ticket - 1, SEND)")],
+        [(f"{OP}/kernel", "wait_sent(comm.context, ticket, SEND)", "wait_sent(comm.context, ticket - 1, SEND)")],
     ),
     "combine: a node's sums are sent before its ranks are done": Broken(
         Routes((2, 2), "moe_combine", layer=FOUR_RANKS),
@@ -35,8 +36,7 @@ MISTAKES = {
     # a signal for something else
     "all-gather: an arrival is signalled for the next use of the half as well": Broken(
         Gathers((1, 2), calls=3),
-        [(OP, "notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)",
-          "notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch + 2)")],
+        [(f"{OP}/protocol", "source, chunk), comm.epoch)", "source, chunk), comm.epoch + 2)")],
     ),
     "reduce-scatter: a part is signalled to the rank behind the one that adds it": Broken(
         Sums((1, 3), SCATTER, rows=30),
