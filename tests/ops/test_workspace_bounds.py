@@ -28,7 +28,7 @@ SCENARIOS = {
 # signals between nodes, of which there is one here, or within a node, where there is one rank
 UNUSED = {
     "moe_dispatch_matmul": {"node_entered", "numbered"},
-    "moe_combine": {"node_entered", "back"},
+    "moe_combine": {"node_entered", "numbered", "back"},
     "moe_ffn": {"entered"},
 }
 
