@@ -20,7 +20,10 @@ share, in the order in which a call comes by it; read it from top to bottom:
 - reduction.py: the three steps of a combine.
 
 What a kernel is told comes in structures: `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what it reads
-and writes, `Batch` has the numbers that follow the batch. Tensor descriptors are parameters of their own.
+and writes, `Batch` has the numbers that follow the batch. Tensor descriptors are parameters of their own: Triton 3.6
+compiles a descriptor inside of a structure, but can not launch it. And a structure with structures in it that have
+constants, or strides of 1, which Triton makes constants of, must end in a constant of its own (`Gemms.HALF`): Triton
+3.6 forgets the inner ones else, and they are None inside of loops.
 
 Words. A *row* is a token on its way through one of its experts: a token with k experts makes k rows, in the order of
 its *slots*. A *chunk* is a number of tokens of one rank that travel together. A *block* is a number of rows of one
