@@ -48,15 +48,15 @@ class SimulatedCalls:
             )  # fmt: skip
 
     @property
-    def module(self):
-        """The name of the operator's module in ops/."""
+    def package(self):
+        """The module or package of ops/ that the operator is in."""
         return self.op
 
     def prepare(self, module, patch):
         """Patches that a kind of scenario needs."""
 
     def run_unbroken(self, seed):
-        return self.run(importlib.import_module(f"mkernel.ops.{self.module}"), seed)
+        return self.run(importlib.import_module(f"mkernel.ops.{self.package}"), seed)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def passes_unbroken(scenario):
 def failure_of(broken, folder):
     """How the broken operator fails; the unbroken one does not."""
     assert passes_unbroken(broken.scenario)
-    module = mutated(folder, broken.scenario.module, *broken.replacements)
+    module = mutated(folder, broken.scenario.package, *broken.replacements)
     with pytest.raises(broken.expected) as caught:
         broken.scenario.run(module, seed=0)
     return caught.value

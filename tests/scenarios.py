@@ -16,6 +16,7 @@ from helpers import assert_product, assert_same
 from sums import WAYS
 
 import mkernel as mk
+from mkernel.ops import moe
 
 SCATTER, REDUCE, SHOT, SLICED, MULTICAST = WAYS
 
@@ -83,7 +84,7 @@ class Attends(SimulatedCalls):
     ends."""
 
     op: ClassVar = "ring_attention"
-    module: ClassVar = "attention"
+    package: ClassVar = "attention"
     case: attention.Case
     steps: int | None = None
     arrives: int = 0
@@ -104,8 +105,12 @@ EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ff
 class Routes(SimulatedCalls):
     """An operator of the mixture of experts."""
 
+    package: ClassVar = "moe"
     op: str
     layer: Layer = LITTLE
+
+    def prepare(self, module, patch):
+        patch.setattr(module.combine, "Handle", moe.Handle)  # what is combined comes from mkernel's own dispatch
 
     def work(self, group, function):
         # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other

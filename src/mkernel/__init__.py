@@ -14,9 +14,7 @@ from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
 from mkernel.ops.matmul_all_reduce import matmul_all_reduce
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from mkernel.ops.moe_combine import moe_combine
-from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
-from mkernel.ops.moe_ffn import moe_ffn
+from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import (
     ArgumentError,

@@ -191,12 +191,12 @@ def test_transposed_matrices_and_strides():
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 4)], ids=["1x1", "1x4"])
-def test_no_room_is_an_error_and_the_group_goes_on(cluster):
+def test_over_capacity_is_an_error_and_the_group_goes_on(cluster):
     def on_rank(group):
         layer = Layer(group, (200,) * group.size, (2,) * group.size, 2, 128, 128, torch.bfloat16)
         for _ in range(2):
             y = mk.moe_ffn(*arguments(layer), capacity=10, max_tokens=200)
-            with pytest.raises(mk.CapacityError, match="which has room for 10"):
+            with pytest.raises(mk.CapacityError, match="whose capacity is 10"):
                 group.synchronize()
             assert y.isnan().all()
             y = mk.moe_ffn(*arguments(layer), max_tokens=200)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 import mkernel as mk
-from mkernel.lang import combining, roles, routing, signals
 from mkernel.lang import context as words
+from mkernel.lang import roles, signals
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, finish, notify, notify_each, wait, wait_peers
@@ -317,15 +317,15 @@ def test_a_launch_after_a_timeout_ends_at_once():
 
 
 def test_kinds_and_reasons_differ():
-    names = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "NOTHING", "PARTIAL", "FINISHED_TILE")
-    kinds = [getattr(signals, name) for name in names]
-    names = ("ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED", "NUMBERED")
-    kinds += [getattr(routing, name) for name in names]
-    kinds += [combining.RETURNED, combining.BACK]
-    assert len({kind.value for kind in kinds}) == len(kinds)
-    assert set(records.SIGNALS) == {kind.value for kind in kinds}
-    assert signals.TIMED_OUT.value != signals.TOLD_TO_LEAVE.value
-    assert 0 not in (signals.TIMED_OUT.value, signals.TOLD_TO_LEAVE.value)
+    names = (
+        "ENTERED", "ARRIVED", "RING_SPACE", "SENT", "FREED", "NOTHING", "PARTIAL", "FINISHED_TILE", "ROUTED", "COUNTED",
+        "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED", "NUMBERED", "RETURNED", "BACK",
+    )  # fmt: skip
+    kinds = [getattr(signals, name).value for name in names]
+    assert len(set(kinds)) == len(kinds)
+    assert set(records.SIGNALS) == set(kinds)
+    reasons = [getattr(signals, name).value for name in ("TIMED_OUT", "TOLD_TO_LEAVE", "OVER_CAPACITY", "INVALID_ID")]
+    assert len({0, *reasons}) == len(reasons) + 1
 
 
 @triton.jit

@@ -210,7 +210,7 @@ def test_out_must_not_be_what_the_handle_keeps():
     def work():
         inputs = inputs_of("moe_combine")
         _, handle = mk.moe_dispatch_matmul(torch.ones(TOKENS, HIDDEN), ids(), torch.ones(EXPERTS, HIDDEN, 1))
-        kept = handle.tables["destinations"].view(FP32)
+        kept = handle.tables.destinations.view(FP32)
         with pytest.raises(mk.ArgumentError, match="out overlaps handle"):
             mk.moe_combine(**inputs, handle=handle, out=kept.as_strided((TOKENS, HIDDEN), (HIDDEN, 1)))
 

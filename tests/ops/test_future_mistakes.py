@@ -30,8 +30,8 @@ MISTAKES = {
     ),
     "combine: a node's sums are sent before its ranks are done": Broken(
         Routes((2, 2), "moe_combine", layer=FOUR_RANKS),
-        [("combining", "        here = _wait_for_node(context, epoch, source, chunk,",
-          "        here = (count > 0) | _wait_for_node(context, 0 * epoch, source, chunk,")],
+        [("op/reduction", "        if _wait_partials(comm, batch.signals, source, chunk):\n",
+          "        if count > 0:\n")],
     ),
     # a signal for something else
     "all-gather: an arrival is signalled for the next use of the half as well": Broken(
@@ -45,10 +45,9 @@ MISTAKES = {
     ),
     "dispatch: a routing table is signalled before it is written": Broken(
         Routes((1, 2), "moe_dispatch_matmul"),
-        [("routing", "        size = HEADER + tokens * K\n",
-          "        size = HEADER + tokens * K\n"
-          "        early = routed_signal(parity, rank, signals, SIZE, GPUS)\n"
-          "        notify(segment_of(context, rank, tl.int64) + early, epoch)\n")],
+        [("op/routing", "        size = HEADER + batch.tokens * routing.K\n",
+          "        size = HEADER + batch.tokens * routing.K\n"
+          "        notify(signal_of(comm, rank, batch.signals.routed, rank, 0), comm.epoch)\n")],
     ),
     # memory that is used again too early
     "reduce-scatter: two halves of signals, one of parts": Broken(
@@ -74,7 +73,7 @@ MISTAKES = {
     ),
     "dispatch: the last CTA to count does not acquire what others counted": Broken(
         Routes((1, 2), "moe_dispatch_matmul"),
-        [("routing", 'COUNTERS_DONE, 1, sem="acq_rel"', 'COUNTERS_DONE, 1, sem="release"')],
+        [("op/routing", 'COUNTERS_DONE, 1, sem="acq_rel"', 'COUNTERS_DONE, 1, sem="release"')],
     ),
     "layer: counters of finished tiles are not acquired": Broken(
         Routes((1, 1), "moe_ffn", layer=ONE_RANK),
@@ -97,11 +96,11 @@ MISTAKES = {
     # fences that are missing, or on the wrong side
     "layer: no fence for descriptors in the second GEMM": Broken(
         Routes((1, 1), "moe_ffn", layer=ONE_RANK),
-        [(OP, "acquire_for_descriptors()\n            used_below(inner,", "used_below(inner,")],
+        [("op/ffn", "acquire_for_descriptors()\n            used_below(operands.inner,", "used_below(operands.inner,")],
     ),
     "layer: stores through descriptors are waited for behind the barrier": Broken(
         Routes((1, 1), "moe_ffn", layer=ONE_RANK),
-        [(OP, "        complete_descriptor_stores()\n        tl.debug_barrier()\n",
+        [("op/ffn", "        complete_descriptor_stores()\n        tl.debug_barrier()\n",
           "        tl.debug_barrier()\n        complete_descriptor_stores()\n")],
     ),
     "all-reduce: the fence for aliases behind the release": Broken(

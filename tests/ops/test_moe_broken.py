@@ -28,152 +28,153 @@ LAYER_FEW = replace(LAYER, layer=replace(LITTLE, experts=(2, 0)))
 LAYER_AWAY = replace(LAYER_FAR, layer=replace(LITTLE, experts=(0, 2)))
 ALONE = Routes((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
 
-HELD = "            notify(segment_of(context, rank, tl.int64) + signal, epoch)\n"
-PARITY = "parity = (epoch % 2).to(tl.int32)"
+HELD = "            notify(signal_of(comm, rank, batch.signals.held, rank, chunk), comm.epoch)\n"
+SIGNALS, ROWS = "(epoch % 2) * words.half", "(epoch % 2) * buffer.half"
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
     "a chunk of tokens is not signalled": Broken(
         NODE,
-        [("dispatching", HELD, f"            if chunk != 1:\n    {HELD}")],
+        [("op/dispatch", HELD, f"            if chunk != 1:\n    {HELD}")],
         mk.CommTimeout,
         {"signal": "held", "index": 1, "role": "intra", "seen": 0, "expected": 1},
     ),
     "a chunk of tokens is signalled with an old epoch": Broken(
         NETWORK,
-        [("dispatching", "size, signal, epoch, SEND)", "size, signal, epoch - 1, SEND)")],
+        [("op/dispatch", "transfer, signal, comm.epoch, SEND)", "transfer, signal, comm.epoch - 1, SEND)")],
         mk.CommTimeout,
         {"signal": "held", "role": "intra", "seen": 0, "expected": 1},
     ),
     "a routing table is not signalled": Broken(
         NODE,
-        [("routing", "        notify(segment_of(context, rank, tl.int64) + signal, epoch)\n", "")],
+        [("op/routing", "        notify(signal_of(comm, rank, batch.signals.routed, rank, 0), comm.epoch)\n", "")],
         mk.CommTimeout,
         {"signal": "routed", "seen": 0, "expected": 1},
     ),
     "an entry is not announced in the node": Broken(
         replace(NODE, calls=2),
-        [("routing", "notify(segment_of(context, base + (rank + i) % GPUS, tl.int64) + rank, epoch)", "pass")],
+        [("op/protocol", "notify(signal_of(comm, peer, signals.entered, rank, 0), comm.epoch)", "pass")],
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "an entry is not announced to other nodes": Broken(
         replace(NETWORK, calls=2),
-        [("routing", "segment, 0, segment, 0, 0, signal, epoch, ROLE)", "segment, 0, segment, 0, 0, signal, 0, ROLE)")],
+        [("op/protocol", "0, segment, 0, 0), signal, comm.epoch, ROLE)", "0, segment, 0, 0), signal, 0, ROLE)")],
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "tokens are fetched before they are there": Broken(
-        NODE, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+        NODE, [("op/dispatch", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
     "tokens are fetched before the network brought them": Broken(
-        NETWORK, [("dispatching", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
+        NETWORK, [("op/dispatch", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
     ),
     "a tile is too short for its block": Broken(
-        MANY, [("moe_dispatch_matmul", "if rows > (SHORT_M if", "if rows > (TILE_M - 1 if")], WRONG
+        MANY, [("op/grouped", "if rows > (SHORT_M if", "if rows > (M - 1 if")], WRONG
     ),
     "a short tile is stored to its full height": Broken(
-        MANY, [("grouped", "mask=(i < rows) & (j < columns)", "mask=(i < TILE_M) & (j < columns)")]
+        MANY, [("op/grouped", "mask=(i < tile.rows - tile.row) &", "mask=(i < ROWS) &")]
     ),
     "tiles do not wait for their rows": Broken(
-        NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows * 0, COMPUTE")]
+        NODE, [("op/grouped", "placed + block, rows, COMPUTE", "placed + block, rows * 0, COMPUTE")]
     ),
     "tiles wait for all rows but one": Broken(
-        NODE, [("moe_dispatch_matmul", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
+        NODE, [("op/grouped", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
     ),
     "rows are counted before all tables are here": Broken(
-        NODE, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
+        NODE, [("op/routing", "signal, comm.epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
     ),
     "tokens are placed before they are counted": Broken(
-        NODE, [("dispatching", "counted, epoch, INTRA", "counted, epoch - 1, INTRA")]
+        NODE, [("op/dispatch", "counted, comm.epoch, INTRA", "counted, comm.epoch - 1, INTRA")]
     ),
     "tiles are taken before they are ordered": Broken(
-        NODE, [("moe_dispatch_matmul", "scheduled, epoch, COMPUTE", "scheduled, epoch - 1, COMPUTE")]
+        NODE, [("op/schedule", "scheduled, comm.epoch, COMPUTE", "scheduled, comm.epoch - 1, COMPUTE")]
     ),
     # rule 2: data first, then signal
     "placed rows are not released": Broken(
-        NODE, [("dispatching", 'mask=named_and_fits, sem="release"', 'mask=named_and_fits, sem="relaxed"')]
+        NODE, [("op/dispatch", 'mask=goes_here, sem="release"', 'mask=goes_here, sem="relaxed"')]
     ),
     "no barrier before placed rows are counted": Broken(
-        NODE, [("dispatching", "tl.debug_barrier()\n        tl.atomic_add(placed", "tl.atomic_add(placed")]
+        NODE, [("op/dispatch", "tl.debug_barrier()\n        tl.atomic_add(tables", "tl.atomic_add(tables")]
     ),
     "counts are not released": Broken(
-        NODE, [("routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")]
+        NODE, [("op/routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")]
     ),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no acquire": Broken(NODE, RELAXED_WAIT),
-    "no fence for descriptors": Broken(NODE, [("moe_dispatch_matmul", "    acquire_for_descriptors()\n", "")]),
+    "no fence for descriptors": Broken(NODE, [("op/grouped", "    acquire_for_descriptors()\n", "")]),
     "tiles are handed out where the call before ended": Broken(
-        Routes((1, 2), "moe_dispatch_matmul", calls=2), [("routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")],
+        Routes((1, 2), "moe_dispatch_matmul", calls=2),
+        [("op/routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")],
         WRONG,
     ),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(
         Routes((1, 2), "moe_dispatch_matmul", calls=2),
-        [("routing", PARITY, PARITY.replace("%", "* 0 *")), ("dispatching", PARITY, PARITY.replace("%", "* 0 *"))],
+        [("layout", SIGNALS, SIGNALS.replace("%", "* 0 *")), ("layout", ROWS, ROWS.replace("%", "* 0 *"))],
     ),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
         # the second rank has no tokens, so the first does not need to hear of it before it goes on
         Routes((2, 1), "moe_dispatch_matmul", calls=2, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
-        [("routing", "parity.to(tl.int64) * signals", "parity.to(tl.int64) * 0")],
+        [("layout", SIGNALS, SIGNALS.replace("%", "* 0 *"))],
     ),
     # places
     "rows of a source begin where those of another do": Broken(
-        NODE, [("dispatching", "bases + expert * SIZE + source", "bases + expert * SIZE + 0 * source")]
+        NODE, [("op/dispatch", "comm.WORLD_SIZE + source, mask", "comm.WORLD_SIZE + 0 * source, mask")]
     ),
     "a token that was not sent is counted": Broken(
         replace(NETWORK, calls=2, layer=SPARSE),
-        [("routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")],
+        [("op/routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")],
     ),
     "a tile is stored beyond its expert": Broken(
-        MANY, [("grouped", "[row + rows, TILE_M - rows, column]", "[row + TILE_M, 0 * rows, column]")]
+        MANY, [("op/grouped", "[tile.rows, ROWS - (tile.rows - tile.row),", "[tile.row + ROWS, 0 * tile.rows,")]
     ),
-    # the way back
+    # combine
     "rows of the node are collected before they are summed": Broken(
-        BACK, [("combining", "epoch, COMPUTE, RETURNED", "epoch - 2, COMPUTE, RETURNED")]
+        BACK, [("op/reduction", "epoch, COMPUTE, RETURNED", "epoch - 2, COMPUTE, RETURNED")]
     ),
     "sums of other nodes are collected before they are here": Broken(
-        BACK_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+        BACK_FAR, [("op/reduction", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
     ),
     "a sum is not sent back": Broken(
         BACK_FAR,
-        [("combining", "            post(context,", "            if chunk != 0:\n             post(context,")],
+        [("op/reduction", "            post(comm", "            if chunk != 0:\n             post(comm")],
         mk.CommTimeout,
         {"signal": "back", "seen": 0, "expected": 1},
     ),
     "weights are read before they are here": Broken(
-        BACK, [("routing", "signal, epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
+        BACK, [("op/routing", "signal, comm.epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
     ),
-    "a weight of another slot": Broken(BACK, [("combining", "weights + i * K + slot", "weights + i * K")], WRONG),
+    "a weight of another slot": Broken(BACK, [("op/reduction", "weights + i * K + slot", "weights + i * K")], WRONG),
     # inside the layer
     "the second GEMM does not wait for the first": Broken(
-        ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]
+        ALONE, [("op/ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]
     ),
     "the second GEMM waits for all tiles but one": Broken(
-        ALONE, [("moe_ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates - 1, COMPUTE")]
+        ALONE, [("op/ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates - 1, COMPUTE")]
     ),
     "tiles are not released": Broken(
-        ALONE, [("moe_ffn", 'DONE, GATED), 1, sem="release"', 'DONE, GATED), 1, sem="relaxed"')]
+        ALONE, [("op/ffn", 'DONE, GATED), 1, sem="release"', 'DONE, GATED), 1, sem="relaxed"')]
     ),
     "stores through descriptors are not waited for": Broken(
-        ALONE, [("moe_ffn", "        complete_descriptor_stores()\n", "")]
+        ALONE, [("op/ffn", "        complete_descriptor_stores()\n", "")]
     ),
     "rows are summed before they are computed": Broken(
-        ALONE, [("moe_ffn", "mine, tl.cdiv(hidden, TILE_N), COMPUTE", "mine, tl.cdiv(hidden, TILE_N) * 0, COMPUTE")]
+        ALONE, [("op/ffn", "mine, downs, COMPUTE", "mine, downs * 0, COMPUTE")]
     ),
     "rows are summed before their places are known": Broken(
-        LAYER_FEW, [("moe_ffn", "wait(context, settled, epoch, COMPUTE", "wait(context, settled, 0, COMPUTE")]
+        LAYER_FEW, [("op/ffn", "settled, comm.epoch, COMPUTE", "settled, 0, COMPUTE")]
     ),
     "tiles of the layer do not wait for their rows": Broken(
-        LAYER, [("moe_ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
+        LAYER, [("op/ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
     ),
     "tokens are collected before those that departed are numbered": Broken(
         LAYER_AWAY,
-        [("moe_ffn", "GPUS), epoch, COMPUTE, NUMBERED", "GPUS), 0, COMPUTE, NUMBERED")],
+        [("op/ffn", "numbered, comm.epoch, COMPUTE", "numbered, 0, COMPUTE")],
     ),
     "sums of the layer are collected before they are here": Broken(
-        LAYER_FAR, [("combining", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+        LAYER_FAR, [("op/reduction", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
     ),
 }  # fmt: skip
 
@@ -183,10 +184,10 @@ def test_broken(name, tmp_path):
     assert_caught(BROKEN[name], tmp_path)
 
 
-def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
+def test_rows_over_capacity_must_not_be_placed(tmp_path):
     broken = mutated(
-        tmp_path, "moe_dispatch_matmul",
-        ("dispatching", "fits = tl.load(summary + VERDICT) == FITS", "fits = tl.load(summary + VERDICT) >= FITS"),
+        tmp_path, "moe",
+        ("op/dispatch", "ok = tl.load(tables.summary + STATUS) == OK", "ok = tl.load(tables.summary + STATUS) >= OK"),
     ).moe_dispatch_matmul  # fmt: skip
 
     def work(group, function):
@@ -201,7 +202,7 @@ def test_rows_that_have_no_room_must_not_be_placed(tmp_path):
 @pytest.mark.parametrize("op", EXPERT_CALLS)
 def test_an_unbroken_copy_passes(op, tmp_path):
     """Copying alone breaks nothing."""
-    Routes((1, 2), op, calls=1).run(mutated(tmp_path, op), seed=0)
+    Routes((1, 2), op, calls=1).run(mutated(tmp_path, "moe"), seed=0)
 
 
 # -- peers that never come

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mkernel as mk
-from mkernel.runtime.experts import short_tile
+from mkernel.ops.moe.grouped import short_tile
 
 
 @pytest.mark.parametrize("k", [1, 5, 16])
@@ -200,7 +200,7 @@ def test_a_declared_bound_on_tokens_needs_no_talk():
 
 
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
-def test_exactly_enough_room(cluster):
+def test_exactly_enough_capacity(cluster):
     layer = layer_of(cluster)
 
     def work(group):
@@ -222,7 +222,7 @@ def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, 
         needed = len(layer.rows(full)[1])
         for turn in range(2):
             with pytest.raises(
-                mk.CapacityError, match=f"{needed} rows go to rank {full}, which has room for {needed - 1}"
+                mk.CapacityError, match=f"{needed} rows go to rank {full}, whose capacity is {needed - 1}"
             ):
                 dispatch(group, layer, capacity=sum(counts) - (group.rank == full))
             combine(group, layer, turn)
@@ -232,13 +232,13 @@ def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster, 
     guards.check()
 
 
-def test_what_had_no_room_is_nan(monkeypatch):
+def test_over_capacity_the_result_is_nan(monkeypatch):
     layer = Layer((6, 9), (2, 2))
     kept = {}
     original = mk.Group.launch
 
     def launch(self, launch):
-        kept[self.rank] = launch.arguments["y_rows"]
+        kept[self.rank] = launch.arguments["gemm"].y_rows.data
         original(self, launch)
 
     monkeypatch.setattr(mk.Group, "launch", launch)

@@ -8,7 +8,7 @@ from experts import Layer, dispatch
 from helpers import run
 
 import mkernel as mk
-from mkernel.runtime import experts
+from mkernel.ops.moe import arguments as checks
 
 LAYER = Layer((6,), (2,), k=2, hidden=16, out=8, dtype=torch.float32)
 
@@ -165,15 +165,15 @@ def test_explain():
         )
 
     dispatch_plan, ffn_plan, combine_plan = run(work, cluster=(1, 2))[0]
-    assert "room for 100 rows of 3 experts" in dispatch_plan
+    assert "capacity 100 rows for 3 experts" in dispatch_plan
     assert "0 send, 5 intra" in dispatch_plan
-    assert "room for 280 rows of 3 experts" in ffn_plan
+    assert "capacity 280 rows for 3 experts" in ffn_plan
     assert "w_gate_up has no contiguous, 16-byte aligned rows" in ffn_plan
     assert combine_plan.startswith("moe_combine: 6 CTAs, 1 chunks of 8 tokens per rank")
 
 
 def test_nodes_of_too_many_ranks(monkeypatch):
-    monkeypatch.setattr(experts, "MOST_MATES", 1)
+    monkeypatch.setattr(checks, "MOST_RANKS_PER_NODE", 1)
 
     def on_rank(group):
         with pytest.raises(mk.ArgumentError, match="nodes of at most 1 ranks, and this group's have 2"):

@@ -104,7 +104,7 @@ def test_a_token_crosses_to_a_node_once_and_comes_back_once(cluster):
             if source % gpus != target % gpus or source // gpus == node:
                 assert traffic[source][target] == 0, "only counterparts talk over the network"
             else:
-                # header, ids with the room that all ranks have for them, weights
+                # header, ids, as many as any rank may have, weights
                 table = (16 + (max(layer.tokens) + layer.tokens[source]) * layer.k) * 4
                 rows = crossings(source, node) + crossings(target, source // gpus)
                 assert traffic[source][target] == table + rows * layer.hidden * 4
@@ -128,13 +128,13 @@ def test_one_row_too_many_is_an_error_everywhere_and_the_group_goes_on(cluster):
 
     def work(group):
         needed = len(layer.rows(1)[1])
-        room = len(layer.rows(group.rank)[1]) - (group.rank == 1)
+        capacity = len(layer.rows(group.rank)[1]) - (group.rank == 1)
         out = torch.zeros(layer.tokens[group.rank], layer.hidden, dtype=layer.dtype)
         for turn in range(2):
-            with pytest.raises(mk.CapacityError, match=f"{needed} rows go to rank 1, which has room for {needed - 1}"):
-                ffn(group, layer, capacity=room, out=out)
+            with pytest.raises(mk.CapacityError, match=f"{needed} rows go to rank 1, whose capacity is {needed - 1}"):
+                ffn(group, layer, capacity=capacity, out=out)
             assert out.isnan().all()
-            ffn(group, layer, turn, capacity=needed + room, out=out)
+            ffn(group, layer, turn, capacity=needed + capacity, out=out)
         return True
 
     assert all(run(work, cluster=cluster))

@@ -26,13 +26,17 @@ SCENARIOS = {
     "moe_ffn": Routes((2, 1), "moe_ffn", LAYER, calls=2),
 }  # fmt: skip
 # signals between nodes, of which there is one here, or within a node, where there is one rank
-UNUSED = {"moe_dispatch_matmul": {"node_entered"}, "moe_combine": {"node_entered", "back"}, "moe_ffn": {"entered"}}
+UNUSED = {
+    "moe_dispatch_matmul": {"node_entered", "numbered"},
+    "moe_combine": {"node_entered", "numbered", "back"},
+    "moe_ffn": {"entered"},
+}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
-    module = importlib.import_module(f"mkernel.ops.{scenario.module}")
+    module = importlib.import_module(f"mkernel.ops.{scenario.package}")
     regions = memory._regions
     seen, missing = {}, None
 

@@ -25,11 +25,13 @@ import triton.language as tl
 
 from mkernel.bench.reduction import worst_of
 from mkernel.bench.timing import Link, time_ways
-from mkernel.ops import moe_dispatch_matmul as dispatch_op
-from mkernel.ops import moe_ffn as ffn_op
-from mkernel.ops.moe_dispatch_matmul import multiply_block
+from mkernel.ops.moe import dispatch_matmul as dispatch_op
+from mkernel.ops.moe import ffn as ffn_op
+from mkernel.ops.moe.grouped import Operands, Weights, multiply_block
+from mkernel.ops.moe.routing import BLOCKS
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
 
 EXPERTS = 16  # of a rank
 SLOTS = 8
@@ -38,19 +40,16 @@ CHECKED_TOKENS = 64
 
 
 @triton.jit
-def _gemm_alone_kernel(
-    context, w, w_expert_stride, w_row_stride, w_column_stride, packed, packed_short, y, y_rows, y_stride,
-    schedule, placed, blocks, hidden, n,
-    W_DESCRIPTOR: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr, SHORT_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """The compute role of moe_dispatch_matmul, with the tables that a launch has left."""
-    for tile in range(tl.program_id(0), blocks * tl.cdiv(n, TILE_N), tl.num_programs(0)):
-        multiply_block(
-            context, packed, packed_short, w, y, y_rows, y_stride, n, hidden,
-            w_expert_stride, w_row_stride, w_column_stride, schedule, placed, tile,
-            W_DESCRIPTOR, W_TRANSPOSED, PRECISION, TILE_M, SHORT_M, TILE_N, TILE_K,
-        )  # fmt: skip
+def _gemm_alone_kernel(context, rows, short_rows, w, y, gemm, tables, blocks):
+    """The compute role of moe_dispatch_matmul, with the operands of a launch and the `Tables` that it has left."""
+    for tile in range(tl.program_id(0), blocks * tl.cdiv(gemm.n, gemm.tiling.N), tl.num_programs(0)):
+        multiply_block(context, Operands(rows, short_rows, Weights(w, gemm.w_strides), y), gemm, tables, tile)
+
+
+def gemm_alone(launch: Launch, blocks: int) -> dict[str, Any]:
+    """The arguments of the compute role alone, with what a launch of moe_dispatch_matmul has left: so many blocks."""
+    same = {name: launch.arguments[name] for name in ("context", "rows", "short_rows", "w", "y", "gemm")}
+    return dict(**same, tables=launch.arguments["routing"].tables, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -259,9 +258,9 @@ def measure_dispatch(
         link.hold(int(plain_ms * 1e6))
         multiply(arrived)
 
-    room = int(1.25 * len(where)) + 64
-    routing = dispatch_op.agree(group, inputs.x, inputs.ids, w, room, len(inputs.x), config)
-    launch, y, handle = dispatch_op.prepare(group, inputs.x, inputs.ids, w, routing, config)
+    capacity = int(1.25 * len(where)) + 64
+    agreed = dispatch_op.agree(group, inputs.x, inputs.ids, w, capacity, len(inputs.x), config)
+    launch, y, handle = dispatch_op.prepare(group, inputs.x, inputs.ids, w, agreed, config)
     library()
     host_driven()
     group.launch(launch)
@@ -271,23 +270,17 @@ def measure_dispatch(
     error = worst_of(group.exchange("errors", (y[: len(where)].double() - exact).abs().max().item()))
     del exact
 
-    chosen = (
-        "context", "w", "w_expert_stride", "w_row_stride", "w_column_stride", "packed", "packed_short", "y", "y_rows",
-        "y_stride", "schedule", "placed", "hidden", "n", "W_DESCRIPTOR", "W_TRANSPOSED", "PRECISION",
-        "TILE_M", "SHORT_M", "TILE_N", "TILE_K",
-    )  # fmt: skip
-    kept = {name: launch.arguments[name] for name in chosen}
-    blocks = int(handle.tables["summary"][1])
+    alone = gemm_alone(launch, int(handle.tables.summary[BLOCKS.value]))
 
     def gemm() -> None:
-        _gemm_alone_kernel[(launch.grid,)](**kept, blocks=blocks, **launch.options)
+        _gemm_alone_kernel[(launch.grid,)](**alone, **launch.options)
 
     gemm()
     group.synchronize()
     measured = time_ways(group, dict(fused=launch, library=library, gemm=gemm, host_driven=host_driven), repeats)
     bound = 4 * torch.finfo(dtype).eps * (1 + (hidden**0.5 if dtype == torch.float32 else 0))
     plan = dispatch_op.explain(
-        inputs.x, inputs.ids, w, group=group, capacity=room, max_tokens=len(inputs.x), config=config
+        inputs.x, inputs.ids, w, group=group, capacity=capacity, max_tokens=len(inputs.x), config=config
     )
     return _figures(
         "moe_dispatch_matmul", group, (tokens_total, n, hidden), dtype, (wire_ms, network_ms), 1, measured,
@@ -329,9 +322,9 @@ def measure_ffn(
         torch.stack([part[mine].to(group.device, non_blocking=True) for part in partials]).sum(0)
         link.hold(int(plain_ms * 1e6))
 
-    room = int(1.25 * len(where)) + 64
-    routing = ffn_op.agree(group, inputs.x, inputs.ids, down, room, tokens, config)
-    launch = ffn_op.prepare(group, inputs.x, inputs.ids, inputs.weights, gate_up, down, out, routing, config)
+    capacity = int(1.25 * len(where)) + 64
+    agreed = ffn_op.agree(group, inputs.x, inputs.ids, down, capacity, tokens, config)
+    launch = ffn_op.prepare(group, inputs.x, inputs.ids, inputs.weights, gate_up, down, out, agreed, config)
     library()
     host_driven()
     out.fill_(float("nan"))
@@ -350,7 +343,7 @@ def measure_ffn(
         gate_up,
         down,
         group=group,
-        capacity=room,
+        capacity=capacity,
         max_tokens=tokens,
         config=config,
     )

@@ -35,7 +35,7 @@ TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE 
 EPOCH = tl.constexpr(0)  # the last epoch that was completed
 FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
-# 3: COUNTERS_DONE of lang/routing.py, 4: LINK_FREE of lang/copy.py
+# 3: COUNTERS_DONE of ops/moe/routing.py, 4: LINK_FREE of lang/copy.py
 GRID_SYNC = tl.constexpr(5)  # CTAs that have come to bounded grid syncs of attention, and the epoch
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.

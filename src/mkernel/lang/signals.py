@@ -45,6 +45,9 @@ from mkernel.lang.trace import ENDED, LAUNCHES, WAIT, trace, trace_time
 # Why a record was written.
 TIMED_OUT = tl.constexpr(1)
 TOLD_TO_LEAVE = tl.constexpr(2)
+# ... or why a kernel refused its input, see `refuse`.
+OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
+INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
 # What was waited for.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
@@ -55,6 +58,17 @@ PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
 FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
 NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
+# ... in the mixture of experts (ops/moe).
+ROUTED = tl.constexpr(20)  # the routing table of the peer is here
+COUNTED = tl.constexpr(21)  # the CTAs of this rank have counted the rows
+SCHEDULED = tl.constexpr(22)  # the blocks of this rank have an order
+HELD = tl.constexpr(23)  # a chunk of the peer's rows lies where it can be fetched
+PLACED = tl.constexpr(24)  # the rows of a block are where the GEMM reads them
+SETTLED = tl.constexpr(25)  # the tables of this rank say where the rows of a chunk are
+COMPUTED = tl.constexpr(26)  # the tiles of a block are computed
+NUMBERED = tl.constexpr(27)  # the tokens of this rank that go to other nodes have numbers
+RETURNED = tl.constexpr(30)  # the peer has summed what its experts made of a chunk of tokens
+BACK = tl.constexpr(31)  # what the peer's node made of a chunk of my tokens is here
 
 
 class Awaited(NamedTuple):

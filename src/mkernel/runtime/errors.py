@@ -72,7 +72,7 @@ class RoutingError(MKernelError, RuntimeError):
 
 
 class CapacityError(RoutingError):
-    """More rows go to a rank than it has room for."""
+    """More rows go to a rank than its capacity."""
 
 
 class TransportError(MKernelError, RuntimeError):

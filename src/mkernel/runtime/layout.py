@@ -73,6 +73,9 @@ class Layout:
         """Elements. Double buffered: they exist in each half."""
         self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype.itemsize)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._words or name in self._signals or name in self._buffers
+
     def workspace(self, group: Group) -> Workspace:
         """A workspace with room for this call. Collective if it must grow."""
         signal_words = _end(self._words) + 2 * max(_end(self._signals), _end(self._counters))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mkernel.lang import combining, context, roles, routing, signals
+from mkernel.lang import context, roles, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = 512  # of a launch: more than any GPU has SMs
@@ -30,16 +30,16 @@ SIGNALS = {
     signals.FINISHED_TILE.value: "finished tile",
     signals.FREED.value: "freed",
     signals.NOTHING.value: "nothing",
-    routing.ROUTED.value: "routed",
-    routing.COUNTED.value: "counted",
-    routing.SCHEDULED.value: "scheduled",
-    routing.HELD.value: "held",
-    routing.PLACED.value: "placed",
-    routing.SETTLED.value: "settled",
-    routing.COMPUTED.value: "computed",
-    routing.NUMBERED.value: "numbered",
-    combining.RETURNED.value: "returned",
-    combining.BACK.value: "back",
+    signals.ROUTED.value: "routed",
+    signals.COUNTED.value: "counted",
+    signals.SCHEDULED.value: "scheduled",
+    signals.HELD.value: "held",
+    signals.PLACED.value: "placed",
+    signals.SETTLED.value: "settled",
+    signals.COMPUTED.value: "computed",
+    signals.NUMBERED.value: "numbered",
+    signals.RETURNED.value: "returned",
+    signals.BACK.value: "back",
 }
 
 
@@ -52,7 +52,7 @@ def number_of(op: str) -> int:
         return OPS.index(op)
 
 
-REFUSALS = (routing.NO_ROOM.value, routing.NO_SUCH_EXPERT.value)  # reasons that are no waits
+REFUSALS = (signals.OVER_CAPACITY.value, signals.INVALID_ID.value)  # reasons that are no waits
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ def take_refusal(table: torch.Tensor) -> RoutingError | None:
         reason, op, _, _, _, _, peer, _, seen, expected = row[:10].tolist()
         if reason in REFUSALS:
             row[0] = 0
-            if reason == routing.NO_ROOM.value:
+            if reason == signals.OVER_CAPACITY.value:
                 return CapacityError(
-                    f"{OPS[op]}: {seen} rows go to rank {peer}, which has room for {expected}: give it more "
-                    f"capacity. Nothing was computed, on any rank; the group can be used again."
+                    f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}: give it more. "
+                    f"Nothing was computed, on any rank; the group can be used again."
                 )
             return RoutingError(
                 f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "

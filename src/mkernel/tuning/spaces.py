@@ -73,7 +73,7 @@ def _dispatch(group: Group, plan: Any) -> tuple[Axes, Axes]:
     portable: Axes = dict(
         ctas=_ctas(group, plan, helpers=True),
         intra_ctas=_copiers(group, c.intra_ctas), send_ctas=_copiers(group, c.send_ctas),
-        chunk_rows=_near(c.chunk_rows, 8, plan.routing.most_tokens),
+        chunk_rows=_near(c.chunk_rows, 8, plan.sizes.max_tokens),
         tile_n=_near(c.tile_n, 64, 256), tile_m=_near(c.tile_m, 64, 128), stages=(2, 3, 4), warps=(4, 8),
         group_m=(4, 8, 16), copy_bytes=COPY_BYTES,
     )  # fmt: skip

@@ -9,26 +9,25 @@ import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lang.harness import launch, simulate, workspace_of
 
-from mkernel.lang.context import current_epoch
-from mkernel.lang.routing import BLOCKS, ENTRY, FEW_BINS, MOST_BINS, SUMMARY, schedule_blocks
+from mkernel.lang.context import Comm, Ranks, current_epoch
 from mkernel.lang.signals import finish
-
-from .harness import launch, simulate, workspace_of
+from mkernel.ops.moe.routing import BLOCKS, ENTRY, SUMMARY, Tables
+from mkernel.ops.moe.schedule import FEW_BINS, MOST_BINS, schedule_blocks
+from mkernel.runtime.operands import constants
 
 TILE_M = 4
 GROUP = 4
 
 
 @triton.jit
-def order(
-    context, experts, counts, bases, first_blocks, summary, unsorted, schedule,
-    SIZE: tl.constexpr, GPUS: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, NODE_LAST: tl.constexpr,
-):  # fmt: skip
+def order(context, ranks, tables, experts, TILE_M: tl.constexpr, GROUP: tl.constexpr, NODE_LAST: tl.constexpr):
     schedule_blocks(
-        context, experts, counts, bases, first_blocks, summary, unsorted, schedule, SIZE, GPUS, TILE_M, GROUP, NODE_LAST
-    )
-    finish(context, current_epoch(context), SIZE)
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
+        tables, experts, TILE_M, GROUP, NODE_LAST,
+    )  # fmt: skip
+    finish(context, current_epoch(context), ranks.WORLD_SIZE)
 
 
 def ordered(group, counts, node_last):
@@ -39,18 +38,22 @@ def ordered(group, counts, node_last):
     summary = torch.zeros(SUMMARY.value, dtype=torch.int32)
     summary[BLOCKS.value] = sum(heights)
     schedule = torch.full((sum(heights), ENTRY.value), -1, dtype=torch.int32)
-    launch(
-        group, workspace_of(group), order, experts=len(counts), counts=torch.tensor(flat, dtype=torch.int32),
+    tables = dict(
+        counts=torch.tensor(flat, dtype=torch.int32),
         bases=torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32),
         first_blocks=torch.tensor([0, *itertools.accumulate(heights)], dtype=torch.int32),
         summary=summary, unsorted=torch.empty_like(schedule), schedule=schedule,
-        SIZE=group.size, GPUS=group.gpus_per_node, TILE_M=TILE_M, GROUP=GROUP, NODE_LAST=node_last,
+    )  # fmt: skip
+    launch(
+        group, workspace_of(group), order, ranks=Ranks(*constants(group.size, group.gpus_per_node)),
+        tables=Tables(*(tables.get(name) for name in Tables._fields)),
+        experts=len(counts), TILE_M=TILE_M, GROUP=GROUP, NODE_LAST=node_last,
     )  # fmt: skip
     return [tuple(entry) for entry in schedule.tolist()]
 
 
 def expected(counts, rank, gpus, node_last):
-    """The same, by the rules as lang/routing.py states them."""
+    """The same, by the rules as ops/moe/schedule.py states them."""
     node = rank // gpus
     blocks, begin = [], 0
     for expert, sources in enumerate(counts):

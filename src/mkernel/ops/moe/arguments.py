@@ -1,0 +1,77 @@
+"""Checks of arguments: what can not be computed is refused, naming the argument and the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.operands import DTYPES, has_descriptors
+
+MOST_SLOTS = 16
+MOST_RANKS_PER_NODE = 64  # each has a bit in reduction.py
+WEIGHT_DTYPES = (*DTYPES, torch.float64)  # of the weights of a token's experts, which become fp32
+
+
+def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Refuse tokens and ids that can not be routed."""
+    if not has_descriptors(group.device):
+        raise ArgumentError(f"{op} needs tensor descriptors (TMA), which {group.device} does not have: Hopper or newer")
+    check_tensor(op, group, "x", x, 2)
+    check_tensor(op, group, "topk_ids", topk_ids, 2)
+    if x.dtype not in DTYPES:
+        raise ArgumentError(f"x has dtype {x.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"topk_ids has dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64")
+    if topk_ids.shape[0] != x.shape[0]:
+        raise ArgumentError(f"topk_ids has {topk_ids.shape[0]} rows, but x has {x.shape[0]} tokens")
+    if group.gpus_per_node > MOST_RANKS_PER_NODE:
+        raise ArgumentError(
+            f"{op} takes nodes of at most {MOST_RANKS_PER_NODE} ranks, and this group's have {group.gpus_per_node}: "
+            f"cut them with mk.init(gpus_per_node=...)"
+        )
+    if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
+        raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts for each token; it must be 1 to {MOST_SLOTS}")
+    if x.shape[1] < 1:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}: tokens must have 1 element or more")
+
+
+def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype, rows: int, of: str) -> None:
+    """Refuse matrices that do not fit to rows of so many elements."""
+    check_tensor(op, group, name, w, 3)
+    if w.dtype != dtype:
+        raise ArgumentError(f"{name} has dtype {w.dtype}, but x has {dtype}: they must be the same")
+    if w.shape[1] != rows:
+        raise ArgumentError(f"{name} is {tuple(w.shape)}: its second dimension ({w.shape[1]}) must be {of} ({rows})")
+    if w.shape[2] < 1:
+        raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have 1 column or more")
+
+
+def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
+    if topk_weights.dtype not in WEIGHT_DTYPES:
+        raise ArgumentError(
+            f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type of 16 bits or more: "
+            f"{', '.join(map(str, WEIGHT_DTYPES))}"
+        )
+    if tuple(topk_weights.shape) != (tokens, k):
+        raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
+
+
+def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
+    for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
+            raise ArgumentError(f"{name} must be a whole number, 0 or more, and less than 2**31; got {value!r}")
+    if max_tokens is not None and tokens > max_tokens:
+        raise ArgumentError(f"x has {tokens} tokens, more than the {max_tokens} that max_tokens declares")
+
+
+def check_config(op: str, config: Config | None) -> None:
+    """Refuse what is no configuration of an operator that dispatches."""
+    planning.check_given(config)
+    if config is not None and config.join_tiles is not None:
+        raise ArgumentError(f"config.join_tiles means nothing to {op}: a tile is computed by whoever is free")

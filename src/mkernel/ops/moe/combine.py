@@ -1,0 +1,263 @@
+"""moe_combine: the weighted sum of what the experts made of each token, back at the token's rank.
+
+What it computes. y are rows in the order of a moe_dispatch_matmul, of any width: what this rank's experts made
+of the tokens that came to them. The result on a rank are its own tokens: for each the sum, over the experts that
+it named, of the weight times the expert's row.
+
+Who does what. One launch per rank; all CTAs do the same, each its share of the chunks (reduction.py):
+
+1. CTA 0 announces the launch and publishes the weights as a table (routing.py).
+2. Rows of tokens of other nodes are summed on this rank.
+3. The counterpart of a token's rank sums them over its node, and sends the sums.
+4. Rows of tokens of this node are summed, while those sums travel.
+5. The token's rank collects.
+
+What is signalled: `entered`, `node_entered`, `routed` (the table being the weights), `returned` and `back` of
+protocol.py.
+
+Why buffers are safe. Two halves by the epoch's parity, see protocol.py. A rank leaves an epoch when the weights of all
+ranks have arrived (every CTA waits for them), and all sums that were sent to it.
+
+Why it cannot deadlock. Step 1 waits for entries of the epoch before, step 2 for weights, 3 for step 2 of the
+node, 4 for weights, 5 for steps 3 and 4. Every CTA does its share of a step before that of the next, and all
+CTAs are resident: the launch checks that.
+
+What it costs. rows*columns elements are read, one row per token and rank of its experts written and read again,
+over NVLink if it is another rank; one row per token and node crosses the network. Workspace: for each half one row
+for every token of every rank, and 2*(nodes-1) for every token of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import Comm, Ranks, current_epoch
+from mkernel.lang.matrix import Block
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.signals import finish, gave_up
+from mkernel.ops.moe import protocol
+from mkernel.ops.moe.arguments import check_weights
+from mkernel.ops.moe.dispatch import fill_with_nan
+from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.plan import CombinePlan, plan_combine
+from mkernel.ops.moe.protocol import announce, announce_node, wait_node_entered, wait_other_nodes_entered
+from mkernel.ops.moe.reduction import Combine, collect_chunk, combine_order, relay_chunk, sum_chunk
+from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, collective, current
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import DTYPES, constants, layout
+from mkernel.runtime.tuned import Tunable
+from mkernel.runtime.world import Launch
+
+# chunks are those of the dispatch
+TUNABLE = Tunable("moe_combine", agreed=("tokens", "k", "columns"), own=("experts",), shared=())
+KEPT = ("destinations", "all_topk_ids", "recv_index", "send_index", "summary")  # tables of the dispatch that are read
+
+
+@triton.jit
+def _sum_and_relay(comm, routing, combine, batch, good):
+    """Steps 2 to 4. good: the group has not given up."""
+    cta = tl.program_id(0)
+    ctas = tl.num_programs(0)
+    others: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1
+    far = batch.chunks * (comm.WORLD_SIZE - comm.RANKS_PER_NODE)
+    for step in range(2):
+        begin = tl.where(step == 0, 0, far)
+        end = tl.where(step == 0, far, batch.chunks * comm.WORLD_SIZE)
+        for item in range(begin + cta, end, ctas):
+            source, chunk = combine_order(comm, tl.cast(item, tl.int32), batch.chunks)
+            if good & (chunk * routing.CHUNK < tokens_of(routing.tables, source)):
+                sum_chunk(comm, routing, combine, batch, source, chunk)
+        if others > 0:
+            if step == 0:
+                for item in range(cta, batch.chunks * others, ctas):
+                    if good:
+                        relay_chunk(comm, routing, combine, batch, item % others + 1, item // others)
+
+
+@triton.jit
+def _combine(comm, routing, combine, batch):
+    """Steps 2 to 5."""
+    good = wait_routing(comm, batch.signals, COMPUTE)
+    good &= wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    good &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    _sum_and_relay(comm, routing, combine, batch, good)
+    for chunk in range(tl.program_id(0), tl.cdiv(batch.tokens, routing.CHUNK), tl.num_programs(0)):
+        collect_chunk(comm, routing, combine, batch, tl.cast(chunk, tl.int32))
+
+
+@triton.jit
+def _run(comm, routing, combine, weights, batch):
+    cta = tl.program_id(0)
+    if gave_up(comm.context):
+        # the dispatch may not have left its tables
+        fill_with_nan(combine.out, batch.tokens, combine.columns, cta, tl.num_programs(0))
+    else:
+        if cta == 0:
+            announce(comm, batch.signals)
+            publish(comm, routing, batch, None, weights)
+            if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+                announce_node(comm, batch.signals, COMPUTE)
+        _combine(comm, routing, combine, batch)
+    finish(comm.context, comm.epoch, comm.WORLD_SIZE)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def moe_combine_kernel(context, ranks, routing, combine, weights, batch):
+    """The whole operator. ranks: `Ranks`, routing: `Routing`, combine: `Combine`, weights: a `Block`, those of this
+    rank's tokens, batch: `Batch`."""
+    _run(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, combine, weights, batch
+    )
+
+
+def _launch(
+    group: Group, plan: CombinePlan, memory: Layout, y: torch.Tensor, handle: Handle, weights: torch.Tensor,
+    out: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    tables = Tables(*(getattr(handle.tables, name) if name in KEPT else None for name in Tables._fields))
+    combine = Combine(
+        y=Block(y, y.stride(0), y.stride(1)),
+        out=Block(out, out.stride(0), out.stride(1)),
+        columns=y.shape[1],
+        partial=memory.buffer_in(workspace, "partial"),
+        send=memory.buffer_in(workspace, "combine_send"),
+        recv=memory.buffer_in(workspace, "combine_recv"),
+        **protocol.copies_of(group, plan.copy_bytes, y.dtype),
+    )
+    return Launch(
+        op="moe_combine",
+        group=group,
+        kernel=moe_combine_kernel,
+        grid=plan.ctas,
+        arguments=dict(
+            context=workspace.context,
+            ranks=Ranks(*constants(group.size, group.gpus_per_node)),
+            routing=routing_of(handle.sizes, memory, workspace, tables, weights=True),
+            combine=combine,
+            weights=Block(weights, weights.stride(0), weights.stride(1)),
+            batch=protocol.batch_of(group, handle.sizes, memory, workspace),
+        ),
+        options=dict(num_warps=plan.warps),
+        # the workspace too: Triton makes another binary for integers of 64 bits
+        variant=(plan, workspace.half_bytes),
+        uses=memory.uses(workspace),
+        inputs=("combine.y.data", "weights.data", *(f"routing.tables.{name}" for name in KEPT)),
+        results=("combine.out.data",),
+    )
+
+
+def _check(
+    group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor | None,
+    config: Config | None,
+) -> None:  # fmt: skip
+    """Refuse what can not be computed, naming the argument and the rule."""
+    planning.check_given(config)
+    if not isinstance(handle, Handle):
+        raise ArgumentError(f"handle must be what moe_dispatch_matmul returned, got {type(handle).__name__}")
+    if handle.group is not group:
+        raise ArgumentError("handle comes from a dispatch on another group")
+    check_tensor("moe_combine", group, "y", y)
+    check_tensor("moe_combine", group, "topk_weights", topk_weights)
+    if y.dtype not in DTYPES:
+        raise ArgumentError(f"y has dtype {y.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if y.shape[0] != handle.capacity or y.shape[1] < 1:
+        raise ArgumentError(
+            f"y is {tuple(y.shape)}, but the dispatch had {handle.capacity} rows: all of them must be passed, "
+            f"with 1 column or more"
+        )
+    check_weights(topk_weights, handle.sizes.tokens, handle.sizes.k)
+    if out is not None:
+        check_tensor("moe_combine", group, "out", out)
+        inputs = dict(y=y, topk_weights=topk_weights) | {
+            f"handle ({name})": getattr(handle.tables, name) for name in KEPT
+        }
+        check_out(out, (handle.sizes.tokens, y.shape[1]), "tokens, columns", y.dtype, inputs)
+
+
+@collective
+def moe_combine(
+    y: torch.Tensor,
+    handle: Handle,
+    topk_weights: torch.Tensor,
+    *,
+    group: Group | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Bring the experts' rows back to their tokens' ranks: the weighted sum of each token's rows.
+
+    Args:
+        y: [capacity, columns], what this rank's experts made of the rows of a dispatch, in the same order; any
+            width, the same on every rank.
+        handle: what that dispatch returned.
+        topk_weights: [tokens, k], floating point: the weight of each of this rank's token's experts. Those of
+            dropped ids do not matter.
+        group: the group of the dispatch; the current one by default.
+        out: [tokens, columns], where to put the result; must not overlap an input.
+        config: `ctas`, `warps` and `copy_bytes`; None takes good defaults.
+
+    Returns:
+        [tokens, columns] in y's type: the sums in fp32, in a fixed order. Sums that leave a rank, or a node, are
+        rounded to y's type on the way. A token whose ids were all dropped gets zeros.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CommTimeout: a peer did not come within the group's timeout.
+    """
+    assert group is not None
+    _check(group, y, handle, topk_weights, out, config)
+    sizes = handle.sizes
+    group.agree(
+        "moe_combine", columns=y.shape[1], dtype=y.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
+        chunk_rows=sizes.chunk_rows,
+    )  # fmt: skip
+    if out is None:
+        out = group.world.empty(group.world_rank, (sizes.tokens, y.shape[1]), y.dtype)
+    group.launch(prepare(group, y, handle, topk_weights, out, config))
+    return out
+
+
+def _choose(group: Group, y: torch.Tensor, handle: Handle, given: Config | None) -> Config | None:
+    """The configuration of a call; nothing in it needs to be the same on every rank."""
+    sizes = handle.sizes
+    return TUNABLE.choose(
+        group, y.dtype, given, tokens=sizes.max_tokens, k=sizes.k, columns=y.shape[1], experts=sizes.experts
+    )
+
+
+def prepare(
+    group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor, config: Config | None
+) -> Launch:
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, y, handle, config)
+    key = ("moe_combine", layout(y), layout(out), layout(topk_weights), handle.sizes, config)
+    decided = group.planned(key, lambda: plan_combine(group, y, handle.sizes, config))
+    memory = protocol.layout("moe_combine", handle.sizes, y.dtype, decided.row_stride, combines=True)
+    return _launch(group, decided, memory, y, handle, topk_weights, out)
+
+
+def explain(
+    y: torch.Tensor,
+    handle: Handle,
+    topk_weights: torch.Tensor,
+    *,
+    group: Group | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> CombinePlan:
+    """The plan that `moe_combine` with these arguments would carry out."""
+    group = current(group)
+    _check(group, y, handle, topk_weights, out, config)
+    chosen = _choose(group, y, handle, config)
+    return replace(plan_combine(group, y, handle.sizes, chosen), reasons=(TUNABLE.origin(config, chosen),))

@@ -1,0 +1,518 @@
+"""moe_ffn: a whole mixture-of-experts layer, one kernel per rank: dispatch, SwiGLU FFN of the experts, combine.
+
+What it computes. For each token of this rank the sum, over the experts e that it names, of its weight times
+(silu(x @ gate_e) * (x @ up_e)) @ down_e. Tokens go to the ranks of their experts, results come back.
+
+Who does what. One persistent launch per rank; a CTA takes its role from its program id, as in
+moe_dispatch_matmul, and goes on where that operator ends:
+
+- CTA 0 announces the launch and publishes the rank's routing table: ids and weights.
+- `send`, `intra`: bring the tokens to their experts' ranks (dispatch.py).
+- all but send count rows and order blocks of rows (routing.py, schedule.py).
+- `compute`, and the others when all tokens are in place: tiles of both GEMMs in one sequence (lang/order.py,
+  `interleaved`), which a counter hands out. A tile of the first multiplies a block of rows by columns of gate and up,
+  and stores silu(gate) * up; a tile of the second multiplies that block by columns of down. The rows of the second
+  take the place of the tokens in memory, which nobody needs any more.
+- The combine (reduction.py) is cut into pieces: chunk by chunk of other nodes' tokens with the sums that are
+  sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
+  this order, to whoever is free.
+  Blocks with rows of other nodes are computed before half of those with rows of this node only; the other half is
+  computed while the network brings rows. When their tiles have been handed out, all CTAs turn to the pieces of other
+  nodes' tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other
+  pieces (phase 1).
+
+What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
+that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
+`settled[parity, source, chunk]`: the tables of this rank say where the rows of that chunk are. A piece of the
+combine waits for this, and for the second GEMM's tiles of all blocks that hold its rows.
+
+Why buffers are safe. Two halves by the epoch's parity, written after their readers have entered e-1, as in the
+other two operators. In the rank's own memory: tiles of the second GEMM overwrite a block of tokens when all tiles
+of the first have read it; a tile at the end of an expert reads rows of the next block, too, but stores nothing of
+what it makes of them.
+
+Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
+intra, tiles of the second for tiles of the first, which come before them in the one sequence and so were handed out
+before; pieces of the combine for tiles and for pieces before them, on any rank. Sends and intra never wait for
+tiles, and tiles never for the combine. Pieces of phase 0 wait only for tiles of phase 0: rows of other nodes' tokens
+are in no other blocks. So a CTA may keep a tile of phase 1 that it was handed in phase 0. There is no barrier between
+the stages. All CTAs must be resident: the launch checks that. Waits have a timeout all the same.
+
+When the routing cannot be carried out (rows beyond a capacity, ids beyond the last expert), all ranks find that, fill
+the result with NaN and leave; the host raises, and the group can be used again.
+
+What it costs. FLOPs 6*rows*hidden*inter. Over links: what moe_dispatch_matmul and moe_combine cost. Memory of the
+rank: rows*(hidden + inter) elements; workspace for each half (ranks + 4*nodes - 3)*tokens*hidden elements.
+
+Ways that lost, on paper. All of the first GEMM, then all of the second: the combine, as long as the dispatch,
+would start when most of the arithmetic is over. gate and up as one GEMM with 2*inter columns: silu needs both in
+one tile, and the columns of w_gate_up would have to be interleaved, which is a copy of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
+from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
+from mkernel.lang.hints import used_below
+from mkernel.lang.matrix import Block, Tile, Tiling
+from mkernel.lang.order import interleaved, interleaved_until
+from mkernel.lang.roles import COMPUTE, take
+from mkernel.lang.signals import COMPUTED, NUMBERED, PLACED, SETTLED, finish, wait, wait_again, wait_all
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
+from mkernel.ops.moe import protocol
+from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens, check_weights
+from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.grouped import (
+    WeightLayout,
+    Weights,
+    empty_rows,
+    multiply_gated,
+    multiply_rows,
+    result_descriptor,
+    rows_descriptor,
+    store_rows,
+    store_rows_through_pointers,
+)
+from mkernel.ops.moe.plan import FfnPlan, plan_ffn
+from mkernel.ops.moe.protocol import signal_of, wait_node_entered, wait_other_nodes_entered
+from mkernel.ops.moe.reduction import Combine, collect_chunk, relay_chunk, sum_chunk
+from mkernel.ops.moe.routing import (
+    BEFORE_NODE,
+    BLOCKS,
+    ENTRY,
+    FIRST_EXPERT,
+    PIECES_TAKEN,
+    TILES_TAKEN,
+    routing_of,
+    tables_for,
+    tokens_of,
+)
+from mkernel.ops.moe.schedule import wait_scheduled
+from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
+from mkernel.ops.moe.sizes import agree as agree_on_sizes
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, collective, current
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.matmul import check_out, check_tensor
+from mkernel.runtime.operands import constants, layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
+from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
+
+# Counters of a block of rows: the first counts rows in place.
+COUNTERS = tl.constexpr(3)
+GATED = tl.constexpr(1)  # tiles of the first GEMM
+DONE = tl.constexpr(2)  # tiles of the second
+
+
+class Operands(NamedTuple):
+    """What the two GEMMs of the experts read and write: inner = silu(rows @ gate) * (rows @ up), then rows = inner @
+    down."""
+
+    rows: Any  # descriptor of the rows of all experts, for loads
+    rows_out: Any  # descriptor of the same, for stores: see `result_descriptor`
+    inner: Any  # descriptor
+    gate_up: Any  # Weights
+    down: Any  # Weights
+
+
+class Gemms(NamedTuple):
+    """The two GEMMs of a call, but for their `Operands`."""
+
+    gate_up_strides: Any  # WeightStrides
+    down_strides: Any
+    inner_rows: Any  # Block: inner, for stores through pointers
+    hidden: Any
+    inter: Any
+    tiling: Any  # Tiling
+    HALF: Any  # columns of gate in a tile, and as many of up
+
+
+@triton.jit
+def _compute(context, operands, gemms, tables, tile, phase):
+    """Tiles of both GEMMs, in one sequence: `tile`, and those that are handed out next. In phase 0 up to those that
+    other nodes' tokens need, and one more for each CTA, so that nobody waits for them afterwards. Returns the
+    first tile that was left."""
+    N: tl.constexpr = gemms.tiling.N
+    HALF: tl.constexpr = gemms.HALF
+    GROUP: tl.constexpr = gemms.tiling.GROUP
+    gates = tl.cdiv(gemms.inter, HALF)
+    downs = tl.cdiv(gemms.hidden, N)
+    blocks = tl.load(tables.summary + BLOCKS)
+    tiles = blocks * (gates + downs)
+    if phase == 0:
+        early = interleaved_until(tl.load(tables.summary + BEFORE_NODE), blocks, gates, downs, GROUP)
+        tiles = tl.minimum(early + tl.num_programs(0), tiles)
+    while tile < tiles:
+        second, place, column_block = interleaved(tile, blocks, gates, downs, GROUP)
+        entry = tables.schedule + place * ENTRY
+        expert = tl.load(entry)
+        row = tl.load(entry + 1)
+        rows = tl.load(entry + 2)
+        block = tl.load(entry + 3)
+        counters = tables.placed + block * COUNTERS
+        if second:
+            here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+            since = trace_time(context)
+            acquire_for_descriptors()
+            used_below(operands.inner, row + rows)
+            of_down = Tile(expert, row, row + rows, column_block * N, gemms.hidden)
+            accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
+            accumulator += tl.where(here, 0.0, float("nan"))
+            store_rows(operands.rows_out, of_down, accumulator)
+            trace(context, TILES, TILE, -1, tile, since)
+        else:
+            here = wait_again(context, counters, rows, COMPUTE, PLACED, -1, block)
+            since = trace_time(context)
+            acquire_for_descriptors()
+            used_below(operands.rows, row + rows)
+            of_gate = Tile(expert, row, row + rows, column_block * HALF, gemms.inter)
+            gated = multiply_gated(
+                operands.rows, operands.gate_up, of_gate, gemms.hidden,
+                Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
+            )  # fmt: skip
+            gated += tl.where(here, 0.0, float("nan"))
+            store_rows_through_pointers(gemms.inner_rows, of_gate, gated)
+            trace(context, TILES, TILE, -1, tile, since)
+        complete_descriptor_stores()
+        tl.debug_barrier()
+        tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
+        tile = take(tables.summary + TILES_TAKEN)
+    return tile
+
+
+@triton.jit
+def _wait_settled(comm, batch, source, chunk):
+    """Wait until the tables of this rank say where the rows of a chunk are; false if the group gave up."""
+    settled = signal_of(comm, rank_of(comm.context), batch.signals.settled, source, chunk)
+    return wait(comm.context, settled, comm.epoch, COMPUTE, SETTLED, source, chunk)
+
+
+@triton.jit
+def _wait_computed(comm, routing, gemms, batch, source, chunk):
+    """Wait until this rank's experts are done with a chunk of `source`'s tokens; false if the group gave up."""
+    K: tl.constexpr = routing.K
+    CHUNK: tl.constexpr = routing.CHUNK
+    tables = routing.tables
+    good = _wait_settled(comm, batch, source, chunk)
+    if good:
+        t = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+        slot = tl.arange(0, routing.SLOTS)[None, :]
+        inside = (t < tokens_of(tables, source)) & (slot < K)
+        places = (source * batch.max_tokens).to(tl.int64) * K + t * K + slot
+        row = tl.load(tables.destinations + places, mask=inside, other=-1)
+        mine = row >= 0
+        expert = tl.load(tables.all_topk_ids + places, mask=mine, other=0) - tl.load(tables.summary + FIRST_EXPERT)
+        block = tl.load(tables.first_blocks + expert, mask=mine, other=0)
+        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mine, other=0)
+        block += (row - base) // gemms.tiling.M
+        done = tables.placed + block * COUNTERS + DONE
+        downs = tl.cdiv(gemms.hidden, gemms.tiling.N)
+        good = wait_all(comm.context, done, mine, downs, COMPUTE, COMPUTED, -1, -1)
+    return good
+
+
+@triton.jit
+def _collect(comm, routing, combine, batch, chunk):
+    """The last piece of a chunk of this rank's own tokens: its result, or NaN if the group gave up."""
+    CHUNK: tl.constexpr = routing.CHUNK
+    rank = rank_of(comm.context)
+    ready = _wait_settled(comm, batch, rank, chunk)
+    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+        numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
+        ready &= wait(comm.context, numbered, comm.epoch, COMPUTE, NUMBERED, -1, 0)
+    if ready:
+        collect_chunk(comm, routing, combine, batch, chunk)
+    else:
+        out = combine.out.data + (chunk * CHUNK).to(tl.int64) * combine.out.row_stride
+        fill_with_nan(
+            Block(out, combine.out.row_stride, combine.out.column_stride),
+            tl.minimum(batch.tokens - chunk * CHUNK, CHUNK), combine.columns, 0, 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine(comm, routing, gemms, combine, batch, piece, phase):
+    """Pieces of the combine: `piece`, and those that are handed out next; in phase 0 those of other nodes' tokens.
+    Returns the first piece that was left."""
+    CHUNK: tl.constexpr = routing.CHUNK
+    others: tl.constexpr = comm.WORLD_SIZE - comm.RANKS_PER_NODE
+    nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
+    far: tl.constexpr = others + nodes - 1  # pieces of a chunk that have to do with other nodes
+    rank = rank_of(comm.context)
+    tables = routing.tables
+    chunks = batch.chunks
+    left = wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    left &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    pieces = tl.where(phase == 0, chunks * far, chunks * (comm.RANKS_PER_NODE + far + 1))
+    while piece < pieces:
+        within = piece - chunks * far  # this node
+        own = within - chunks * comm.RANKS_PER_NODE
+        if (own < 0) & ((within >= 0) | (piece % max(far, 1) < others)):
+            chunk = tl.where(within >= 0, within // comm.RANKS_PER_NODE, piece // max(far, 1))
+            base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+            other = (base + comm.RANKS_PER_NODE + piece % max(far, 1)) % comm.WORLD_SIZE
+            source = tl.where(within >= 0, base + within % comm.RANKS_PER_NODE, other)
+            if left & (chunk * CHUNK < tokens_of(tables, source)):
+                if _wait_computed(comm, routing, gemms, batch, source, chunk):
+                    sum_chunk(comm, routing, combine, batch, source, chunk)
+        elif own < 0:
+            if nodes > 1:
+                chunk = piece // max(far, 1)
+                away = piece % max(far, 1) - others + 1
+                source = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+                if left & (chunk * CHUNK < tokens_of(tables, source)):
+                    if _wait_settled(comm, batch, source, chunk):
+                        relay_chunk(comm, routing, combine, batch, away, chunk)
+        elif own * CHUNK < batch.tokens:
+            _collect(comm, routing, combine, batch, own)
+        piece = take(tables.summary + PIECES_TAKEN)
+    return piece
+
+
+@triton.jit(do_not_specialize=["batch"])
+def moe_ffn_kernel(
+    context, ranks, rows, rows_out, inner, gate_up, down, routing, dispatch, gemms, combine, batch
+):  # fmt: skip
+    """The whole operator. ranks: `Ranks`; rows, rows_out, inner, gate_up, down: see `Operands`; routing: `Routing`,
+    dispatch: `Dispatch`, gemms: `Gemms`, combine: `Combine`, batch: `Batch`.
+
+    The epoch is loaded again for each stage: kept in a register through the tiles, it would make them spill."""
+    dispatch_tokens(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, dispatch, batch
+    )
+    tables = routing.tables
+    scheduled = wait_scheduled(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), tables, batch.signals
+    )
+    if scheduled:
+        tile = take(tables.summary + TILES_TAKEN)
+        piece = take(tables.summary + PIECES_TAKEN)
+        for phase in range(0 if ranks.WORLD_SIZE > ranks.RANKS_PER_NODE else 1, 2):
+            tile = _compute(
+                context,
+                Operands(
+                    rows, rows_out, inner, Weights(gate_up, gemms.gate_up_strides), Weights(down, gemms.down_strides)
+                ),
+                gemms, tables, tile, phase,
+            )  # fmt: skip
+            piece = _combine(
+                Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
+                routing, gemms, combine, batch, piece, phase,
+            )  # fmt: skip
+    else:
+        fill_with_nan(combine.out, batch.tokens, combine.columns, tl.program_id(0), tl.num_programs(0))
+    finish(context, current_epoch(context), ranks.WORLD_SIZE)
+
+
+def _launch(
+    group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    c, sizes, share = plan.config, plan.sizes, plan.copying
+    _, inter, hidden = w_down.shape
+    rows = empty_rows(group, max(sizes.capacity, 1), hidden, x.dtype, c.tile_m)
+    inner_shape = (max(sizes.capacity, 1), row_stride_of(inter, x.dtype))
+    inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
+    tables = tables_for(group, sizes, c.tile_m, COUNTERS.value)
+    dispatch = Dispatch(
+        x=Block(x, x.stride(0), x.stride(1)),
+        ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
+        weights=Block(topk_weights, topk_weights.stride(0), topk_weights.stride(1)),
+        rows=Block(rows, rows.stride(0), 1),
+        hidden=hidden,
+        staged=memory.buffer_in(workspace, "staged"),
+        send=memory.buffer_in(workspace, "send"),
+        recv=memory.buffer_in(workspace, "recv"),
+        roles=Roles(*constants(c.send_ctas, c.intra_ctas, share.near_intra_ctas, share.far_intra_ctas)),
+        **protocol.copies_of(group, c.copy_bytes, x.dtype),
+        **dict(zip(("TILE_M", "GROUP", "COUNTERS", "COMBINES"), constants(c.tile_m, c.group_m, COUNTERS.value, True))),
+    )
+    gemms = Gemms(
+        gate_up_strides=plan.gate_up.strides(w_gate_up),
+        down_strides=plan.down.strides(w_down),
+        inner_rows=Block(inner, inner.stride(0), 1),
+        hidden=hidden,
+        inter=inter,
+        tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
+        HALF=constants(c.tile_n // 2)[0],
+    )
+    combine = Combine(
+        y=Block(rows, rows.stride(0), 1),
+        out=Block(out, out.stride(0), out.stride(1)),
+        columns=hidden,
+        partial=memory.buffer_in(workspace, "partial"),
+        send=memory.buffer_in(workspace, "combine_send"),
+        recv=memory.buffer_in(workspace, "combine_recv"),
+        **protocol.copies_of(group, c.copy_bytes // 4, x.dtype),
+    )
+    return Launch(
+        op="moe_ffn",
+        group=group,
+        kernel=moe_ffn_kernel,
+        grid=c.ctas,
+        arguments=dict(
+            context=workspace.context,
+            ranks=Ranks(*constants(group.size, group.gpus_per_node)),
+            rows=rows_descriptor(rows, c.tile_m, c.tile_k),
+            rows_out=result_descriptor(rows, c.tile_m, c.tile_n),
+            inner=rows_descriptor(inner, c.tile_m, c.tile_k),
+            gate_up=plan.gate_up.operand(w_gate_up, c.tile_k, c.tile_n // 2),
+            down=plan.down.operand(w_down, c.tile_k, c.tile_n),
+            routing=routing_of(sizes, memory, workspace, tables, ids=True, weights=True),
+            dispatch=dispatch,
+            gemms=gemms,
+            combine=combine,
+            batch=protocol.batch_of(group, sizes, memory, workspace),
+        ),
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        # the workspace too: Triton makes another binary for integers of 64 bits
+        variant=(plan, workspace.half_bytes),
+        uses=memory.uses(workspace),
+        inputs=("dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down"),
+        results=("combine.out.data",),
+    )  # fmt: skip
+
+
+def _check(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
+) -> None:  # fmt: skip
+    """Refuse what can not be computed, naming the argument and the rule."""
+    check_config("moe_ffn", config)
+    check_tokens("moe_ffn", group, x, topk_ids)
+    check_tensor("moe_ffn", group, "topk_weights", topk_weights)
+    check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
+    check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
+    if w_gate_up.shape[2] % 2:
+        raise ArgumentError(f"w_gate_up is {tuple(w_gate_up.shape)}: half of its columns are gate, half are up")
+    inter = w_gate_up.shape[2] // 2
+    check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
+    if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
+        raise ArgumentError(
+            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: as many experts "
+            f"as w_gate_up has, and columns as many as a token has elements"
+        )
+    check_bounds(x.shape[0], capacity, max_tokens)
+    if out is not None:
+        check_tensor("moe_ffn", group, "out", out)
+        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
+
+
+@collective
+def moe_ffn(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """A mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back; in one kernel.
+
+    Args:
+        x: [tokens, hidden], this rank's tokens; how many may differ between ranks, also be none. Any strides.
+        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered over all ranks
+            in rank order. Negative: dropped.
+        topk_weights: [tokens, k], floating point.
+        w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts; how many may differ between
+            ranks, also be none. A transposed view of [experts, 2*inter, hidden] is read as it is.
+        w_down: [experts, inter, hidden], likewise.
+        group, capacity, max_tokens, config: as in moe_dispatch_matmul; capacity is in rows, one for each token and
+            expert on this rank.
+        out: [tokens, hidden], where to put the result; must not overlap an input.
+
+    Returns:
+        [tokens, hidden] in x's type. Products are accumulated in fp32; the activations, the experts' results and the
+        sums that leave a rank or a node are rounded to x's type. The same input gives the same bits. A token whose
+        ids were all dropped gets zeros.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
+        CommTimeout: a peer did not come within the group's timeout.
+    """
+    assert group is not None
+    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
+    if out is None:
+        out = group.world.empty(group.world_rank, tuple(x.shape), x.dtype)
+    group.launch(prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config))
+    return out
+
+
+def agree(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, capacity: int | None,
+    max_tokens: int | None, config: Config | None,
+) -> Sizes:  # fmt: skip
+    """The sizes of a call whose arguments are in order. Collective."""
+    return agree_on_sizes(
+        "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config,
+        lambda most: _choose(group, x, topk_ids, w_down, most, config),
+    )  # fmt: skip
+
+
+def _choose(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, max_tokens: int, given: Config | None
+) -> Config | None:
+    """The configuration of a call in which no rank has more tokens. Chunks follow from what is the same on every
+    rank, whether they were tuned or not."""
+    experts, inter, hidden = w_down.shape
+    return TUNABLE.choose(
+        group, x.dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden, inter=inter, experts=experts
+    )
+
+
+def prepare(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None,
+) -> Launch:  # fmt: skip
+    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    config = _choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
+    key = (
+        "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
+        WeightLayout.of(w_down), w_down.shape, sizes, config, matmul_precision(x.dtype),
+    )  # fmt: skip
+    decided = group.planned(key, lambda: plan_ffn(group, x, w_gate_up, w_down, sizes, config))
+    memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)
+    return _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out)
+
+
+def explain(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    group: Group | None = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> FfnPlan:
+    """The plan that `moe_ffn` with these arguments would carry out, if no rank had more tokens."""
+    group = current(group)
+    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
+    chosen = _choose(group, x, topk_ids, w_down, most, config)
+    sizes = sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, chosen)
+    decided = plan_ffn(group, x, w_gate_up, w_down, sizes, chosen)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

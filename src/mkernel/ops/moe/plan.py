@@ -1,0 +1,258 @@
+"""How calls are carried out: tiles, chunks, CTAs of each role, and how matrices are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from mkernel.ops.moe.grouped import WeightLayout, short_tile
+from mkernel.ops.moe.sizes import Sizes, row_stride_of
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import matmul_precision
+
+PLACE_RATE = 20e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
+
+# Blocks of rows in a group of moe_ffn, by default: about as many as an expert has in a class, if ranks have thousands
+# of tokens. 4 ranks, 8192 tokens of 7168, H200: groups of 8 took 14.95 ms, of 4 14.11.
+FFN_GROUP = 4
+
+# Of a CTA of moe_combine on a GPU: it waits for memory all the time, and more warps wait for more. 4 ranks on an H200,
+# tokens of 4096: 16384 tokens took 1.88 ms with 8 warps and 1.43 with 16, 4096 tokens 0.54 and 0.41.
+COMBINE_WARPS = 16
+# what fits into the registers, with the rows of 8 slots at a time
+COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
+
+
+# -- dispatch
+
+
+@dataclass(frozen=True)
+class Copying:
+    """What a dispatch costs, and who takes care of it: CTAs that send tokens to other nodes, and that place rows."""
+
+    sent: int  # bytes
+    placed: int
+    send_ctas: int
+    intra_ctas: int
+    near_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of this node
+    far_intra_ctas: int  # and of other nodes
+
+    @staticmethod
+    def of(group: Group, sizes: Sizes, row_bytes: int, pick: Callable[[str, int], int]) -> Copying:
+        """All CTAs but those that send place the rows of their own rank: nobody can multiply before, and all do
+        afterwards. Rows of the node come at the pace of NVLink, those of other nodes at the network's; so only as many
+        CTAs wait for them, and send, as are needed to keep pace, if nearly all tokens are needed everywhere."""
+        most = pick("ctas", group.world.ctas(group.world_rank))
+        tokens = sizes.max_tokens * row_bytes
+        of_a_rank = sizes.expected_rows * row_bytes / sizes.world_size
+        nvlink = (group.world.links.nvlink or planning.NVLINK_RATE / 1e9) * 1e9
+        network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
+
+        def keep_pace(rate: float) -> int:
+            return math.ceil(rate / tokens * of_a_rank / PLACE_RATE)
+
+        senders = min(math.ceil(2 * network / PLACE_RATE), most // 4, sizes.chunks)
+        send_ctas = pick("send_ctas", max(senders, 1) if sizes.nodes > 1 else 0)
+        intra_ctas = pick("intra_ctas", min(max(most - send_ctas - 1, 1), sizes.chunks * sizes.ranks_per_node))
+        return Copying(
+            (sizes.nodes - 1) * tokens,
+            sizes.expected_rows * row_bytes,
+            send_ctas,
+            intra_ctas,
+            max(min(keep_pace(nvlink), intra_ctas), 1),
+            max(min(keep_pace(1.5 * network * sizes.ranks_per_node), most // 4, intra_ctas), 1),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} "
+            f"({self.near_intra_ctas} of them what comes from the node, {self.far_intra_ctas} from other nodes)"
+        )
+
+
+def _settings(
+    group: Group, sizes: Sizes, tiles: planning.TileDefaults, copying: Copying, dtype: torch.dtype, uses_tma: bool,
+    pick: Callable[[str, int], int],
+) -> Settings:  # fmt: skip
+    """The configuration of a launch that dispatches; checked. uses_tma: matrices are read through descriptors."""
+    most = group.world.ctas(group.world_rank)
+    resolved = Settings(
+        tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
+        group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
+        ctas=pick("ctas", most), send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=0,
+        chunk_rows=sizes.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
+    )  # fmt: skip
+    planning.check_tile(resolved, dtype, uses_tma)
+    planning.check(resolved, max_ctas=most, least_send=1 if group.nodes > 1 else 0, least_intra=1)
+    return resolved
+
+
+# -- moe_dispatch_matmul
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan:
+    """What a call of moe_dispatch_matmul will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    sizes: Sizes
+    copying: Copying
+    row_stride: int
+    short_m: int  # blocks of no more rows are tiles of that height
+    weights: WeightLayout
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c, s = self.config, self.sizes
+        head = (
+            f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra, which compute when they are done), chunks of "
+            f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None) -> DispatchPlan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    hidden, n = w.shape[1], w.shape[2]
+    reasons = []
+    weights = WeightLayout.of(w)
+    if not weights.uses_tma:
+        reasons.append("w has no contiguous, 16-byte aligned rows: it is read through pointers")
+    tiles_of = planning.default_tiles(group.device, x.dtype, n, weights.uses_tma)
+    pick = planning.chooser(config)
+    tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
+    most = group.world.ctas(group.world_rank)
+    tiles = (math.ceil(sizes.expected_rows / tile_m) + sizes.experts) * math.ceil(n / tile_n)
+    compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / most
+    copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
+    reasons.append(
+        f"{copying} while about {tiles} tiles are computed, if the rows are even: estimated "
+        f"{compute_seconds * 1e3:.3g} ms"
+    )
+    short_m = short_tile(group.device, tile_m)
+    if short_m < tile_m:
+        reasons.append(
+            f"a block of at most {short_m} rows, as the last one of an expert may be, is a tile of that height"
+        )
+    return DispatchPlan(
+        config=_settings(group, sizes, tiles_of, copying, x.dtype, weights.uses_tma, pick),
+        sizes=sizes,
+        copying=copying,
+        row_stride=row_stride_of(hidden, x.dtype),
+        short_m=short_m,
+        weights=weights,
+        precision=matmul_precision(x.dtype),
+        reasons=tuple(reasons),
+    )
+
+
+# -- moe_combine
+
+
+@dataclass(frozen=True, eq=False)
+class CombinePlan:
+    """What a call of moe_combine will do, and why. `str(plan)` explains it."""
+
+    ctas: int
+    warps: int
+    copy_bytes: int
+    row_stride: int
+    chunks: int
+    chunk_rows: int
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = (
+            f"moe_combine: {self.ctas} CTAs, {self.chunks} chunks of {self.chunk_rows} tokens per rank, "
+            f"{self.copy_bytes} bytes at a time"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_combine(group: Group, y: torch.Tensor, sizes: Sizes, config: Config | None) -> CombinePlan:
+    """Decide how to run a call."""
+    given = config or Config()
+    cuda = group.device.type == "cuda"
+    most = group.world.ctas(group.world_rank)
+    ctas = most if given.ctas is None else given.ctas
+    copy_bytes = given.copy_bytes if given.copy_bytes is not None else COMBINE_BYTES[y.dtype] if cuda else 1024
+    if not 1 <= ctas <= most:
+        raise ArgumentError(
+            f"config.ctas is {ctas}, but must be 1 to {most}: so many CTAs of this rank can run at the same time, "
+            f"and they wait for each other"
+        )
+    return CombinePlan(
+        ctas=ctas,
+        warps=given.warps or (COMBINE_WARPS if cuda else 4),
+        copy_bytes=copy_bytes,
+        row_stride=row_stride_of(y.shape[1], y.dtype),
+        chunks=sizes.chunks,
+        chunk_rows=sizes.chunk_rows,
+    )
+
+
+# -- moe_ffn
+
+
+@dataclass(frozen=True, eq=False)
+class FfnPlan:
+    """What a call of moe_ffn will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    sizes: Sizes
+    copying: Copying
+    row_stride: int
+    gate_up: WeightLayout
+    down: WeightLayout
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c, s = self.config, self.sizes
+        head = (
+            f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra, which then bring results back), chunks of {c.chunk_rows} tokens, "
+            f"capacity {s.capacity} rows for {s.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_ffn(
+    group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, sizes: Sizes, config: Config | None
+) -> FfnPlan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    hidden, inter = w_down.shape[2], w_down.shape[1]
+    reasons = []
+    gate_up, down = WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down)
+    for name, read in (("w_gate_up", gate_up), ("w_down", down)):
+        if not read.uses_tma:
+            reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
+    both = gate_up.uses_tma and down.uses_tma
+    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, both)
+    tiles_of = replace(tiles_of, group_m=min(tiles_of.group_m, FFN_GROUP))
+    pick = planning.chooser(config)
+    tile_n = pick("tile_n", tiles_of.tile_n)
+    if tile_n < 32:
+        raise ArgumentError(f"config.tile_n must be at least 32: half of it is gate, half is up; got {tile_n}")
+    most = group.world.ctas(group.world_rank)
+    seconds = 6 * sizes.expected_rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
+    copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
+    reasons.append(f"{copying}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
+    return FfnPlan(
+        config=_settings(group, sizes, tiles_of, copying, x.dtype, both, pick),
+        sizes=sizes,
+        copying=copying,
+        row_stride=row_stride_of(hidden, x.dtype),
+        gate_up=gate_up,
+        down=down,
+        precision=matmul_precision(x.dtype),
+        reasons=tuple(reasons),
+    )

@@ -1,0 +1,178 @@
+"""The protocol between ranks: what lies in the workspace of a call, what is signalled, and who may write when.
+
+Signals and buffers have two halves, used in turn by the parity of the epoch. What a rank writes into its own half in
+epoch e is read by its node; what it sends to a counterpart is read by the counterpart's node. So it writes after all
+ranks of these nodes have entered e-1, and have therefore left e-2, the last epoch that read the half
+(`wait_node_entered`, `wait_other_nodes_entered`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, rank_of, segment_of
+from mkernel.lang.layout import word_of
+from mkernel.lang.requests import Transfer, post
+from mkernel.lang.signals import ENTERED, notify, wait
+from mkernel.ops.moe.sizes import Sizes, round_up
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants
+
+# Words of a published routing table: the header, then the ids, then the weights, whichever of them the operator needs.
+TOKENS = tl.constexpr(0)
+EXPERTS = tl.constexpr(1)
+CAPACITY = tl.constexpr(2)
+HEADER = tl.constexpr(16)
+
+
+class Signals(NamedTuple):
+    """The signals of a workspace, each a `Words`; None if the operator has no use for it. All hold epochs."""
+
+    entered: Any  # [rank]: that rank of my node has begun the epoch
+    node_entered: Any  # [node]: all ranks of that node have
+    counted: Any  # within the rank: rows are counted and laid out
+    scheduled: Any  # within the rank: blocks of rows are in order
+    numbered: Any  # within the rank: the tokens that go to other nodes have numbers
+    routed: Any  # [source]: the routing table of that rank is in this rank's memory
+    held: Any  # [source, chunk]: so is that chunk of its tokens
+    settled: Any  # [source, chunk]: within the rank, its tables say where the rows of that chunk are
+    returned: Any  # [source, chunk]: this rank has summed its rows of that chunk of the source's tokens
+    back: Any  # [peer, chunk]: the sums of the peer's node for that chunk of my tokens are here
+
+
+class Batch(NamedTuple):
+    """Numbers that follow the batch. Kernels are not specialized for them: another binary for each would be compiled
+    while a model is being served."""
+
+    tokens: Any  # of this rank
+    max_tokens: Any  # of any rank
+    experts: Any  # of this rank
+    capacity: Any  # rows of this rank, at the most
+    chunks: Any  # of a rank, at the most
+    nanoseconds_per_mib: Any  # of an emulated link
+    signals: Any  # Signals
+
+
+def layout(
+    op: str, sizes: Sizes, dtype: torch.dtype, row_stride: int, *, dispatches: bool = False, combines: bool = False
+) -> Layout:
+    """The workspace of a call that dispatches tokens, combines results, or both. For the signals see `Signals`.
+
+    tables: the published routing tables; of all ranks at their counterparts, in the rank's own row at the rank.
+    staged: this rank's tokens, for its node.
+    send, recv: tokens on their way to other nodes; an area for each node that is so many nodes on.
+    partial: for each token of each rank the sum of its rows on this rank.
+    combine_send, combine_recv: sums of a node on their way to the rank of the token.
+    """
+    memory = Layout(op)
+    memory.words("entered", sizes.world_size)
+    memory.words("node_entered", sizes.nodes)
+    for name in ("counted", "scheduled", "numbered") if dispatches else ():
+        memory.words(name, 1)
+    memory.signals("routed", sizes.world_size)
+    by_chunk = {"held": dispatches, "settled": dispatches and combines, "returned": combines, "back": combines}
+    for name, used in by_chunk.items():
+        if used:
+            memory.signals(name, sizes.world_size, sizes.chunks)
+    words = HEADER.value + sizes.max_tokens * sizes.k * (dispatches + combines)
+    memory.buffer("tables", torch.int32, sizes.world_size, round_up(words, 16))
+    far = (sizes.nodes - 1) * sizes.max_tokens
+    if dispatches:
+        memory.buffer("staged", dtype, sizes.max_tokens if sizes.ranks_per_node > 1 else 0, row_stride)
+        memory.buffer("send", dtype, far, row_stride)
+        memory.buffer("recv", dtype, far, row_stride)
+    if combines:
+        memory.buffer("partial", dtype, sizes.world_size * sizes.max_tokens, row_stride)
+        memory.buffer("combine_send", dtype, far, row_stride)
+        memory.buffer("combine_recv", dtype, far, row_stride)
+    return memory
+
+
+def batch_of(group: Group, sizes: Sizes, memory: Layout, workspace: Workspace) -> Batch:
+    """What a kernel is told about a batch."""
+    signals = Signals(*(memory.words_in(workspace, name) if name in memory else None for name in Signals._fields))
+    link = group.world.links.nvlink if is_paced(group) else None
+    return Batch(
+        sizes.tokens, sizes.max_tokens, sizes.experts, sizes.capacity, sizes.chunks,
+        round(2**20 / link) if link else 0, signals,
+    )  # fmt: skip
+
+
+def is_paced(group: Group) -> bool:
+    """Are the links between the ranks of a node emulated?"""
+    return group.world.links.nvlink is not None and group.gpus_per_node > 1
+
+
+def copies_of(group: Group, copy_bytes: int, dtype: torch.dtype) -> dict[str, Any]:
+    """How rows are copied and summed, so many bytes at a time: fields of `Dispatch` and `Combine`."""
+    rows = 4
+    columns = max(copy_bytes // dtype.itemsize // rows, 1)
+    return dict(zip(("ROWS", "COLUMNS", "PACED"), constants(rows, columns, is_paced(group))))
+
+
+@triton.jit
+def signal_of(comm, rank, words, i, j):
+    """Pointer to signal [i, j] in the memory of a rank of my node."""
+    return segment_of(comm.context, rank, tl.int64) + word_of(words, comm.epoch, i, j)
+
+
+@triton.jit
+def holder_of(comm, source):
+    """The rank of my node that has what comes from `source`: itself, or its counterpart here."""
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    near = source // comm.RANKS_PER_NODE == rank // comm.RANKS_PER_NODE
+    return tl.where(near, source, base + source % comm.RANKS_PER_NODE)
+
+
+@triton.jit
+def announce(comm, signals):
+    """Tell the ranks of my node that I have entered the epoch."""
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    for i in range(1, comm.RANKS_PER_NODE):
+        peer = base + (rank + i) % comm.RANKS_PER_NODE
+        notify(signal_of(comm, peer, signals.entered, rank, 0), comm.epoch)
+
+
+@triton.jit
+def announce_node(comm, signals, ROLE: tl.constexpr):
+    """Tell my counterparts that all ranks of my node have entered the epoch: they all read what the counterparts write
+    into my memory."""
+    rank = rank_of(comm.context)
+    segment = tl.load(comm.context + SEGMENT)
+    signal = word_of(signals.node_entered, comm.epoch, rank // comm.RANKS_PER_NODE, 0) * 8
+    if wait_node_entered(comm, signals, comm.epoch, ROLE):
+        for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+            post(comm.context, Transfer(peer, segment, 0, segment, 0, 0), signal, comm.epoch, ROLE)
+
+
+@triton.jit
+def wait_node_entered(comm, signals, epoch, ROLE: tl.constexpr):
+    """Wait until all ranks of my node have entered an epoch; false if the group gave up."""
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    good = tl.full((), True, tl.int1)
+    for i in range(1, comm.RANKS_PER_NODE):
+        peer = base + (rank + i) % comm.RANKS_PER_NODE
+        signal = signal_of(comm, rank, signals.entered, peer, 0)
+        good &= wait(comm.context, signal, epoch, ROLE, ENTERED, peer, 0)
+    return good
+
+
+@triton.jit
+def wait_other_nodes_entered(comm, signals, epoch, ROLE: tl.constexpr):
+    """Wait until all ranks of all other nodes have entered an epoch; false if the group gave up."""
+    rank = rank_of(comm.context)
+    good = tl.full((), True, tl.int1)
+    for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+        peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        signal = signal_of(comm, rank, signals.node_entered, peer // comm.RANKS_PER_NODE, 0)
+        good &= wait(comm.context, signal, epoch, ROLE, ENTERED, peer, 0)
+    return good

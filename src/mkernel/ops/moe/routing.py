@@ -1,0 +1,399 @@
+"""Routing: which token goes to which expert, published by every rank and counted inside the launch.
+
+Expert ids are data: nobody knows before the launch how many rows an expert gets. So each rank publishes its routing
+table, a header (how many tokens and experts it has, and its capacity) and its expert ids. A table lies in the memory of
+its rank, and the network brings a copy to the counterparts of that rank, one in every other node. The ranks of a node
+read tables where they lie, over NVLink: those of their node at their owners, those of other nodes at the owner's
+counterpart. A table is small beside its rows: 4 bytes beside 2*hidden/k for each.
+
+With all tables every rank finds out for itself, with no further exchange:
+
+- `count_rows`: the position of each row among those of its (expert, source); how many rows each rank gets; which of
+  another node's tokens are sent to this node. The work is divided among all CTAs that count.
+- `lay_out_rows`: the CTA that counted last turns counts into row numbers: rows are ordered by expert, then source rank,
+  then token, then slot of the token. It is the first to know whether every rank has the capacity for its rows and
+  every id an expert (the status), and as all ranks see the same tables, all find the same status.
+
+schedule.py puts the rows of this rank into blocks, and the blocks into an order.
+
+A token that names an expert twice makes two rows. Ids below zero are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, TABLE, rank_of, segment_of, state_of
+from mkernel.lang.layout import row_of, word_of
+from mkernel.lang.requests import Transfer, post
+from mkernel.lang.roles import SEND
+from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, ROUTED, notify, refuse, wait
+from mkernel.ops.moe.protocol import (
+    CAPACITY,
+    EXPERTS,
+    HEADER,
+    TOKENS,
+    holder_of,
+    signal_of,
+    wait_node_entered,
+    wait_other_nodes_entered,
+)
+from mkernel.ops.moe.sizes import Sizes, power_above, round_up
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants
+
+OK = tl.constexpr(0)  # the status of a routing that can be carried out; else OVER_CAPACITY or INVALID_ID
+
+# Words of the summary that `lay_out_rows` leaves for all CTAs.
+STATUS = tl.constexpr(0)
+BLOCKS = tl.constexpr(1)
+FIRST_EXPERT = tl.constexpr(2)
+PIECES_TAKEN = tl.constexpr(3)  # pieces of the combine that have been handed out: they go to whoever is free
+TILES_TAKEN = tl.constexpr(4)  # tiles that have been handed out, likewise
+BEFORE_NODE = tl.constexpr(5)  # blocks that come before the last ones, which have rows of the node only
+SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert by rank
+
+# Words of an entry of the schedule: expert, first row, rows and number of the block; then where its group begins, and
+# how many blocks it has.
+ENTRY = tl.constexpr(6)
+
+# A word of the workspace's state: CTAs of the running launch that have counted.
+COUNTERS_DONE = tl.constexpr(3)
+
+BLOCK = tl.constexpr(1024)  # words that are looked at together
+LONG_BLOCK = tl.constexpr(4096)  # the same where there are as many words as a rank has ids
+TOKENS_AT_ONCE = tl.constexpr(256)
+
+
+class Tables(NamedTuple):
+    """What a rank finds out about the routing: 32-bit numbers in its own memory, written by every launch."""
+
+    positions: Any  # [source, token, slot]: the row's number among those of its (expert, source), for my experts
+    destinations: Any  # [source, token, slot]: the row of this rank that it is, or -1
+    all_topk_ids: Any  # [source, token, slot]: the ids of all ranks
+    counts: Any  # [expert, source]: rows
+    above: Any  # [source, rank]: ids that are at least the first expert of that rank
+    bases: Any  # [expert, source]: the first of these rows; behind the last of them, the number of all rows
+    first_blocks: Any  # [expert]: the expert's first block; behind the last of them, the number of all blocks
+    expert_counts: Any  # [expert]: rows
+    placed: Any  # [block, counter]: the first counter counts rows that are in place
+    recv_index: Any  # [source, token]: its number among the source's tokens that are sent to my node, or -1
+    send_index: Any  # [nodes on - 1, token]: its number among my tokens that are sent there, or -1
+    unsorted: Any  # the schedule while it is made
+    schedule: Any  # [place, word of ENTRY]: the blocks, in order
+    summary: Any  # the words above
+    row_source: Any  # [row]: the rank that it came from
+    row_token: Any  # [row]: and the token
+
+
+class Routing(NamedTuple):
+    """How the tokens of a call are routed. published: `Buffer`, the routing tables of the ranks, in the workspace."""
+
+    tables: Any  # Tables
+    published: Any
+    K: Any  # experts of a token
+    SLOTS: Any  # a power of two, at least K
+    RANKS: Any  # a power of two, more than there are ranks
+    CHUNK: Any  # tokens of a chunk
+    HAS_IDS: Any  # what the published tables hold
+    HAS_WEIGHTS: Any
+
+
+def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables:
+    """Tables of a call, uninitialised. Each block of tile_m rows has so many counters."""
+    everyone = sizes.world_size * sizes.max_tokens
+    segments = sizes.experts * sizes.world_size
+    ranks = power_above(sizes.world_size + 1)
+    blocks = sizes.capacity // tile_m + sizes.experts  # every expert may have one that is not full
+    lengths = Tables(
+        positions=everyone * sizes.k,
+        destinations=everyone * sizes.k,
+        all_topk_ids=everyone * sizes.k,
+        counts=segments,
+        above=sizes.world_size * ranks,
+        bases=segments + 1,
+        first_blocks=sizes.experts + 1,
+        expert_counts=sizes.experts,
+        placed=blocks * counters,
+        recv_index=everyone,
+        send_index=(sizes.nodes - 1) * sizes.max_tokens,
+        unsorted=blocks * ENTRY.value,
+        schedule=blocks * ENTRY.value,
+        summary=SUMMARY.value + 2 * ranks,
+        row_source=sizes.capacity,
+        row_token=sizes.capacity,
+    )
+    rounded = [round_up(max(length, 1), 16) for length in lengths]
+    memory = group.world.empty(group.world_rank, (sum(rounded),), torch.float32).view(torch.int32)
+    return Tables(*(part[: max(length, 1)] for part, length in zip(torch.split(memory, rounded), lengths, strict=True)))
+
+
+def routing_of(
+    sizes: Sizes, memory: Layout, workspace: Workspace, tables: Tables, *, ids: bool = False, weights: bool = False
+) -> Routing:
+    """What a kernel is told about the routing. ids, weights: what its ranks publish."""
+    return Routing(
+        tables, memory.buffer_in(workspace, "tables"),
+        *constants(sizes.k, power_above(sizes.k), power_above(sizes.world_size + 1), sizes.chunk_rows, ids, weights),
+    )  # fmt: skip
+
+
+# -- routing tables
+
+
+@triton.jit
+def table_of(comm, routing, source):
+    """Pointer to the published routing table of `source`, in the memory of whoever holds it."""
+    segment = segment_of(comm.context, holder_of(comm, source), tl.int32)
+    return segment + row_of(routing.published, comm.epoch, source)
+
+
+@triton.jit
+def _write_words(table, words, count, K: tl.constexpr, FLOAT: tl.constexpr):
+    """Copy [count, K] ids, or weights as the bits of fp32 numbers, into a table."""
+    for start in range(0, count * K, LONG_BLOCK):
+        i = start + tl.arange(0, LONG_BLOCK)
+        inside = i < count * K
+        pointers = words.data + (i // K).to(tl.int64) * words.row_stride + (i % K).to(tl.int64) * words.column_stride
+        value = tl.load(pointers, mask=inside)
+        if FLOAT:
+            value = value.to(tl.float32).to(tl.int32, bitcast=True)
+        else:
+            # ids of 64 bits must not become others when they are cut; the largest of 32 bits are no experts
+            value = tl.minimum(tl.maximum(value, -1), 0x7FFFFFFF).to(tl.int32)
+        tl.store(table + i, value, mask=inside)
+
+
+@triton.jit
+def publish(comm, routing, batch, ids, weights):
+    """Write this rank's routing table and send it to my counterparts. ids, weights: `Block`s, or None."""
+    rank = rank_of(comm.context)
+    segment = tl.load(comm.context + SEGMENT)
+    left = wait_node_entered(comm, batch.signals, comm.epoch - 1, SEND)
+    left &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
+    if left:
+        table = table_of(comm, routing, rank)
+        word = tl.arange(0, 16)
+        header = tl.where(word == TOKENS, batch.tokens, 0) + tl.where(word == EXPERTS, batch.experts, 0)
+        tl.store(table + word, header + tl.where(word == CAPACITY, batch.capacity, 0))
+        size = HEADER + batch.tokens * routing.K
+        if routing.HAS_IDS:
+            _write_words(table + HEADER, ids, batch.tokens, routing.K, False)
+        if routing.HAS_WEIGHTS:
+            behind = table + HEADER
+            if routing.HAS_IDS:
+                behind += batch.max_tokens * routing.K
+                size += batch.max_tokens * routing.K
+            _write_words(behind, weights, batch.tokens, routing.K, True)
+        notify(signal_of(comm, rank, batch.signals.routed, rank, 0), comm.epoch)
+        signal = word_of(batch.signals.routed, comm.epoch, rank, 0) * 8
+        place = row_of(routing.published, comm.epoch, rank) * 4
+        for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+            transfer = Transfer(peer, segment, place, segment, place, size.to(tl.int64) * 4)
+            post(comm.context, transfer, signal, comm.epoch, SEND)
+
+
+@triton.jit
+def wait_routing(comm, signals, ROLE: tl.constexpr):
+    """Wait for the routing tables of all ranks; false if the group gave up."""
+    rank = rank_of(comm.context)
+    good = tl.full((), True, tl.int1)
+    for i in range(comm.WORLD_SIZE):
+        source = (rank + i) % comm.WORLD_SIZE
+        signal = signal_of(comm, holder_of(comm, source), signals.routed, source, 0)
+        good &= wait(comm.context, signal, comm.epoch, ROLE, ROUTED, source, 0)
+    return good
+
+
+@triton.jit
+def _headers(comm, routing, WORD: tl.constexpr):
+    """A word of all headers, by rank; 0 behind the last of them."""
+    source = tl.arange(0, routing.RANKS)
+    there = source < comm.WORLD_SIZE
+    address = tl.load(comm.context + TABLE + holder_of(comm, source), mask=there, other=0)
+    offset = row_of(routing.published, comm.epoch, source) + WORD
+    return tl.load(address.to(tl.pointer_type(tl.int32)) + offset, mask=there, other=0)
+
+
+@triton.jit
+def experts_before(comm, routing, rank):
+    """How many experts the ranks below `rank` have: the id of its first one."""
+    experts = _headers(comm, routing, EXPERTS)
+    return tl.sum(tl.where(tl.arange(0, routing.RANKS) < rank, experts, 0))
+
+
+@triton.jit
+def ids_of(routing, table, token, tokens, ROWS: tl.constexpr):
+    """ROWS x SLOTS ids from a routing table, from `token` on; -1 beyond `tokens` and beyond K."""
+    t = token + tl.arange(0, ROWS)[:, None]
+    slot = tl.arange(0, routing.SLOTS)[None, :]
+    return tl.load(table + HEADER + t * routing.K + slot, mask=(t < tokens) & (slot < routing.K), other=-1)
+
+
+@triton.jit
+def named_in(ids, low, high):
+    """Which rows of a block of ids name an expert in low..high-1: 1 or 0."""
+    return tl.max(((ids >= low) & (ids < high)).to(tl.int32), axis=1)
+
+
+@triton.jit
+def tokens_of(tables, source):
+    """How many tokens a rank has, when rows have been laid out."""
+    return tl.load(tables.summary + SUMMARY + source)
+
+
+# -- counting
+
+
+@triton.jit
+def _rank_rows(table, words, expert, positions):
+    """Number the ids that name an expert, in order; returns how many there are."""
+    before = tl.full((), 0, tl.int32)
+    for start in range(0, words, LONG_BLOCK):
+        i = start + tl.arange(0, LONG_BLOCK)
+        named = (tl.load(table + HEADER + i, mask=i < words, other=-1) == expert).to(tl.int32)
+        tl.store(positions + i, before + tl.cumsum(named, 0) - named, mask=named == 1)
+        before += tl.sum(named)
+    return before
+
+
+@triton.jit
+def _count_at_or_above(table, words, bounds, RANKS: tl.constexpr):
+    """For every bound: how many ids are at least that."""
+    above = tl.zeros((RANKS,), tl.int32)
+    at_once: tl.constexpr = max(8192 // RANKS, 16)
+    for start in range(0, words, at_once):
+        i = start + tl.arange(0, at_once)
+        ids = tl.load(table + HEADER + i, mask=i < words, other=-1)
+        above += tl.sum((ids[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
+    return above
+
+
+@triton.jit
+def number_crossings(comm, routing, table, tokens, node, numbers):
+    """Number the tokens that name an expert of a node, in order; the others get -1."""
+    low = experts_before(comm, routing, node * comm.RANKS_PER_NODE)
+    high = experts_before(comm, routing, (node + 1) * comm.RANKS_PER_NODE)
+    before = tl.full((), 0, tl.int32)
+    for start in range(0, tokens, TOKENS_AT_ONCE):
+        crosses = named_in(ids_of(routing, table, start, tokens, TOKENS_AT_ONCE), low, high)
+        t = start + tl.arange(0, TOKENS_AT_ONCE)
+        number = before + tl.cumsum(crosses, 0) - crosses
+        tl.store(numbers + t, tl.where(crosses == 1, number, -1), mask=t < tokens)
+        before += tl.sum(crosses)
+
+
+@triton.jit
+def count_rows(comm, routing, batch, worker, workers):
+    """This worker's share of the counting: positions, counts, above and recv_index of `Tables`. All routing tables must
+    be here."""
+    tables = routing.tables
+    rank = rank_of(comm.context)
+    node = rank // comm.RANKS_PER_NODE
+    first = experts_before(comm, routing, rank)
+    for item in range(worker, (batch.experts + 1) * comm.WORLD_SIZE, workers):
+        source = item % comm.WORLD_SIZE
+        expert = item // comm.WORLD_SIZE - 1
+        table = table_of(comm, routing, source)
+        tokens = tl.load(table + TOKENS)
+        if expert >= 0:
+            positions = tables.positions + (source * batch.max_tokens).to(tl.int64) * routing.K
+            rows = _rank_rows(table, tokens * routing.K, first + expert, positions)
+            tl.store(tables.counts + expert * comm.WORLD_SIZE + source, rows)
+        else:
+            owned = _headers(comm, routing, EXPERTS)
+            bounds = tl.cumsum(owned, 0) - owned
+            at_least = _count_at_or_above(table, tokens * routing.K, bounds, routing.RANKS)
+            tl.store(tables.above + source * routing.RANKS + tl.arange(0, routing.RANKS), at_least)
+            if source // comm.RANKS_PER_NODE != node:
+                numbers = tables.recv_index + source * batch.max_tokens
+                number_crossings(comm, routing, table, tokens, node, numbers)
+
+
+@triton.jit
+def counted_last(context, workers):
+    """Every CTA that counts calls this when it is done; true for the one that is the last."""
+    state = state_of(context)
+    tl.debug_barrier()
+    before = tl.atomic_add(state + COUNTERS_DONE, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    last = before == workers - 1
+    if last:
+        tl.atomic_xchg(state + COUNTERS_DONE, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def _find_status(comm, routing):
+    """Does every rank have the capacity for its rows, and every id an expert? All ranks find the same status, and each
+    records it."""
+    above = routing.tables.above
+    i = tl.arange(0, routing.RANKS)
+    at_least = tl.zeros((routing.RANKS,), tl.int32)
+    at_next = tl.zeros((routing.RANKS,), tl.int32)
+    for source in range(comm.WORLD_SIZE):
+        at_least += tl.load(above + source * routing.RANKS + i)
+        at_next += tl.load(above + source * routing.RANKS + i + 1, mask=i < comm.WORLD_SIZE, other=0)
+    rows = tl.where(i < comm.WORLD_SIZE, at_least - at_next, 0)
+    capacity = _headers(comm, routing, CAPACITY)
+    invalid_ids = tl.sum(tl.where(i == comm.WORLD_SIZE, at_least, 0))
+    worst = tl.max(rows - capacity)
+    status = tl.where(invalid_ids > 0, INVALID_ID, tl.where(worst > 0, OVER_CAPACITY, OK))
+    if status == INVALID_ID:
+        refuse(comm.context, INVALID_ID, 0, invalid_ids, tl.sum(_headers(comm, routing, EXPERTS)))
+    elif status == OVER_CAPACITY:
+        full = tl.min(tl.where(rows - capacity == worst, i, routing.RANKS))
+        needed = tl.sum(tl.where(i == full, rows, 0))
+        refuse(comm.context, OVER_CAPACITY, full, needed, tl.sum(tl.where(i == full, capacity, 0)))
+    return status
+
+
+@triton.jit
+def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.constexpr):
+    """Turn counts into row numbers and blocks of TILE_M rows: bases, first_blocks, expert_counts and summary of
+    `Tables`. Each block has COUNTERS counters, which start at zero."""
+    tables = routing.tables
+    total = tl.full((), 0, tl.int32)
+    for start in range(0, experts * comm.WORLD_SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count = tl.load(tables.counts + i, mask=i < experts * comm.WORLD_SIZE, other=0)
+        tl.store(tables.bases + i, total + tl.cumsum(count, 0) - count, mask=i < experts * comm.WORLD_SIZE)
+        total += tl.sum(count)
+    tl.store(tables.bases + experts * comm.WORLD_SIZE, total)
+    tl.debug_barrier()
+    blocks = tl.full((), 0, tl.int32)
+    for start in range(0, experts, BLOCK):
+        expert = start + tl.arange(0, BLOCK)
+        there = expert < experts
+        rows = tl.load(tables.bases + (expert + 1) * comm.WORLD_SIZE, mask=there, other=0)
+        rows -= tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=there, other=0)
+        tl.store(tables.expert_counts + expert, rows, mask=there)
+        height = (rows + TILE_M - 1) // TILE_M
+        tl.store(tables.first_blocks + expert, blocks + tl.cumsum(height, 0) - height, mask=there)
+        blocks += tl.sum(height)
+    tl.store(tables.first_blocks + experts, blocks)
+    status = _find_status(comm, routing)
+    if status != OK:
+        blocks = tl.full((), 0, tl.int32)
+    for start in range(0, blocks * COUNTERS, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(tables.placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)
+    first = experts_before(comm, routing, rank_of(comm.context))
+    summary = tables.summary
+    tl.store(summary + STATUS, status)
+    tl.store(summary + BLOCKS, blocks)
+    tl.store(summary + FIRST_EXPERT, first)
+    tl.store(summary + PIECES_TAKEN, 0)
+    tl.store(summary + TILES_TAKEN, 0)
+    i = tl.arange(0, routing.RANKS)
+    tokens = _headers(comm, routing, TOKENS)
+    owned = _headers(comm, routing, EXPERTS)
+    tl.store(summary + SUMMARY + i, tokens)
+    tl.store(summary + SUMMARY + routing.RANKS + i, tl.cumsum(owned, 0) - owned)
+    tl.debug_barrier()
