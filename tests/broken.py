@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import pytest
 from helpers import run
-from mutation import mutated
+from mutation import module_name, mutated
 
 import mkernel as mk
 from mkernel.runtime import group as runtime_group
@@ -51,7 +51,7 @@ class SimulatedCalls:
         """Patches that a kind of scenario needs."""
 
     def run_unbroken(self, seed):
-        return self.run(importlib.import_module(f"mkernel.ops.{self.op}"), seed)
+        return self.run(importlib.import_module(f"mkernel.{module_name(self.op)}"), seed)
 
 
 @dataclass(frozen=True)

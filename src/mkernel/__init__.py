@@ -10,11 +10,10 @@ from mkernel import environment as _environment  # noqa: F401  # before CUDA sta
 from mkernel.api import empty, explain, init
 from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
-from mkernel.ops.matmul_all_reduce import matmul_all_reduce
-from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mkernel.ops.moe_combine import moe_combine
 from mkernel.ops.moe_dispatch_matmul import moe_dispatch_matmul
 from mkernel.ops.moe_ffn import moe_ffn
+from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
 from mkernel.ops.ring_attention import ring_attention
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import (

@@ -11,7 +11,7 @@ import torch
 from mutation import changed
 
 import mkernel as mk
-from mkernel.ops import matmul_all_reduce as all_reduce_module
+from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 
 SENTINEL = 12345.0
 CLUSTERS = [(1, 1), (1, 2), (1, 3), (1, 4)]
@@ -80,8 +80,8 @@ def call_all(group, rows, n, k, dtype):
 @pytest.fixture(params=["one shot", "two levels"])
 def way(request, monkeypatch):
     """Small results are summed up in one shot by default: both ways must be right."""
-    monkeypatch.setattr(all_reduce_module, "LARGEST_ONE_SHOT", 2**30 if request.param == "one shot" else 0)
-    monkeypatch.setattr(all_reduce_module, "EXCHANGE_SECONDS", 1.0)
+    monkeypatch.setattr(all_reduce_plan, "LARGEST_ONE_SHOT", 2**30 if request.param == "one shot" else 0)
+    monkeypatch.setattr(all_reduce_plan, "EXCHANGE_SECONDS", 1.0)
     return request.param
 
 

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 from compiling import NAMES, REGISTERS, SHARED_MEMORY, compiled
-
 from mkernel.ops.matmul_all_reduce import one_shot_kernel, two_level_kernel
 from mkernel.ops.matmul_all_reduce_multicast import multicast_kernel
 from mkernel.ops.matmul_all_reduce_sliced import sliced_kernel
 from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+
 from mkernel.runtime.operands import DTYPES, matmul_precision
 from mkernel.runtime.planning import default_tiles, settings_of_sum
 

@@ -9,13 +9,15 @@ are, so that a signal of one half is never a signal of the other.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from mkernel.lang.layout import Buffer, Words
+from mkernel.lang.layout import Buffer, Slots, Words
 from mkernel.runtime.group import Group, Uses, Workspace
 from mkernel.runtime.heap import ALIGNMENT
+from mkernel.runtime.operands import DTYPES, constants
 from mkernel.runtime.world import Array
 
 WORD = 8  # bytes
@@ -27,7 +29,11 @@ class _Place:
 
     start: int
     shape: tuple[int, ...]
-    item: int
+    dtype: torch.dtype = torch.int64
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def size(self) -> int:
@@ -50,15 +56,18 @@ class Layout:
 
     def words(self, name: str, *shape: int) -> None:
         """Words that exist once."""
-        self._words[name] = _Place(_end(self._words), shape, WORD)
+        self._words[name] = _Place(_end(self._words), shape)
 
     def signals(self, name: str, *shape: int) -> None:
         """Words that exist in each half."""
-        self._signals[name] = _Place(_end(self._signals), shape, WORD)
+        self._signals[name] = _Place(_end(self._signals), shape)
 
     def buffer(self, name: str, dtype: torch.dtype, *shape: int) -> None:
         """Elements that exist in each half."""
-        self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype.itemsize)
+        self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._words or name in self._signals or name in self._buffers
 
     def workspace(self, group: Group) -> Workspace:
         """A workspace with room for this call. Collective if it must grow."""
@@ -82,11 +91,18 @@ class Layout:
             (workspace.data_start + place.start) // place.item, workspace.half_bytes // place.item, place.stride
         )
 
+    def slots_in(self, workspace: Workspace, name: str) -> Slots:
+        """A buffer [i, j, element] of a workspace, as slots [i, j]."""
+        place = self._buffers[name]
+        _, slots, size = place.shape
+        start, half, _ = self.buffer_in(workspace, name)
+        return Slots(start, half, slots, *constants(size, DTYPES[place.dtype]))
+
     # -- for the simulator
 
-    def uses(self, workspace: Workspace, free: dict[str, tuple[tuple[int, int], ...]] | None = None) -> Uses:
+    def uses(self, workspace: Workspace, free: Mapping[str, tuple[tuple[int, int], ...] | None] | None = None) -> Uses:
         """What a launch may touch. free: of some buffers, the ranges of first indices that nobody may read once the
-        launch is over."""
+        launch is over; None: all of the buffer."""
         arrays = [Array(name, place.start * WORD, place.shape, WORD) for name, place in self._words.items()]
         common, half = _end(self._words), self._half_words(workspace)
         for name, place in self._signals.items():
@@ -99,7 +115,10 @@ class Layout:
         for name, indices in (free or {}).items():
             place = self._buffers[name]
             step = place.stride * place.item
-            ranges += [(place.start + first * step, place.start + end * step) for first, end in indices]
+            ranges += [
+                (place.start + first * step, place.start + end * step)
+                for first, end in indices or ((0, place.shape[0]),)
+            ]
         return Uses(workspace, arrays, ranges)
 
     def _half_words(self, workspace: Workspace) -> int:
