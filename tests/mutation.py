@@ -22,7 +22,7 @@ def module_name(op):
 def mutated(folder, op, *replacements):
     """Copy lang/ and the operator's modules, ops/<op>*.py or its package, into a package in `folder`, applying
     (file, old, new) replacements. `file` is a name like "signals", of lang/; OP for ops/<op>.py; or, like "op/kernel",
-    a module of the operator's package; or, like "reduce/protocol", one of ops/. Returns the copied operator's module."""
+    a module of the operator's package; or, like "reduce/protocol", of ops/. Returns the copied operator's module."""
     package = PACKAGES.get(op, op)
     source = Path(mkernel.__file__).parent
     name = f"mutant_{next(_numbers)}"

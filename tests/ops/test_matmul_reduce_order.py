@@ -21,7 +21,10 @@ def test_reduce_scatter(nodes, gpus, tiles, ctas):
             rounds, early, late = call(reduce_scatter.deal_tiles, tiles, WORLD_SIZE=size)
             places = range(rounds * size + early + late)
             sequences.append(
-                [call(reduce_scatter.tile_at, place, tiles, rounds, early, WORLD_SIZE=size, RANKS_PER_NODE=gpus) for place in places]
+                [
+                    call(reduce_scatter.tile_at, place, tiles, rounds, early, WORLD_SIZE=size, RANKS_PER_NODE=gpus)
+                    for place in places
+                ]
             )
     taken = {item: (cta, place) for cta, sequence in enumerate(sequences) for place, item in enumerate(sequence)}
     everything = set(itertools.product(range(nodes), range(gpus), range(tiles)))
@@ -49,7 +52,9 @@ def test_all_reduce(gpus, tiles, ctas):
         with as_cta(cta, ctas) as call:
             rounds = call(all_reduce.count_rounds, tiles)
             for local in range(gpus):
-                items = [call(all_reduce.round_at, place, rounds, local, RANKS_PER_NODE=gpus) for place in range(rounds)]
+                items = [
+                    call(all_reduce.round_at, place, rounds, local, RANKS_PER_NODE=gpus) for place in range(rounds)
+                ]
                 assert sorted(round for round, _ in items) == list(range(rounds))
                 for place, (round, owner) in enumerate(items):
                     assert round // gpus == place // gpus, "blocks come one after the other"

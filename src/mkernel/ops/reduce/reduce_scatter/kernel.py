@@ -27,7 +27,7 @@ from mkernel.ops.reduce.operands import (
     variant_of,
     with_matrices,
 )
-from mkernel.ops.reduce.protocol import add_partials, push_partial, slot_bytes
+from mkernel.ops.reduce.protocol import add_partials, push_partial, slot_bytes, wait_partials
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.ops.reduce.reduce_scatter.protocol import (
     add_node_sums,
@@ -35,7 +35,7 @@ from mkernel.ops.reduce.reduce_scatter.protocol import (
     first_partial,
     prefetch,
     send_node_sum,
-    wait_summands,
+    wait_node_sums,
 )
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
@@ -58,14 +58,16 @@ class Taken(NamedTuple):
 def _reduce(comm, call, total, taken):
     """Add what the node has pushed to this rank's partial of a tile; then send the node's sum to its owner, or, if this
     rank is the owner, add those of the other nodes, and store the result."""
-    if comm.WORLD_SIZE > 1:
-        total += wait_summands(comm, call.exchange, taken.node_offset, taken.tile)
-    total = add_partials(comm, call.exchange, total, first_partial(comm, taken.node_offset), taken.tile)
+    first = first_partial(comm, taken.node_offset)
+    if comm.RANKS_PER_NODE > 1:
+        total += wait_partials(comm, call.exchange, first, taken.tile, taken.tile)
+        total = add_partials(comm, call.exchange, total, first, taken.tile)
     place = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
         if taken.node_offset != 0:
             send_node_sum(comm, call.exchange, total, taken.node_offset, taken.tile)
         else:
+            total += wait_node_sums(comm, call.exchange, taken.tile)
             store_result(call.result, place, add_node_sums(comm, call.exchange, total, taken.tile))
     else:
         store_result(call.result, place, total)

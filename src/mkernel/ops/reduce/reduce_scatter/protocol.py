@@ -15,7 +15,7 @@ from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, wait_again
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.partials import load_partial, prefetch_partial, store_partial
-from mkernel.ops.reduce.protocol import peer_behind, prefetch_partials, signal_at, slot_at, slot_bytes
+from mkernel.ops.reduce.protocol import prefetch_partials, signal_at, slot_at, slot_bytes
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 
@@ -86,20 +86,13 @@ def send_node_sum(comm, exchange, total, node_offset, tile):
 
 
 @triton.jit
-def wait_summands(comm, exchange, node_offset, tile):
-    """Wait for all that is to be added to this rank's partial of a tile: what the node pushes and, if the rank owns the
-    tile, the sums of the other nodes. 0.0, or NaN if the group gave up."""
-    NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-    PEERS: tl.constexpr = comm.RANKS_PER_NODE - 1
+def wait_node_sums(comm, exchange, tile):
+    """Wait for the other nodes' sums of a tile; 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
     missing = 0.0
-    for i in range(tl.where(node_offset == 0, PEERS + NODES - 1, PEERS)):
-        source = peer_behind(comm, 1 + i)
-        signal = signal_at(comm, exchange.partial, rank, first_partial(comm, node_offset) + i, tile)
-        if NODES > 1:
-            if i >= PEERS:
-                source = (rank + (i - PEERS + 1) * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-                signal = signal_at(comm, exchange.node_sum, rank, i - PEERS, tile)
+    for i in range(comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1):
+        source = (rank + (i + 1) * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        signal = signal_at(comm, exchange.node_sum, rank, i, tile)
         if not wait_again(comm.context, signal, comm.epoch, COMPUTE, PARTIAL, source, tile):
             missing = float("nan")
     return missing
