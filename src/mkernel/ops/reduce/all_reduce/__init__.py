@@ -1,9 +1,11 @@
 """matmul_all_reduce: y = the sum over all ranks of a @ b, on every rank, in one kernel per rank.
 
+What it has in common with matmul_reduce_scatter is in the docstring of mkernel.ops.reduce.
+
 What it computes. Every rank holds a slice of the depth: a [m, k_local] and b [k_local, n]. The result, on
 every rank, is the sum of all ranks' products [m, n], plus `bias` and `residual`. m and n are arbitrary.
 
-Who does what. One persistent launch per rank, in which all CTAs do the same (role `compute`). Every tile
+Who does what. Every tile
 has an owner in each node, the same local rank everywhere, and is computed by the same CTA on every rank. A
 CTA takes its tiles in blocks of as many as the node has ranks, of which each rank owns one:
 
@@ -19,31 +21,21 @@ So pushing, summing up and reading back are spread over the whole launch, and th
 of them. A finished tile is read from its owner, rather than pushed to everybody, because it has to go
 through a CTA on its way into the result anyhow: pushed, it would be written and read once more.
 
-Results of few tiles in one node take the kernel in matmul_all_reduce_sliced.py, which cuts tiles into slices.
+Results of few tiles in one node take the kernel in sliced.py, which cuts tiles into slices.
 Where there is multicast, see below, larger ones in one node take another one, too.
 
-The smallest results (`one shot`, one node, chosen by size): every rank pushes its part of every tile to all ranks
+The smallest results (`one shot`: one_shot.py, one node, chosen by size): every rank pushes its part of every tile to all ranks
 of the node, and every rank sums up everything. One exchange instead of two, for gpus/2 times the bytes.
-
-The loop. Tiles and steps through k are one loop, so that Triton loads the first steps of a tile while
-the tile before is summed up. Signals of what was stored for others are sent after the next
-multiplication: a release has to wait until the stores have reached the peer, and by then they have.
 
 What is signalled. `partial[half, slot]`: the slot holds a part, or a node's sum, of the epoch. `finished
 tile[half, owner, tile]`: the owner has a finished tile in its slot. Both hold epochs and only grow.
 
-Sums and rounding. Accumulation is in fp32. What travels is rounded to `reduce_dtype` (by default the dtype
-of a): a part once, a node's sum once more. The order is fixed: within the node the owner's own part, which
+Sums and rounding. The order is fixed: within the node the owner's own part, which
 is not rounded, then those of the ranks behind it, in turn; then the nodes' sums, from node 0 on, the own
 one rounded like the others. In one shot: the ranks' parts from rank 0 on, all rounded. So the same inputs
 give the same bits on every run, and on every rank. The error, beside that of one product with all of k in
 fp32, is at most u * (the sum over all parts and node sums of their absolute values), u = eps/2 of
 reduce_dtype, and eps/2 of the result's dtype times the result.
-
-Why buffers are safe. Slots and signals have two halves, used in turn by the epoch's parity. A rank's
-result needs a part of every rank. So a rank that begins epoch e knows that every rank has entered e-1,
-and has left e-2, the last epoch that used this half: its slots have been read, what was sent from its
-memory has arrived, and nothing of that parity is in flight. No entry signal is needed.
 
 Why it cannot deadlock. Order what is waited for by (program id, block, step), the steps of a block being:
 push, sum up the node, add the nodes, read what is finished. Every wait is for a step of a CTA with the
@@ -59,13 +51,13 @@ and reads as many of the result's; in one shot it writes (gpus-1)*m*n. Over the 
 several) and 2*m*n/gpus of the result's; in one shot 2*m*n*gpus.
 
 Multicast. Where symmetric memory has a multicast object (ranks on GPUs of their own in one node, as processes, with
-NVSwitch), results that are not small take the kernel in matmul_all_reduce_multicast.py from 4 ranks on, by
+NVSwitch), results that are not small take the kernel in multicast.py from 4 ranks on, by
 themselves: one store through the switch hands a finished tile to all ranks. The parts are still pushed, and added by
 their owner in the order above, so the bits are the same as without. The switch could add them as well, and a third
 less would move with 8 GPUs; but it promises no order, and different bits were seen from call to call (NCCL's issues
 1497 and 2360). So it adds only if the caller says `fixed_order=False`, and never where torch is asked for deterministic
 algorithms. The error then has one more term, u * |the sum|, with u up to eps: how the switch rounds is not told.
-What moves, and how accesses are ordered, is told there and in lang/multicast.py.
+What moves, and how accesses are ordered, is told there and in multimem.py.
 """
 
 from __future__ import annotations

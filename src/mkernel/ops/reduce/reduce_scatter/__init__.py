@@ -1,11 +1,12 @@
 """matmul_reduce_scatter: y = the sum over all ranks of a @ b, each rank keeping its rows, in one kernel per rank.
 
+What it has in common with matmul_all_reduce is in the docstring of mkernel.ops.reduce.
+
 What it computes. Every rank holds a slice of the depth: a [m, k_local] and b [k_local, n]. The sum of
 all ranks' products is [m, n]; rank r gets rows r*m/world ... (r+1)*m/world of it, plus `bias` and
 `residual`.
 
-Who does what. One persistent launch per rank, in which all CTAs do the same (role `compute`). There
-is no CTA that only adds or copies. Tile t of every rank's rows is computed by the same CTA on every
+Who does what. Tile t of every rank's rows is computed by the same CTA on every
 rank, so a CTA waits only for its namesakes. It has three kinds of tiles, taken in this order:
 
 - rows of other nodes, tile after tile: first the parts of the rows whose local index is another rank of
@@ -18,27 +19,17 @@ rank, so a CTA waits only for its namesakes. It has three kinds of tiles, taken 
   and residual, and stores the result.
 
 How tiles are dealt. The tiles of one rank's rows go round the CTAs. What is left for the last round is
-dealt to other CTAs for every kind of tile, if there are enough (`_dealt`); else the CTAs at the front
+dealt to other CTAs for every kind of tile, if there are enough (`deal_tiles`); else the CTAs at the front
 would get one tile more for each rank.
-
-The loop. Tiles and steps through k are one loop, so that Triton loads the first steps of a tile while
-the sum of the tile before is stored. A tile's signal is sent after the next multiplication: the release
-has to wait until the stores have reached the peer, and by then they have.
 
 What is signalled. `partial[half, slot]`: the slot holds a part (or a node's sum) of the epoch. One
 signal a tile; it holds the epoch and only grows.
 
-Sums and rounding. Accumulation is in fp32. What travels is rounded to `reduce_dtype` (by default the
-dtype of a): a part once, a node's sum once more. The owner's own part is never rounded. The order is
+Sums and rounding. The owner's own part is never rounded. The order is
 fixed: first the rank's own part, then those of the ranks behind it in its node, in turn, then the nodes
 behind its own, in turn. So the same inputs give the same bits on every run. The error, beside that of
 one product with all of k in fp32, is at most u * (the sum over all parts and node sums that travelled of
 their absolute values), u = eps/2 of reduce_dtype, and eps/2 of the result's dtype times the result.
-
-Why buffers are safe. Slots and signals have two halves, used in turn by the epoch's parity. A rank's
-result needs a part of every rank. So a rank that begins epoch e knows that every rank has entered e-1,
-and has left e-2, the last epoch that used this half: its slots have been read, what was sent from its
-send slots has arrived, and nothing of that parity is in flight. No entry signal is needed.
 
 Why it cannot deadlock. Pushing waits for nothing. Order what waits by (program id, place in the CTA's
 sequence): a sum of the network's needs parts that CTAs of the same or a lower program id push, those of
