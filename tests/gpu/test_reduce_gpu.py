@@ -3,12 +3,11 @@
 `pytest tests/gpu/test_reduce_gpu.py -k one_node` needs no network; the others are in `two_nodes`.
 """
 
-import sys
 import time
 
 import pytest
 import torch
-from mutation import changed
+from mutation import OP, mutated
 
 import mkernel as mk
 from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
@@ -296,10 +295,11 @@ def test_one_node_dead_peer_is_reported_and_the_others_go_on(name):
 
 
 def test_one_node_lost_signal_times_out(tmp_path):
-    signalled = "(signal.to(tl.pointer_type(tl.int64)), epoch)"
-    broken = changed(
-        tmp_path, sys.modules["mkernel.ops.matmul_reduce_scatter"],
-        (f"notify_in_loop{signalled}", "pass"), (f"notify{signalled}", "pass"),
+    signalled = "(signal.to(tl.pointer_type(tl.int64)), comm.epoch)"
+    kernel = f"{OP}/kernel"
+    broken = mutated(
+        tmp_path, "matmul_reduce_scatter", (kernel, f"notify_in_loop{signalled}", "pass"),
+        (kernel, f"notify{signalled}", "pass"),
     )  # fmt: skip
 
     def on_rank(group):

@@ -24,11 +24,11 @@ through a CTA on its way into the result anyhow: pushed, it would be written and
 Results of few tiles in one node take the kernel in sliced.py, which cuts tiles into slices.
 Where there is multicast, see below, larger ones in one node take another one, too.
 
-The smallest results (`one shot`: one_shot.py, one node, chosen by size): every rank pushes its part of every tile to all ranks
+The smallest results (one_shot.py: one node, chosen by size): every rank pushes its part of every tile to all ranks
 of the node, and every rank sums up everything. One exchange instead of two, for gpus/2 times the bytes.
 
-What is signalled. `partial[half, slot]`: the slot holds a part, or a node's sum, of the epoch. `finished
-tile[half, owner, tile]`: the owner has a finished tile in its slot. Both hold epochs and only grow.
+What is signalled. `partial`: a slot holds what a rank of the node has pushed; `node_sum`: it holds the sum of another
+node; `finished`: the owner has a finished tile in its slot (`layout` in protocol.py). All hold epochs and only grow.
 
 Sums and rounding. The order is fixed: within the node the owner's own part, which
 is not rounded, then those of the ranks behind it, in turn; then the nodes' sums, from node 0 on, the own

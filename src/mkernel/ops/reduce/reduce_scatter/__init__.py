@@ -6,8 +6,8 @@ What it computes. Every rank holds a slice of the depth: a [m, k_local] and b [k
 all ranks' products is [m, n]; rank r gets rows r*m/world ... (r+1)*m/world of it, plus `bias` and
 `residual`.
 
-Who does what. Tile t of every rank's rows is computed by the same CTA on every
-rank, so a CTA waits only for its namesakes. It has three kinds of tiles, taken in this order:
+Who does what. Tile t of every rank's rows is computed by the same CTA on every rank. A CTA has three kinds of
+tiles, taken in this order:
 
 - rows of other nodes, tile after tile: first the parts of the rows whose local index is another rank of
   the node: pushed to that rank. Then the part of the rows with its own local index: it adds what the
@@ -22,8 +22,8 @@ How tiles are dealt. The tiles of one rank's rows go round the CTAs. What is lef
 dealt to other CTAs for every kind of tile, if there are enough (`deal_tiles`); else the CTAs at the front
 would get one tile more for each rank.
 
-What is signalled. `partial[half, slot]`: the slot holds a part (or a node's sum) of the epoch. One
-signal a tile; it holds the epoch and only grows.
+What is signalled. `partial`: a slot holds what a rank of the node has pushed; `node_sum`: it holds the sum of another
+node (`layout` in protocol.py). One signal a tile and source; it holds the epoch and only grows.
 
 Sums and rounding. The owner's own part is never rounded. The order is
 fixed: first the rank's own part, then those of the ranks behind it in its node, in turn, then the nodes
