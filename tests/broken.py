@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import pytest
 from helpers import run
-from mutation import mutated
+from mutation import module_name, mutated
 
 import mkernel as mk
 from mkernel.runtime import group as runtime_group
@@ -47,16 +47,11 @@ class SimulatedCalls:
                 resident=self.resident, ctas=self.ctas,
             )  # fmt: skip
 
-    @property
-    def package(self):
-        """The module or package of ops/ that the operator is in."""
-        return self.op
-
     def prepare(self, module, patch):
         """Patches that a kind of scenario needs."""
 
     def run_unbroken(self, seed):
-        return self.run(importlib.import_module(f"mkernel.ops.{self.package}"), seed)
+        return self.run(importlib.import_module(f"mkernel.{module_name(self.op)}"), seed)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def passes_unbroken(scenario):
 def failure_of(broken, folder):
     """How the broken operator fails; the unbroken one does not."""
     assert passes_unbroken(broken.scenario)
-    module = mutated(folder, broken.scenario.package, *broken.replacements)
+    module = mutated(folder, broken.scenario.op, *broken.replacements)
     with pytest.raises(broken.expected) as caught:
         broken.scenario.run(module, seed=0)
     return caught.value

@@ -84,7 +84,6 @@ class Attends(SimulatedCalls):
     ends."""
 
     op: ClassVar = "ring_attention"
-    package: ClassVar = "attention"
     case: attention.Case
     steps: int | None = None
     arrives: int = 0
@@ -105,7 +104,6 @@ EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ff
 class Routes(SimulatedCalls):
     """An operator of the mixture of experts."""
 
-    package: ClassVar = "moe"
     op: str
     layer: Layer = LITTLE
 

@@ -11,7 +11,7 @@ import torch
 from helpers import assert_same
 
 import mkernel as mk
-from mkernel.ops import matmul_all_reduce as all_reduce
+from mkernel.ops.reduce import all_reduce
 from mkernel.sim.scheduler import Options
 
 WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced", "multicast"]
@@ -31,10 +31,10 @@ def choose(way, monkeypatch, module=all_reduce):
     """Small results are summed up in one shot, or sliced, by default, and large ones with multicast from 4 ranks on:
     choose which way is tested."""
     if way != "matmul_reduce_scatter":
-        monkeypatch.setattr(module, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
-        monkeypatch.setattr(module, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
-        monkeypatch.setattr(module, "EXCHANGE_SECONDS", 1.0)
-        monkeypatch.setattr(module, "FEWEST_FOR_MULTICAST", 2)
+        monkeypatch.setattr(module.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
+        monkeypatch.setattr(module.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
+        monkeypatch.setattr(module.plan, "EXCHANGE_SECONDS", 1.0)
+        monkeypatch.setattr(module.plan, "FEWEST_FOR_MULTICAST", 2)
     if way == "multicast":
         monkeypatch.setattr(helpers, "Options", partial(Options, multicast=True))
 

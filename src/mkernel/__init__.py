@@ -12,9 +12,8 @@ from mkernel.doctor import diagnose
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
-from mkernel.ops.matmul_all_reduce import matmul_all_reduce
-from mkernel.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
+from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import (
     ArgumentError,

@@ -10,11 +10,11 @@ import torch
 from mkernel.environment import one_of_several_processes
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import attention as _ring_attention
-from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
-from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from mkernel.ops.moe import combine as _moe_combine
 from mkernel.ops.moe import dispatch_matmul as _moe_dispatch_matmul
 from mkernel.ops.moe import ffn as _moe_ffn
+from mkernel.ops.reduce import all_reduce as _matmul_all_reduce
+from mkernel.ops.reduce import reduce_scatter as _matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout

@@ -17,15 +17,15 @@ from mkernel.bench import moe, shapes
 from mkernel.operators import Operator, Shape
 from mkernel.ops import all_gather_matmul as _all_gather_matmul
 from mkernel.ops import attention as _ring_attention
-from mkernel.ops import matmul_all_reduce as _matmul_all_reduce
-from mkernel.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from mkernel.ops.moe import combine as _moe_combine
 from mkernel.ops.moe import dispatch_matmul as _moe_dispatch_matmul
 from mkernel.ops.moe import ffn as _moe_ffn
+from mkernel.ops.reduce import all_reduce as _matmul_all_reduce
+from mkernel.ops.reduce import reduce_scatter as _matmul_reduce_scatter
+from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.sums import Sum
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 

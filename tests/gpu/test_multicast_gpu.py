@@ -15,9 +15,9 @@ from processes import torchrun
 
 import mkernel as mk
 from mkernel.lang.context import MULTICAST, TABLE
-from mkernel.lang.multicast import everywhere, fence_aliases, load_sum, store_everywhere
-from mkernel.lang.partials import load_partial, store_partial
-from mkernel.ops import matmul_all_reduce as all_reduce
+from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
+from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
+from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.runtime.cuda import CudaRanks, CudaWorld
 
 pytestmark = pytest.mark.usefixtures("limited")
@@ -195,8 +195,8 @@ def with_multicast(addresses, monkeypatch):
     monkeypatch.setattr(CudaWorld, "allocate", allocate)
     monkeypatch.setattr(CudaRanks, "multicast", multicast)
     for name in ("LARGEST_ONE_SHOT", "LARGEST_SLICED"):
-        monkeypatch.setattr(all_reduce, name, 0)
-    return lambda fewest: monkeypatch.setattr(all_reduce, "FEWEST_FOR_MULTICAST", fewest)
+        monkeypatch.setattr(all_reduce_plan, name, 0)
+    return lambda fewest: monkeypatch.setattr(all_reduce_plan, "FEWEST_FOR_MULTICAST", fewest)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["16-bit parts", "fp32 parts"])
@@ -240,7 +240,7 @@ def test_the_operator(with_multicast, shape, dtype, reduce_dtype):
 BETWEEN_GPUS = """
     import torch
     import mkernel as mk
-    from mkernel.ops import matmul_all_reduce as all_reduce
+    from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 
     group = mk.init(timeout=60.0)
     a = torch.randn(4096, 1024, device=group.device).bfloat16()
@@ -263,7 +263,7 @@ BETWEEN_GPUS = """
         assert not fixed_order or torch.equal(y, first), "other bits on another run"
         others = group.exchange("y", y.view(torch.int16).sum(dtype=torch.int64).item())
         assert len(set(others)) == 1, "other bits on another rank"
-    all_reduce.FEWEST_FOR_MULTICAST = group.size + 1
+    all_reduce_plan.FEWEST_FOR_MULTICAST = group.size + 1
     group._plans.clear()
     assert torch.equal(mk.matmul_all_reduce(a, b), first), "not the bits of the kernel without multicast"
     group.synchronize()

@@ -3,15 +3,14 @@
 `pytest tests/gpu/test_reduce_gpu.py -k one_node` needs no network; the others are in `two_nodes`.
 """
 
-import sys
 import time
 
 import pytest
 import torch
-from mutation import changed
+from mutation import OP, mutated
 
 import mkernel as mk
-from mkernel.ops import matmul_all_reduce as all_reduce_module
+from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 
 SENTINEL = 12345.0
 CLUSTERS = [(1, 1), (1, 2), (1, 3), (1, 4)]
@@ -80,8 +79,8 @@ def call_all(group, rows, n, k, dtype):
 @pytest.fixture(params=["one shot", "two levels"])
 def way(request, monkeypatch):
     """Small results are summed up in one shot by default: both ways must be right."""
-    monkeypatch.setattr(all_reduce_module, "LARGEST_ONE_SHOT", 2**30 if request.param == "one shot" else 0)
-    monkeypatch.setattr(all_reduce_module, "EXCHANGE_SECONDS", 1.0)
+    monkeypatch.setattr(all_reduce_plan, "LARGEST_ONE_SHOT", 2**30 if request.param == "one shot" else 0)
+    monkeypatch.setattr(all_reduce_plan, "EXCHANGE_SECONDS", 1.0)
     return request.param
 
 
@@ -296,10 +295,11 @@ def test_one_node_dead_peer_is_reported_and_the_others_go_on(name):
 
 
 def test_one_node_lost_signal_times_out(tmp_path):
-    signalled = "(signal.to(tl.pointer_type(tl.int64)), epoch)"
-    broken = changed(
-        tmp_path, sys.modules["mkernel.ops.matmul_reduce_scatter"],
-        (f"notify_in_loop{signalled}", "pass"), (f"notify{signalled}", "pass"),
+    signalled = "(signal.to(tl.pointer_type(tl.int64)), comm.epoch)"
+    kernel = f"{OP}/kernel"
+    broken = mutated(
+        tmp_path, "matmul_reduce_scatter", (kernel, f"notify_in_loop{signalled}", "pass"),
+        (kernel, f"notify{signalled}", "pass"),
     )  # fmt: skip
 
     def on_rank(group):

@@ -1,12 +1,15 @@
 """The tile GEMM: every shape, every kind of operand, against float64."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.flat_gemm import masked_block, multiply_tile, store_tile
-from mkernel.runtime.operands import DTYPES, descriptor, matmul_precision
+from mkernel.lang.gemm import masked_block, multiply_tile, store_tile
+from mkernel.lang.matrix import Block, Matrix, Tile, Tiling
+from mkernel.runtime.operands import DTYPES, constants, descriptor, matmul_precision
 
 from .harness import launch, simulate, workspace_of
 
@@ -14,27 +17,37 @@ TILE_M, TILE_N, TILE_K = 16, 32, 16
 CANARY = 123.0
 
 
+class Call(NamedTuple):
+    """Strides of a, b and c, sizes, and how tiles are made."""
+
+    a: Any
+    b: Any
+    c: Any
+    parts: Any
+    rows: Any
+    n: Any
+    k: Any
+    tiling: Any
+
+
 @triton.jit
-def multiply(
-    context,
-    a, part_stride, row_stride, b, b_row_stride, b_column_stride, c, c_row_stride, c_column_stride,
-    parts, rows, n, k,
-    A_DESCRIPTOR: tl.constexpr, B_DESCRIPTOR: tl.constexpr, B_TRANSPOSED: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+def _multiply(a, b, c, call):
+    for part in range(call.parts):
+        for row in range(0, call.rows, call.tiling.M):
+            for column in range(0, call.n, call.tiling.N):
+                place = Tile(part, row, call.rows, column, call.n)
+                store_tile(c, place, multiply_tile(a, b, place, call.k, call.tiling))
+
+
+@triton.jit
+def multiply(context, a, b, c, call):
     """c[part] = a[part] @ b for every part, tile by tile."""
-    for part in range(parts):
-        for row in range(0, rows, M):
-            for column in range(0, n, N):
-                tile = multiply_tile(
-                    a, part, row, rows, part_stride, row_stride, b, column, n, k, b_row_stride, b_column_stride,
-                    TILE_M=M, TILE_N=N, TILE_K=K, A_DESCRIPTOR=A_DESCRIPTOR, B_DESCRIPTOR=B_DESCRIPTOR,
-                    B_TRANSPOSED=B_TRANSPOSED, PRECISION=PRECISION,
-                )  # fmt: skip
-                store_tile(
-                    c, part, row, column, rows, n, c_row_stride, c_column_stride, tile,
-                    TILE_M=M, TILE_N=N, DESCRIPTOR=C_DESCRIPTOR,
-                )  # fmt: skip
+    _multiply(
+        Matrix(a, call.a.part_stride, call.a.row_stride, call.a.column_stride, call.a.USES_TMA, False),
+        Matrix(b, 0, call.b.row_stride, call.b.column_stride, call.b.USES_TMA, call.b.TRANSPOSED),
+        Matrix(c, call.c.part_stride, call.c.row_stride, call.c.column_stride, call.c.USES_TMA, False),
+        call,
+    )
 
 
 def padded(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,15 +74,14 @@ def run(a, b, parts, *, described, transposed, out_described):
         operand_c = descriptor(c, [parts, rows, n], [rows * width, width, 1], [1, TILE_M, TILE_N])
 
     def rank(group):
-        launch(
-            group, workspace_of(group), multiply,
-            a=operand_a, part_stride=rows * a.stride(0), row_stride=a.stride(0),
-            b=operand_b, b_row_stride=b.stride(0), b_column_stride=b.stride(1),
-            c=operand_c, c_row_stride=c.stride(0), c_column_stride=c.stride(1),
+        call = Call(
+            a=Matrix(None, rows * a.stride(0), *a.stride(), *constants(described, False)),
+            b=Matrix(None, 0, *b.stride(), *constants(described, transposed)),
+            c=Matrix(None, rows * c.stride(0), *c.stride(), *constants(out_described, False)),
             parts=parts, rows=rows, n=n, k=k,
-            A_DESCRIPTOR=described, B_DESCRIPTOR=described, B_TRANSPOSED=transposed, C_DESCRIPTOR=out_described,
-            PRECISION=matmul_precision(a.dtype), M=TILE_M, N=TILE_N, K=TILE_K,
+            tiling=Tiling(*constants(TILE_M, TILE_N, TILE_K, 1, matmul_precision(a.dtype))),
         )  # fmt: skip
+        launch(group, workspace_of(group), multiply, a=operand_a, b=operand_b, c=operand_c, call=call)
 
     simulate(rank)
     return memory, c
@@ -136,7 +148,7 @@ def test_bf16_and_fp16_are_summed_in_fp32():
 def mark(context, c, row_stride, rows, n, value, M: tl.constexpr, N: tl.constexpr):
     """One tile, marked by adding a value to all of it."""
     tile = tl.zeros((M, N), tl.float32) + tl.load(value)
-    store_tile(c, 1, 16, 32, rows, n, row_stride, 1, tile, TILE_M=M, TILE_N=N, DESCRIPTOR=False)
+    store_tile(Matrix(c, rows * row_stride, row_stride, 1, False, False), Tile(1, 16, rows, 32, n), tile)
 
 
 def test_a_tile_of_nan_stays_inside_its_part():
@@ -155,7 +167,7 @@ def test_a_tile_of_nan_stays_inside_its_part():
 
 @triton.jit
 def take_block(context, source, row, column, rows, columns, row_stride, column_stride, out):
-    block = masked_block(source, row, column, rows, columns, row_stride, column_stride, ROWS=8, COLUMNS=8)
+    block = masked_block(Block(source, row_stride, column_stride), row, column, rows, columns, ROWS=8, COLUMNS=8)
     place = tl.arange(0, 8)
     tl.store(out + place[:, None] * 8 + place[None, :], block)
 

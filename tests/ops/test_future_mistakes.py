@@ -40,8 +40,8 @@ MISTAKES = {
     ),
     "reduce-scatter: a part is signalled to the rank behind the one that adds it": Broken(
         Sums((1, 3), SCATTER, rows=30),
-        [(OP, "return (segment_of(context, adder, tl.int64)",
-          "return (segment_of(context, rank // GPUS * GPUS + (adder + 1) % GPUS, tl.int64)")],
+        [("reduce/protocol", "return signal_at(comm, exchange.partial, adder,",
+          "return signal_at(comm, exchange.partial, peer_behind(comm, distance + 1),")],
     ),
     "dispatch: a routing table is signalled before it is written": Broken(
         Routes((1, 2), "moe_dispatch_matmul"),
@@ -52,7 +52,7 @@ MISTAKES = {
     # memory that is used again too early
     "reduce-scatter: two halves of signals, one of parts": Broken(
         Sums((1, 2), SCATTER, calls=2),
-        [(OP, "parity * half", "parity * 0"), (OP, "epoch % 2 * half", "epoch % 2 * 0")],
+        [("layout", "(epoch % 2) * slots.half", "(epoch % 2) * 0")],
     ),
     "attention: a slot is used again a round too early": Broken(
         Attends((2, 1), Case(16, heads=4, kv_heads=4), steps=1),
@@ -105,9 +105,9 @@ MISTAKES = {
     ),
     "all-reduce: the fence for aliases behind the release": Broken(
         Sums((1, 2), MULTICAST, rows=60, n=20),
-        [("matmul_all_reduce_multicast",
-          "    fence_aliases()\n    _announce_finished(context, epoch, signals, block, owned, SIZE, GPUS)\n",
-          "    _announce_finished(context, epoch, signals, block, owned, SIZE, GPUS)\n    fence_aliases()\n")],
+        [(f"{OP}/multicast",
+          "    fence_aliases()\n    notify_finished(comm, exchange, block)\n",
+          "    notify_finished(comm, exchange, block)\n    fence_aliases()\n")],
     ),
 }  # fmt: skip
 

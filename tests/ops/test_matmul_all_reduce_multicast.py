@@ -12,8 +12,7 @@ from mutation import changed
 from sums import SMALL, Sum, call, choose
 
 import mkernel as mk
-from mkernel.lang import multicast
-from mkernel.ops import matmul_all_reduce_multicast
+from mkernel.ops.reduce.all_reduce import multicast, multimem
 from mkernel.sim.world import SimWorld
 
 OP = "matmul_all_reduce"
@@ -307,55 +306,44 @@ def test_what_moves(chosen, in_switch):
 
 # -- kernels that are broken on purpose
 
-ANNOUNCED = "    fence_aliases()\n    _announce_finished("
+ANNOUNCED = "    fence_aliases()\n    notify_finished("
+NOTIFIES = "        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)\n        signal = tl.full"
+OLD_EPOCH = "(Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), "
+STORES = "    store_partial(slot, total, total.shape[0], total.shape[1])\n"
 BROKEN = {
-    "a part is not signalled": (
-        False, ("                notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)\n", ""),
-    ),
-    "a finished tile is not announced": (
-        False, (ANNOUNCED, "    fence_aliases()\n    return\n    _announce_finished("),
-    ),
+    "a part is not signalled": (False, (NOTIFIES, "        signal = tl.full")),
+    "a finished tile is not announced": (False, (ANNOUNCED, "    fence_aliases()\n    return\n    notify_finished(")),
     "a finished tile is announced too early": (
-        False, ("    slot = everywhere(context, offset, OUT)\n",
-                "    slot = everywhere(context, offset, OUT)\n"
+        False, ("    left, right = halves(total)\n",
                 "    fence_aliases()\n"
-                "    for i in range(1, GPUS):\n"
-                "        peer = (rank_of(context) + i) % GPUS\n"
-                "        late = _finished_signal(GPUS - 1 - i, block, owned, GPUS, GPUS)\n"
-                "        words = segment_of(context, peer, tl.int64) + epoch % 2 * signals\n"
-                "        notify_in_loop(words + late, epoch)\n"),
-        ("context, total, c, bias, residual, start, block, owned, row",
-         "context, total, epoch, signals, c, bias, residual, start, block, owned, row"),
-        ("context, summed, c, bias, residual, start, block, owned, row",
-         "context, summed, epoch, signals, c, bias, residual, start, block, owned, row"),
+                "    notify_finished(comm, call.exchange, block)\n"
+                "    left, right = halves(total)\n"),
     ),
-    "no fence behind multicast stores": (False, (ANNOUNCED, "    _announce_finished(")),
+    "no fence behind multicast stores": (False, (ANNOUNCED, "    notify_finished(")),
     "a finished tile is read too early": (
-        False, ("epoch, COMPUTE, FINISHED_TILE", "epoch - 2, COMPUTE, FINISHED_TILE"),
+        False, ("wait_finished(comm, ", f"wait_finished{OLD_EPOCH}"),
     ),
     "a finished tile goes into the owner's memory alone": (
-        False, ("slot = everywhere(context, offset, OUT)", "slot = _memory(context, rank_of(context), offset, OUT)"),
-        ("store_everywhere(slot, left, TILE_M, HALF)", "store_partial(slot, left, TILE_M, HALF)"),
-        ("store_everywhere(slot + TILE_M * HALF, right, TILE_M, HALF)",
-         "store_partial(slot + TILE_M * HALF, right, TILE_M, HALF)"),
+        False, ("slot = _slot_everywhere(comm, call.exchange.finished_tiles, rank_of(comm.context),",
+                "slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), rank_of(comm.context),"),
+        ("store_everywhere(slot, left, M, HALF)", "store_partial(slot, left, M, HALF)"),
+        ("store_everywhere(slot + M * HALF, right, M, HALF)", "store_partial(slot + M * HALF, right, M, HALF)"),
     ),
-    "one half for all epochs": (
-        False, ("start = data_start + epoch % 2 * half", "start = data_start + epoch % 2 * 0"),
-    ),
-    "in switch: parts are added too early": (True, ("epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")),
+    "in switch: parts are added too early": (True, ("wait_partials(comm, ", f"wait_partials{OLD_EPOCH}")),
     "in switch: the owner does not release its own part": (
-        True, ("    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)\n    mine =", "    mine ="),
+        True, ("    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)\n    missing =", "    missing ="),
     ),
     "in switch: a part is signalled before it is stored": (
-        True, ("    store_partial(_memory(context, rank, offset, DTYPE), total, TILE_M, TILE_N)\n", ""),
-        ("    return (segment_of(context, owner, tl.int64) + epoch % 2 * signals + signal).to(tl.int64)\n",
-         "    word = segment_of(context, owner, tl.int64) + epoch % 2 * signals + signal\n"
-         "    notify_in_loop(word, epoch)\n"
-         "    store_partial(_memory(context, rank, offset, DTYPE), total, TILE_M, TILE_N)\n"
-         "    return word.to(tl.int64)\n"),
+        True, (STORES, ""),
+        ("    return tl.where(owner == rank, own, signal)\n",
+         "    word = tl.where(owner == rank, own, signal)\n"
+         "    notify_in_loop(word.to(tl.pointer_type(tl.int64)), comm.epoch)\n"
+         f"{STORES}"
+         "    return word\n"),
     ),
     "in switch: the sum of another rank's tile": (
-        True, ("offset = _kept_offset(start, rank,", "offset = _kept_offset(start, (rank + 1) % GPUS,"),
+        True, ("slot = _slot_everywhere(comm, exchange.partials, rank,",
+               "slot = _slot_everywhere(comm, exchange.partials, (rank + 1) % comm.WORLD_SIZE,"),
     ),
 }  # fmt: skip
 
@@ -381,7 +369,7 @@ def fails(in_switch, seed):
 
 
 def assert_noticed(module, in_switch, monkeypatch):
-    monkeypatch.setitem(sys.modules, matmul_all_reduce_multicast.__name__, module)
+    monkeypatch.setitem(sys.modules, multicast.__name__, module)
     assert fails(in_switch, seed=0), "nobody noticed"
 
 
@@ -393,7 +381,7 @@ def test_unbroken_kernels_pass(chosen, in_switch):
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(chosen, tmp_path, monkeypatch, name):
     in_switch, *replacements = BROKEN[name]
-    assert_noticed(changed(tmp_path, matmul_all_reduce_multicast, *replacements), in_switch, monkeypatch)
+    assert_noticed(changed(tmp_path, multicast, *replacements), in_switch, monkeypatch)
 
 
 BROKEN_MULTICAST = {
@@ -408,6 +396,6 @@ BROKEN_MULTICAST = {
 @pytest.mark.parametrize("name", BROKEN_MULTICAST)
 def test_broken_multicast_is_caught(chosen, tmp_path, monkeypatch, name):
     in_switch, *replacements = BROKEN_MULTICAST[name]
-    broken = changed(tmp_path, multicast, *replacements)
-    imports = ("from mkernel.lang.multicast import", f"from {broken.__name__} import")
-    assert_noticed(changed(tmp_path, matmul_all_reduce_multicast, imports), in_switch, monkeypatch)
+    broken = changed(tmp_path, multimem, *replacements)
+    imports = ("from mkernel.ops.reduce.all_reduce.multimem import", f"from {broken.__name__} import")
+    assert_noticed(changed(tmp_path, multicast, imports), in_switch, monkeypatch)

@@ -11,8 +11,7 @@ from mutation import changed
 from sums import Sum, call, choose
 
 import mkernel as mk
-from mkernel.ops import matmul_all_reduce as all_reduce
-from mkernel.ops import matmul_all_reduce_sliced
+from mkernel.ops.reduce.all_reduce import plan, sliced
 
 WIDE = mk.Config(tile_m=16, tile_n=128, tile_k=16)
 
@@ -70,23 +69,27 @@ def test_too_many_tiles_go_two_levels():
     run(on_rank, cluster=(1, 2), ctas=4)
 
 
+NOTIFIES = "    _notify_peers(comm, call.exchange.partial, tile)\n"
+NOTIFIES_FINISHED = "    _notify_peers(comm, call.exchange.finished, tile)\n"
+NOTIFY = "comm.epoch, i > 0)"
+WAIT = "comm.epoch, COMPUTE, KIND"
 BROKEN = {
-    "a lost part": ("- i, 0, tiles), epoch, i > 0)", "- i, 0, tiles), epoch, i > 1)"),
-    "a part of the wrong epoch": ("- i, 0, tiles), epoch, i > 0)", "- i, 0, tiles), epoch - 1, i > 0)"),
-    "a lost finished slice": ("tiles, SIZE, GPUS), epoch, i > 0)", "tiles, SIZE, GPUS), epoch, i > 1)"),
-    "a part that is added too early": (
-        "i < GPUS - 1, epoch, COMPUTE, PARTIAL", "i < GPUS - 1, epoch - 1, COMPUTE, PARTIAL",
-    ),
-    "a slice that is read too early": (
-        "i < GPUS - 1, epoch, COMPUTE, FINISHED_TILE", "i < GPUS - 1, epoch - 1, COMPUTE, FINISHED_TILE",
-    ),
-}  # fmt: skip
+    "a lost part": [(NOTIFIES, "")],
+    "a part of the wrong epoch": [
+        ("def _notify_peers(comm, words, tile):", "def _notify_peers(comm, words, tile, behind=0):"),
+        (NOTIFY, "comm.epoch - behind, i > 0)"),
+        (NOTIFIES, NOTIFIES.replace("tile)", "tile, 1)")),
+    ],
+    "a lost finished slice": [(NOTIFIES_FINISHED, "")],
+    "a part that is added too early": [(WAIT, f"comm.epoch - 1 if KIND == PARTIAL else {WAIT}")],
+    "a slice that is read too early": [(WAIT, f"comm.epoch - 1 if KIND == FINISHED_TILE else {WAIT}")],
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    module = changed(tmp_path, matmul_all_reduce_sliced, BROKEN[name])
-    monkeypatch.setitem(sys.modules, matmul_all_reduce_sliced.__name__, module)
-    assert all_reduce._kernel.__globals__["LARGEST_SLICED"] > 0
+    module = changed(tmp_path, sliced, *BROKEN[name])
+    monkeypatch.setitem(sys.modules, sliced.__name__, module)
+    assert plan.LARGEST_SLICED > 0
     with pytest.raises((mk.SimulatorError, mk.CommTimeout)):
         run(work, Sum(20, 140, 9, torch.bfloat16), cluster=(1, 2), ctas=8, timeout=1e-4)

@@ -12,7 +12,7 @@ from patience import HANG
 from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
 
 import mkernel as mk
-from mkernel.ops import matmul_all_reduce as all_reduce
+from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 from mkernel.runtime.group import set_current
 
 NODES = [cluster for cluster in CLUSTERS if cluster[0] > 1]
@@ -298,7 +298,7 @@ def test_one_shot_and_two_levels_alternate():
 
     for seed in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(all_reduce, "LARGEST_ONE_SHOT", 1000)
+            patch.setattr(all_reduce_plan, "LARGEST_ONE_SHOT", 1000)
             run(work, cluster=(1, 3), seed=seed, slow={seed: 0.05})
 
 

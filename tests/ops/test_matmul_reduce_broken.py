@@ -8,7 +8,7 @@ import torch
 from broken import RACE, RELAXED_NOTIFY, RELAXED_WAIT, WRONG, Broken, assert_caught
 from helpers import Canary, run
 from mutation import OP, mutated
-from scenarios import REDUCE, SCATTER, SHOT, Sums
+from scenarios import MULTICAST, REDUCE, SCATTER, SHOT, Sums
 from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of
 
 import mkernel as mk
@@ -23,73 +23,77 @@ AR_NETWORK = Sums((2, 1), REDUCE, rows=40, ctas=1)
 AR_TWO_LEVELS = Sums((2, 2), REDUCE, rows=50, n=40, ctas=1, calls=2)
 ONE_SHOT = Sums((1, 3), SHOT, rows=24)
 
-RELEASES = "notify_in_loop(signal.to(tl.pointer_type(tl.int64)), epoch)"
+KERNEL, PROTOCOL, ORDER = f"{OP}/kernel", f"{OP}/protocol", f"{OP}/order"
+TWO_LEVEL, SHOT_KERNEL = f"{OP}/two_level", f"{OP}/one_shot"
+WITHIN_NODE = "reduce/protocol"  # of both operators
+
+RELEASES = "notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)"
+POSTS = "post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)"
+WAITS = "comm.epoch, COMPUTE, PARTIAL"
+SHAPE = "total, total.shape[0], total.shape[1])\n"
+STORES = f"    store_partial(slot_at(comm, exchange.partials, adder, place, j), {SHAPE}"
+STORES_SUM = f"    store_partial(segment_of(comm.context, rank, DTYPE) + source, {SHAPE}"
 NO_BARRIER = [("signals", "    barrier()\n    tl.atomic_xchg(signal", "    tl.atomic_xchg(signal")]
-ONE_HALF = [(OP, "epoch % 2", "epoch % 2 * 0")]
+ONE_HALF = [("layout", "(epoch % 2)", "(epoch % 2 * 0)")]
 STAYS = [("signals", "state + EPOCH, epoch,", "state + EPOCH, epoch - 1,")]
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
     "a part is not signalled": Broken(
-        NODE, [(OP, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial", "role": "compute"}
+        NODE, [(KERNEL, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial", "role": "compute"}
     ),
     "a node's sum is signalled with an old epoch": Broken(
-        NETWORK, [(OP, "epoch, COMPUTE, True,", "epoch - 1, COMPUTE, True,")], mk.CommTimeout,
+        NETWORK, [(PROTOCOL, POSTS, POSTS.replace("epoch", "epoch - 1"))], mk.CommTimeout,
         {"signal": "partial", "seen": 0, "expected": 1},
     ),
     "parts of the last use of the half are added": Broken(
-        NODE, [(OP, "epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")]
+        NODE, [(WITHIN_NODE, WAITS, WAITS.replace("epoch", "epoch - 2"))]
     ),
     "sums of the last use of the half are added": Broken(
-        NETWORK, [(OP, "epoch, COMPUTE, PARTIAL", "epoch - 2, COMPUTE, PARTIAL")]
+        NETWORK, [(PROTOCOL, WAITS, WAITS.replace("epoch", "epoch - 2"))]
     ),
     "the epoch does not advance": Broken(NODE, STAYS),
     "all-reduce: a part is not signalled": Broken(
-        AR_NODE, [(OP, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial"}
+        AR_NODE, [(TWO_LEVEL, RELEASES, "pass")], mk.CommTimeout, {"signal": "partial"}
     ),
     "all-reduce: a finished tile is not signalled": Broken(
         AR_NODE,
-        [(OP, "notify_in_loop(segment_of(context, peer, tl.int64) + epoch % 2 * signals + signal, epoch)", "pass")],
+        [(PROTOCOL, "notify_in_loop(signal_at(comm, exchange.finished, peer_behind(comm, i), place, "
+                    "slot_number(block)), comm.epoch)", "pass")],
         mk.CommTimeout,
         {"signal": "finished tile"},
     ),
     "all-reduce: a finished tile is read too early": Broken(
-        AR_NODE, [(OP, "epoch, COMPUTE, FINISHED_TILE", "epoch - 2, COMPUTE, FINISHED_TILE")]
+        AR_NODE, [(PROTOCOL, "comm.epoch, COMPUTE, FINISHED_TILE", "comm.epoch - 2, COMPUTE, FINISHED_TILE")]
     ),
     "all-reduce: a finished tile is announced too early": Broken(
         AR_NODE,
-        [(OP, "_announce_finished(context, epoch, signals, block - LAG,",
-          "_announce_finished(context, epoch, signals, block - LAG + 1,")],
+        [(TWO_LEVEL, "notify_finished(comm, call.exchange, block - _lag(comm))",
+          "notify_finished(comm, call.exchange, block - _lag(comm) + 1)")],
         (RACE, mk.CommTimeout),  # and that of the first block never
     ),
     "all-reduce: sums of nodes are added too early": Broken(
-        AR_NETWORK,
-        [(OP, "epoch, COMPUTE, PARTIAL, node * GPUS", "epoch - 2, COMPUTE, PARTIAL, node * GPUS")],
+        AR_NETWORK, [(PROTOCOL, WAITS, WAITS.replace("epoch", "epoch - 2"))]
     ),
     "all-reduce: the epoch does not advance": Broken(AR_NODE, STAYS),
     "one shot: a part is not signalled": Broken(
         ONE_SHOT,
-        [(OP, "notify_in_loop(segment_of(context, peer, tl.int64) + epoch % 2 * signals + rank * tiles + tile, epoch)",
-          "pass")],
+        [(SHOT_KERNEL, "notify_in_loop(signal_at(comm, exchange.partial, peer, rank, tile), comm.epoch)", "pass")],
         mk.CommTimeout,
         {"signal": "partial"},
     ),
     "one shot: parts are added too early": Broken(
-        ONE_SHOT, [(OP, "epoch, COMPUTE, PARTIAL, source, tile", "epoch - 2, COMPUTE, PARTIAL, source, tile")]
+        ONE_SHOT, [(SHOT_KERNEL, WAITS, WAITS.replace("epoch", "epoch - 2"))]
     ),
     # rule 2: data first, then signal
     "a signal before its part": Broken(
         NODE,
-        [(OP, "    store_partial(parts + slot * (TILE_M * TILE_N), total, TILE_M, TILE_N)\n",
-          "    notify_in_loop(segment_of(context, adder, tl.int64) + parity * signals + slot, epoch)\n"
-          "    store_partial(parts + slot * (TILE_M * TILE_N), total, TILE_M, TILE_N)\n")],
+        [(WITHIN_NODE, "import PARTIAL, wait_again", "import PARTIAL, notify_in_loop, wait_again"),
+         (WITHIN_NODE, STORES,
+          f"    notify_in_loop(signal_at(comm, exchange.partial, adder, place, j), comm.epoch)\n{STORES}")],
     ),
     "a request before its sum is stored": Broken(
-        NETWORK,
-        [(OP, "    store_partial(segment_of(context, rank, DTYPE) + start + slot * SLOT, total, TILE_M, TILE_N)\n", ""),
-         (OP, "        epoch, COMPUTE, True,\n    )  # fmt: skip\n",
-          "        epoch, COMPUTE, True,\n    )  # fmt: skip\n"
-          "    store_partial(segment_of(context, rank, DTYPE) + start + slot * SLOT, total, TILE_M, TILE_N)\n")],
+        NETWORK, [(PROTOCOL, STORES_SUM, ""), (PROTOCOL, f"    {POSTS}\n", f"    {POSTS}\n{STORES_SUM}")]
     ),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no release before the network": Broken(NETWORK, RELAXED_NOTIFY),
@@ -108,6 +112,9 @@ BROKEN = {
     "one half for all epochs, over the network": Broken(Sums((2, 1), SCATTER, calls=2), ONE_HALF),
     "all-reduce: one half for all epochs": Broken(Sums((2, 1), REDUCE, calls=2), ONE_HALF),
     "one shot: one half for all epochs": Broken(Sums((1, 2), SHOT, calls=2), ONE_HALF),
+    "multicast: one half for all epochs": Broken(
+        Sums((1, 3), MULTICAST, calls=4, rows=60, n=20), [("layout", "(epoch % 2) * slots.half", "(epoch % 2) * 0")]
+    ),
     "a slot of the ring is reused before it was taken": Broken(
         Sums((2, 1), SCATTER, ring=2, rows=128),
         [("requests", "    if ticket >= free:\n", "    if ticket < 0:\n"),
@@ -116,50 +123,54 @@ BROKEN = {
     # rule 4: no CTA waits for a later one, and what others need comes first
     "own rows first": Broken(
         NODE,
-        [(OP, "_taken(place, tiles, rounds, early, SIZE, GPUS)",
-          "_taken(rounds * SIZE + early + late - 1 - place, tiles, rounds, early, SIZE, GPUS)")],
+        [(KERNEL, "tile_at(place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)",
+          "tile_at(rounds * WORLD_SIZE + early + late - 1 - place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)")],
         mk.CommTimeout,
         {"signal": "partial"},
     ),
     "tiles that are left over are dealt from the other end": Broken(
         Sums((1, 2), SCATTER, rows=70, resident=1),
-        [(OP, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
+        [(ORDER, "    cta = tl.program_id(0)\n", "    cta = tl.num_programs(0) - 1 - tl.program_id(0)\n")],
         mk.CommTimeout,
         {"signal": "partial"},
     ),
     "all-reduce: own tiles first": Broken(
-        AR_NODE, [(OP, "within = (own + 1 + place - start) % size", "within = (own + place - start) % size")],
+        AR_NODE, [(ORDER, "within = (own + 1 + place - start) % size", "within = (own + place - start) % size")],
         mk.CommTimeout,
     ),
     "all-reduce: tiles are gathered before the own one is finished": Broken(
         Sums((1, 2), REDUCE, rows=70, n=20, resident=1),
-        [(OP, "LAG: tl.constexpr = 2 if SEVERAL else 1", "LAG: tl.constexpr = 0")],
+        [(TWO_LEVEL, "return 2 if comm.WORLD_SIZE > comm.RANKS_PER_NODE else 1", "return 0")],
     ),
     # sums in a fixed order: the same bits on every rank
     "all-reduce: every node begins with itself": Broken(
         Sums((3, 1), REDUCE, ctas=1, dtype=torch.float32),
-        [(OP, "slot = _slot(context, rank, start, _sum_slot(node, block, owned, GPUS), DTYPE",
-          "slot = _slot(context, rank, start, _sum_slot((node + rank // GPUS) % (SIZE // GPUS), block, owned, GPUS), "
-          "DTYPE")],
+        [(PROTOCOL, "slot_at(comm, exchange.node_sums, rank, node, slot_number(block))",
+          "slot_at(comm, exchange.node_sums, rank, (node + rank // comm.RANKS_PER_NODE) % NODES, slot_number(block))")],
         WRONG,
     ),
     "one shot: every rank begins with itself": Broken(
         Sums((1, 3), SHOT, rows=24, dtype=torch.float32),
-        [(OP, "start, source * tiles + tile, DTYPE", "start, (source + rank) % GPUS * tiles + tile, DTYPE")],
+        [(SHOT_KERNEL, "slot_at(comm, exchange.partials, rank, source, tile)",
+          "slot_at(comm, exchange.partials, rank, (source + rank) % comm.WORLD_SIZE, tile)")],
         WRONG,
     ),
     # memory
     "a tile is stored beyond out": Broken(
-        NODE, [("flat_gemm", "mask=(i < rows) & (j < columns)\n", "mask=j < columns\n")], mk.SimulatorError
+        NODE, [("gemm", "mask=(i < tile.rows) & (j < tile.columns)", "mask=j < tile.columns")], mk.SimulatorError
     ),
     "a part beyond the workspace": Broken(
-        NODE, [(OP, "GPUS - 1) + place, tl.int64)", "GPUS - 1) + place + (1 << 30), tl.int64)")], mk.SimulatorError
+        NODE, [("layout", "return slots.start +", "return slots.start + (1 << 40) +")], mk.SimulatorError
     ),
     "a request beyond the workspace": Broken(
-        NETWORK, [(OP, "SLOT * ELEMENT, (parity", "SLOT * ELEMENT * 9999, (parity")], mk.SimulatorError
+        NETWORK, [(PROTOCOL, "slot_bytes(exchange.outgoing)", "slot_bytes(exchange.outgoing) * 9999")],
+        mk.SimulatorError,
     ),
     "all-reduce: a finished tile beyond the workspace": Broken(
-        AR_NODE, [(OP, "number * FINISHED, OUT)", "number * FINISHED + (1 << 40), OUT)")], mk.SimulatorError
+        AR_NODE,
+        [(PROTOCOL, "slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), 0, slot_number(block))",
+          "slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), 1 << 30, slot_number(block))")],
+        mk.SimulatorError,
     ),
 }  # fmt: skip
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from lang.harness import as_cta
 
-from mkernel.ops import matmul_all_reduce as all_reduce
-from mkernel.ops import matmul_reduce_scatter as reduce_scatter
+from mkernel.ops.reduce.all_reduce import order as all_reduce
+from mkernel.ops.reduce.reduce_scatter import order as reduce_scatter
 
 CUTS = [(1, 1), (1, 6), (2, 3), (5, 2), (7, 6), (8, 6), (13, 4)]  # tiles, CTAs
 
@@ -18,23 +18,26 @@ def test_reduce_scatter(nodes, gpus, tiles, ctas):
     sequences = []
     for cta in range(ctas):
         with as_cta(cta, ctas) as call:
-            rounds, early, late = call(reduce_scatter._dealt, tiles, SIZE=size)
+            rounds, early, late = call(reduce_scatter.deal_tiles, tiles, WORLD_SIZE=size)
             places = range(rounds * size + early + late)
             sequences.append(
-                [call(reduce_scatter._taken, place, tiles, rounds, early, SIZE=size, GPUS=gpus) for place in places]
+                [
+                    call(reduce_scatter.tile_at, place, tiles, rounds, early, WORLD_SIZE=size, RANKS_PER_NODE=gpus)
+                    for place in places
+                ]
             )
     taken = {item: (cta, place) for cta, sequence in enumerate(sequences) for place, item in enumerate(sequence)}
     everything = set(itertools.product(range(nodes), range(gpus), range(tiles)))
     assert set(taken) == everything
     assert sum(map(len, sequences)) == len(everything), "a tile was taken twice"
     # ranks do the same, relative to themselves: a tile for a rank so many behind is summed up there as its own
-    for nodes_on, ranks_on, tile in everything:
-        if ranks_on:
-            assert taken[nodes_on, ranks_on, tile] < taken[nodes_on, 0, tile], "pushed before it is added"
-            assert taken[nodes_on, ranks_on, tile][0] <= taken[nodes_on, 0, tile][0], "by no later CTA"
-        elif nodes_on:
-            assert taken[nodes_on, 0, tile][0] <= taken[0, 0, tile][0], "sent by no later CTA"
-            assert taken[nodes_on, 0, tile] < taken[0, 0, tile], "sent before it is added"
+    for node_offset, rank_offset, tile in everything:
+        if rank_offset:
+            assert taken[node_offset, rank_offset, tile] < taken[node_offset, 0, tile], "pushed before it is added"
+            assert taken[node_offset, rank_offset, tile][0] <= taken[node_offset, 0, tile][0], "by no later CTA"
+        elif node_offset:
+            assert taken[node_offset, 0, tile][0] <= taken[0, 0, tile][0], "sent by no later CTA"
+            assert taken[node_offset, 0, tile] < taken[0, 0, tile], "sent before it is added"
     most = max(map(len, sequences))
     assert most <= -(-tiles // ctas) * size
     if tiles % ctas * size <= ctas:
@@ -47,13 +50,15 @@ def test_all_reduce(gpus, tiles, ctas):
     found = []
     for cta in range(ctas):
         with as_cta(cta, ctas) as call:
-            rounds = call(all_reduce._rounds, tiles)
+            rounds = call(all_reduce.count_rounds, tiles)
             for local in range(gpus):
-                items = [call(all_reduce._taken, place, rounds, local, GPUS=gpus) for place in range(rounds)]
+                items = [
+                    call(all_reduce.round_at, place, rounds, local, RANKS_PER_NODE=gpus) for place in range(rounds)
+                ]
                 assert sorted(round for round, _ in items) == list(range(rounds))
                 for place, (round, owner) in enumerate(items):
                     assert round // gpus == place // gpus, "blocks come one after the other"
-                    assert call(all_reduce._round_of, round // gpus, owner, GPUS=gpus) == round
+                    assert call(all_reduce.round_of, round // gpus, owner, RANKS_PER_NODE=gpus) == round
                     if owner == local:
                         assert place + 1 == rounds or place % gpus == gpus - 1, "the own one last in its block"
                 if local == 0:

@@ -8,6 +8,7 @@ import attention
 import pytest
 import torch
 from experts import Layer
+from mutation import module_name
 from scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
 
 from mkernel.runtime.errors import SimulatorError
@@ -36,7 +37,7 @@ UNUSED = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
-    module = importlib.import_module(f"mkernel.ops.{scenario.package}")
+    module = importlib.import_module(f"mkernel.{module_name(scenario.op)}")
     regions = memory._regions
     seen, missing = {}, None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkernel.ops import matmul_all_reduce
+from mkernel.ops.reduce.all_reduce.plan import why_no_multicast
 from mkernel.runtime import cuda_processes
 from mkernel.runtime.cuda_processes import CudaProcessWorld, shares_of
 from mkernel.runtime.processes import Processes
@@ -55,11 +55,11 @@ def group_of(world, nodes=1, multicast=False):
 )  # fmt: skip
 def test_a_plan_knows_which_ranks_share_a_gpu(world_of, uuids, nodes, reason):
     """Of the other processes' GPUs this one has no device, only a name."""
-    assert reason in matmul_all_reduce._why_no_multicast(group_of(world_of(uuids), nodes), small=False)
+    assert reason in why_no_multicast(group_of(world_of(uuids), nodes), small=False)
 
 
 def test_with_multicast_nothing_speaks_against_it(world_of):
-    assert matmul_all_reduce._why_no_multicast(group_of(world_of("abcd"), multicast=True), small=False) is None
+    assert why_no_multicast(group_of(world_of("abcd"), multicast=True), small=False) is None
 
 
 @pytest.mark.parametrize(

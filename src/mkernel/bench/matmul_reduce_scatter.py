@@ -8,11 +8,11 @@ import torch
 
 from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires, worst_of
 from mkernel.bench.timing import Link
-from mkernel.ops.matmul_reduce_scatter import explain, matmul_reduce_scatter, prepare
+from mkernel.ops.reduce.call import Sum
+from mkernel.ops.reduce.reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
-from mkernel.runtime.sums import Sum
 
 
 def measure(

@@ -27,6 +27,16 @@ class Buffer(NamedTuple):
     row_stride: Any
 
 
+class Slots(NamedTuple):
+    """Blocks of SIZE elements in a segment, [i, j]. start, half: in elements; stride: slots from one i to the next."""
+
+    start: Any
+    half: Any
+    stride: Any
+    SIZE: Any
+    DTYPE: Any
+
+
 @triton.jit
 def word_of(words, epoch, i, j):
     """Offset of signal [i, j] in a segment, in words."""
@@ -44,3 +54,9 @@ def single_word_of(words, i, j):
 def row_of(buffer, epoch, row):
     """Offset of a row in a segment, in elements."""
     return buffer.start + (epoch % 2) * buffer.half + tl.cast(row, tl.int64) * buffer.row_stride
+
+
+@triton.jit
+def slot_of(slots, epoch, i, j):
+    """Offset of slot [i, j] in a segment, in elements."""
+    return slots.start + (epoch % 2) * slots.half + (tl.cast(i, tl.int64) * slots.stride + j) * slots.SIZE

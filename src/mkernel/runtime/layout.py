@@ -14,14 +14,15 @@ other: whatever the shapes of two calls are, no word is a signal in one and a co
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from mkernel.lang.layout import Buffer, Words
+from mkernel.lang.layout import Buffer, Slots, Words
 from mkernel.runtime.group import Group, Uses, Workspace
 from mkernel.runtime.heap import ALIGNMENT
-from mkernel.runtime.operands import constants
+from mkernel.runtime.operands import DTYPES, constants
 from mkernel.runtime.world import Array
 
 WORD = 8  # bytes
@@ -33,7 +34,11 @@ class _Place:
 
     start: int
     shape: tuple[int, ...]
-    item: int
+    dtype: torch.dtype = torch.int64
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def size(self) -> int:
@@ -58,20 +63,20 @@ class Layout:
 
     def words(self, name: str, *shape: int) -> None:
         """Words that exist once."""
-        self._words[name] = _Place(_end(self._words), shape, WORD)
+        self._words[name] = _Place(_end(self._words), shape)
 
     def signals(self, name: str, *shape: int) -> None:
         """Words that only grow. Double buffered: they exist in each half."""
-        self._signals[name] = _Place(_end(self._signals), shape, WORD)
+        self._signals[name] = _Place(_end(self._signals), shape)
 
     def counters(self, name: str, *shape: int) -> None:
         """Words that are zero between two calls. Only without double buffering."""
         assert not self.double_buffered, f"{self.op}: counters would lie among the signals of one parity"
-        self._counters[name] = _Place(_end(self._counters), shape, WORD)
+        self._counters[name] = _Place(_end(self._counters), shape)
 
     def buffer(self, name: str, dtype: torch.dtype, *shape: int) -> None:
         """Elements. Double buffered: they exist in each half."""
-        self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype.itemsize)
+        self._buffers[name] = _Place(_end_bytes(self._buffers), shape, dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._words or name in self._signals or name in self._buffers
@@ -104,11 +109,18 @@ class Layout:
         start = workspace.data_start + place.start
         return workspace.segment.memory[start : start + place.size * place.item].view(dtype).view(place.shape)
 
+    def slots_in(self, workspace: Workspace, name: str) -> Slots:
+        """A buffer [i, j, element] of a workspace, as slots [i, j]."""
+        place = self._buffers[name]
+        _, slots, size = place.shape
+        start, half, _ = self.buffer_in(workspace, name)
+        return Slots(start, half, slots, *constants(size, DTYPES[place.dtype]))
+
     # -- for the simulator
 
-    def uses(self, workspace: Workspace, free: dict[str, tuple[tuple[int, int], ...]] | None = None) -> Uses:
+    def uses(self, workspace: Workspace, free: Mapping[str, tuple[tuple[int, int], ...] | None] | None = None) -> Uses:
         """What a launch may touch. free: of some buffers, the ranges of first indices that nobody may read once the
-        launch is over."""
+        launch is over; None: all of the buffer."""
         arrays = []
         for name in (*self._words, *self._counters, *self._signals):
             start, place = self._start_of(workspace, name)
@@ -129,7 +141,10 @@ class Layout:
         for name, indices in (free or {}).items():
             place = self._buffers[name]
             step = place.stride * place.item
-            ranges += [(place.start + first * step, place.start + end * step) for first, end in indices]
+            ranges += [
+                (place.start + first * step, place.start + end * step)
+                for first, end in indices or ((0, place.shape[0]),)
+            ]
         return Uses(workspace, arrays, ranges, whole=not self.double_buffered)
 
     def _start_of(self, workspace: Workspace, name: str) -> tuple[int, _Place]:

@@ -172,7 +172,7 @@ class Memory:
                 return [(addresses - start + member).astype(np.uint64) for member in members]
         raise SimulatorError(
             f"{what} of {high - low} bytes is outside of every multicast range: use an address that `everywhere` "
-            f"(lang/multicast.py) returns{self._here()}"
+            f"(multimem.py) returns{self._here()}"
         )
 
     def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:

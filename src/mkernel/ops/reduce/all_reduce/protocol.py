@@ -1,0 +1,179 @@
+"""The protocol of matmul_all_reduce: what lies in the workspace, and what is signalled. All kernels follow it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import SEGMENT, rank_of, segment_of
+from mkernel.lang.gemm import store_tile
+from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.requests import Transfer, post
+from mkernel.lang.roles import COMPUTE
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait_again
+from mkernel.ops.reduce.all_reduce.order import slot_number
+from mkernel.ops.reduce.call import Plan, Sum
+from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
+from mkernel.ops.reduce.partials import load_partial, store_partial
+from mkernel.ops.reduce.protocol import add_partials, peer_behind, signal_at, slot_at, slot_bytes, wait_partials
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants
+
+
+class Exchange(NamedTuple):
+    """What a call keeps in the workspace: see `layout`. What a kernel does not use is None."""
+
+    partial: Any  # Words
+    partials: Any  # Slots
+    own_partial: Any  # Words
+    node_sum: Any  # Words
+    node_sums: Any  # Slots
+    finished: Any  # Words
+    finished_tiles: Any  # Slots
+    IN_SWITCH: Any  # the switch adds the partials
+
+
+def layout(group: Group, plan: Plan, call: Sum) -> Layout:
+    """The workspace of a call. Signals hold epochs. A rank's slots are numbered like the tiles that it owns
+    (`slot_number`); each holds a tile, or a slice of one.
+
+    partial[place, number]: the slot of `partials` is filled, by the rank that is place + 1 behind its owner. In one
+        shot, [source, tile]: by that rank. If the switch adds, every rank keeps its own partials: partials[owner,
+        number], and own_partial[0, number] is the owner's signal to itself.
+    node_sum[node, number]: the slot of `node_sums` is filled; that of the own node is sent from there.
+    finished[place, number]: the rank that is place + 1 behind this one has finished its tile. It is in the owner's
+        finished_tiles[0, number]; with multicast in every rank's finished_tiles[owner, number].
+    """
+    c, gpus, nodes = plan.config, group.gpus_per_node, group.nodes
+    memory = Layout("matmul_all_reduce")
+    if plan.one_shot:
+        memory.signals("partial", gpus, plan.tiles)
+        memory.buffer("partials", call.travels, gpus, plan.tiles, c.tile_m * c.tile_n)
+        return memory
+    size = c.tile_m * c.tile_n // (gpus if plan.sliced else 1)
+    owned = math.ceil(math.ceil(plan.tiles / c.ctas) / gpus) * c.ctas
+    memory.signals("partial", gpus - 1, owned)
+    memory.buffer("partials", call.travels, gpus if plan.in_switch else gpus - 1, owned, size)
+    if plan.in_switch:
+        memory.signals("own_partial", 1, owned)
+    if nodes > 1:
+        memory.signals("node_sum", nodes, owned)
+        memory.buffer("node_sums", call.travels, nodes, owned, size)
+    memory.signals("finished", gpus - 1, owned)
+    memory.buffer("finished_tiles", call.a.dtype, gpus if plan.multicast else min(gpus - 1, 1), owned, size)
+    return memory
+
+
+def free_of(group: Group, plan: Plan, memory: Layout) -> dict[str, tuple[tuple[int, int], ...] | None]:
+    """What nobody reads any more when this rank's launch is over."""
+    free: dict[str, tuple[tuple[int, int], ...] | None] = {"partials": None}
+    if "node_sums" in memory:
+        # not this node's: the network may still be reading them
+        free["node_sums"] = ((0, group.node), (group.node + 1, group.nodes))
+    if plan.multicast:
+        # read by their own rank alone. Elsewhere other ranks may still be reading them
+        free["finished_tiles"] = None
+    return free
+
+
+def exchange_of(memory: Layout, workspace: Workspace, plan: Plan) -> Exchange:
+    """The workspace of a call, for a kernel."""
+
+    def structure(name: str) -> Any:
+        if name not in memory:
+            return None
+        return (memory.slots_in if name.endswith("s") else memory.words_in)(workspace, name)
+
+    return Exchange(*(structure(name) for name in Exchange._fields[:-1]), *constants(plan.in_switch))
+
+
+@triton.jit
+def sum_node(comm, exchange, total, block, tile):
+    """This rank's partial of its own tile plus those that the node pushes, once they are here; NaN if the group gave
+    up."""
+    if comm.RANKS_PER_NODE > 1:
+        total += wait_partials(comm, exchange, 0, slot_number(block), tile)
+    return add_partials(comm, exchange, total, 0, slot_number(block))
+
+
+@triton.jit
+def send_node_sum(comm, exchange, total, block):
+    """Put the node's sum of a tile into its slot, and ask the network to write it to the owners in other nodes."""
+    DTYPE: tl.constexpr = exchange.node_sums.DTYPE
+    rank = rank_of(comm.context)
+    node = rank // comm.RANKS_PER_NODE
+    slot = slot_of(exchange.node_sums, comm.epoch, node, slot_number(block))
+    store_partial(segment_of(comm.context, rank, DTYPE) + slot, total, total.shape[0], total.shape[1])
+    signal = word_of(exchange.node_sum, comm.epoch, node, slot_number(block)) * 8
+    segment = tl.load(comm.context + SEGMENT)
+    place = slot * (DTYPE.primitive_bitwidth // 8)
+    for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+        peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        transfer = Transfer(peer, segment, place, segment, place, slot_bytes(exchange.node_sums))
+        post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)
+
+
+@triton.jit
+def sum_nodes(comm, exchange, block, tile, M: tl.constexpr, N: tl.constexpr):
+    """The sums of all nodes, added in the order of nodes once they are here; NaN if the group gave up."""
+    NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
+    rank = rank_of(comm.context)
+    missing = 0.0
+    for node in range(NODES):
+        if node != rank // comm.RANKS_PER_NODE:
+            source = node * comm.RANKS_PER_NODE + rank % comm.RANKS_PER_NODE
+            signal = signal_at(comm, exchange.node_sum, rank, node, slot_number(block))
+            if not wait_again(comm.context, signal, comm.epoch, COMPUTE, PARTIAL, source, tile):
+                missing = float("nan")
+    total = tl.zeros((M, N), tl.float32)
+    for node in range(NODES):
+        total += load_partial(slot_at(comm, exchange.node_sums, rank, node, slot_number(block)), M, N)
+    return total + missing
+
+
+@triton.jit
+def finish_tile(comm, call, total, tile, block):
+    """Add bias and residual to a sum; store it into the result and, for the rest of the node, into its slot."""
+    M: tl.constexpr = total.shape[0]
+    HALF: tl.constexpr = total.shape[1] // 2
+    slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), 0, slot_number(block))
+    left, right = halves(total)
+    left = add_to_tile(call.result, tile, left)
+    if comm.RANKS_PER_NODE > 1:
+        store_partial(slot, left, M, HALF)
+    store_tile(call.result.c, tile, left)
+    beside = move_right(tile, HALF)
+    right = add_to_tile(call.result, beside, right)
+    if comm.RANKS_PER_NODE > 1:
+        store_partial(slot + M * HALF, right, M, HALF)
+    store_tile(call.result.c, beside, right)
+
+
+@triton.jit
+def copy_finished(result, slot, tile, missing, M: tl.constexpr, N: tl.constexpr):
+    """Copy a finished tile from its slot into the result."""
+    HALF: tl.constexpr = N // 2
+    store_tile(result.c, tile, load_partial(slot, M, HALF) + missing)
+    store_tile(result.c, move_right(tile, HALF), load_partial(slot + M * HALF, M, HALF) + missing)
+
+
+@triton.jit
+def notify_finished(comm, exchange, block):
+    """Tell the other ranks of the node that this rank's tile of a block is finished."""
+    for i in range(1, comm.RANKS_PER_NODE):
+        place = comm.RANKS_PER_NODE - 1 - i
+        notify_in_loop(signal_at(comm, exchange.finished, peer_behind(comm, i), place, slot_number(block)), comm.epoch)
+
+
+@triton.jit
+def wait_finished(comm, exchange, place, block, tile):
+    """Wait for a tile of the rank that is place + 1 behind this one; 0.0, or NaN if the group gave up."""
+    missing = 0.0
+    signal = signal_at(comm, exchange.finished, rank_of(comm.context), place, slot_number(block))
+    if not wait_again(comm.context, signal, comm.epoch, COMPUTE, FINISHED_TILE, peer_behind(comm, 1 + place), tile):
+        missing = float("nan")
+    return missing

@@ -1,0 +1,161 @@
+"""A call of an operator that sums over ranks, and its plan, as the host sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.matmul import RhsLayout, check_out, check_product, check_tensor
+from mkernel.runtime.operands import describable, has_descriptors, layout, matmul_precision, same_elements
+from mkernel.runtime.tuned import Tunable
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A call: sum over ranks of a @ b, plus bias, plus residual, into out [rows, n]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    reduce_dtype: torch.dtype | None = None
+    config: Config | None = None
+    fixed_order: bool = True  # parts are added in the order of ranks, not in any that the switch takes
+
+    @property
+    def travels(self) -> torch.dtype:
+        """The dtype of what travels between ranks."""
+        return self.reduce_dtype or self.a.dtype
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that a plan depends on."""
+        tensors = (self.a, self.b, self.out, self.bias, self.residual)
+        layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
+        return layouts, self.travels, self.config, self.fixed_order, matmul_precision(self.a.dtype)
+
+
+def call_of(
+    tunable: Tunable, group: Group, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
+    scatter: bool,
+) -> Sum:  # fmt: skip
+    """The call that these arguments make, if they are in order; what they leave open is filled in. `scatter`:
+    each rank keeps its share of the rows."""
+    op = tunable.op
+    planning.check_given(config)
+    planning.check_without_helpers(op, config)
+    for name, tensor in (("a", a), ("b", b), ("out", out), ("residual", residual)):
+        if tensor is not None or name in ("a", "b"):
+            check_tensor(op, group, name, tensor)
+    check_product(a, b)
+    m, n = a.shape[0], b.shape[1]
+    if scatter and m % group.size:
+        raise ArgumentError(
+            f"a has {m} rows, which can not be shared evenly by {group.size} ranks: pad a to "
+            f"{-(-m // group.size) * group.size} rows, or use matmul_all_reduce, which takes any number"
+        )
+    shape, meaning = ((m // group.size, n), "m/world, n") if scatter else ((m, n), "m, n")
+    _check_added(op, group, a, bias, residual, n, shape, meaning)
+    if reduce_dtype not in (None, a.dtype, torch.float32):
+        raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
+    if out is None:
+        out = group.world.empty(group.world_rank, shape, a.dtype)
+    else:
+        inputs = {"a": a, "b": b} | ({"bias": bias} if bias is not None else {})
+        # out may be the residual, each element being read before it is written
+        if residual is not None and not same_elements(out, residual):
+            inputs["residual"] = residual
+        check_out(out, shape, meaning, a.dtype, inputs)
+    return tuned(tunable, group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+
+
+def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
+    """The call with the configuration that it was given, or that tuning found."""
+    a, b = call.a, call.b
+    config = tunable.choose(group, a.dtype, call.config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    return replace(call, config=config)
+
+
+def _check_added(
+    op: str, group: Group, a: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, n: int,
+    shape: tuple[int, int], meaning: str,
+) -> None:  # fmt: skip
+    """Refuse a bias or a residual that can not be added to a result of this shape."""
+    if bias is not None:
+        check_tensor(op, group, "bias", bias, dimensions=1)
+        if bias.shape[0] != n:
+            raise ArgumentError(f"bias has {bias.shape[0]} elements, but b has {n} columns")
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape} ({meaning})")
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.dtype != a.dtype:
+            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but a has {a.dtype}: they must be the same")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    head: str
+    config: Settings
+    tiles: int  # that travel as parts: of one rank's rows, or of all
+    one_shot: bool
+    a_uses_tma: bool
+    right: RhsLayout
+    out_uses_tma: bool
+    residual_uses_tma: bool
+    precision: str
+    reasons: tuple[str, ...]
+    hopper: bool = False  # runs the operator's kernel for Hopper
+    sliced: bool = False  # tiles are cut into slices
+    multicast: bool = False  # the switch hands out finished tiles
+    in_switch: bool = False  # and adds the parts
+
+    def __str__(self) -> str:
+        return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_of(
+    op: str, group: Group, call: Sum, *, tile: tuple[int, int], tiles: int, computed: int, ctas: int,
+    one_shot: bool, pushed: int, sent: int, reasons: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
+    """The plan of a call that is cut into `tiles` of `tile`, of which a rank computes `computed`, and
+    that pushes and sends so many elements."""
+    a, b, out, residual = call.a, call.b, call.out, call.residual
+    descriptors = has_descriptors(group.device)
+    right = RhsLayout.of(b, descriptors)
+    uses_tma = {"a": descriptors and describable(a), "b": right.uses_tma, "out": descriptors and describable(out)}
+    if residual is not None:
+        uses_tma["residual"] = descriptors and describable(residual)
+    settings = planning.settings_of_sum(
+        group.device, a.dtype, *tile, uses_tma["a"] and right.uses_tma, ctas, call.config
+    )
+    planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
+    planning.check(settings, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
+    seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
+    dtype = str(call.travels).removeprefix("torch.")
+    movement = (
+        f"{pushed} elements go over NVLink and {sent} over the network while {computed} tiles are computed: "
+        f"estimated {seconds * 1e3:.3g} ms"
+    )
+    return Plan(
+        head=f"{op}: tiles {tile[0]}x{tile[1]}x{settings.tile_k}, {computed} of them on {settings.ctas} CTAs; "
+        f"parts travel as {dtype}{', in one shot' if one_shot else ''}",
+        config=settings,
+        tiles=tiles,
+        one_shot=one_shot,
+        a_uses_tma=uses_tma["a"],
+        right=right,
+        out_uses_tma=uses_tma["out"],
+        residual_uses_tma=uses_tma.get("residual", False),
+        precision=matmul_precision(a.dtype),
+        reasons=(*planning.reasons_of_access(descriptors, uses_tma), movement, *reasons),
+    )

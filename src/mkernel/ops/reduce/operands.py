@@ -1,0 +1,163 @@
+"""What every kernel of the family is told about a call: what it multiplies, where the result goes, how fast links are.
+
+Triton can compile, but not launch, a kernel with a tensor descriptor inside a structure. So the matrices are
+parameters of their own, `a, b, c, residual`; the `Call` that the host builds has the `Strides` of each, and
+`with_matrices` makes a `Matrix` of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mkernel.lang.matrix import Matrix, Strides, Tiling
+from mkernel.lang.order import swizzle_tile
+from mkernel.ops.reduce.call import Plan, Sum
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.operands import constants, descriptor
+
+
+class Product(NamedTuple):
+    """This rank's product, a [parts, rows, k] @ b [k, n], and how it is cut into tiles."""
+
+    a: Any  # Matrix
+    b: Any  # Matrix
+    rows: Any  # of one part
+    n: Any
+    k: Any
+    tiling: Any  # Tiling
+
+
+class Result(NamedTuple):
+    """The result c [rows, n], and what is added to the sum. Descriptors of c and the residual have blocks of half a
+    tile."""
+
+    c: Any  # Matrix
+    bias: Any  # pointer to n elements; None unless BIAS
+    residual: Any  # Matrix like c; its data is None unless RESIDUAL
+    BIAS: Any
+    RESIDUAL: Any
+
+
+class Link(NamedTuple):
+    """How fast one CTA may push. Only measurements pace links."""
+
+    nanoseconds_per_mib: Any
+    PACED: Any
+
+
+class Call(NamedTuple):
+    """What a kernel is told about a call."""
+
+    product: Any  # Product
+    result: Any  # Result
+    exchange: Any  # what the operator keeps in its workspace: see its protocol.py
+    link: Any  # Link
+
+
+@triton.jit
+def with_matrices(comm, call, a, b, c, residual, BODY: tl.constexpr):
+    """BODY(comm, call), where the matrices of the call have their data."""
+    BODY(
+        comm,
+        Call(
+            Product(
+                Matrix(a, call.product.a), Matrix(b, call.product.b),
+                call.product.rows, call.product.n, call.product.k, call.product.tiling,
+            ),
+            Result(
+                Matrix(c, call.result.c), call.result.bias, Matrix(residual, call.result.residual),
+                call.result.BIAS, call.result.RESIDUAL,
+            ),
+            call.exchange,
+            call.link,
+        ),
+    )  # fmt: skip
+
+
+@triton.jit
+def count_tiles(product):
+    """How many tiles one part of the product has."""
+    return tl.cdiv(product.rows, product.tiling.M) * tl.cdiv(product.n, product.tiling.N)
+
+
+@triton.jit
+def count_steps(product):
+    """How many steps through k a tile takes; one at least, so that a rank with an empty k still takes part."""
+    return tl.maximum(tl.cdiv(product.k, product.tiling.K), 1)
+
+
+@triton.jit
+def tile_corner(product, tile):
+    """(row, column) at which a tile of a part begins."""
+    row_blocks = tl.cdiv(product.rows, product.tiling.M)
+    column_blocks = tl.cdiv(product.n, product.tiling.N)
+    block, column_block = swizzle_tile(tile, row_blocks, column_blocks, product.tiling.GROUP)
+    return block * product.tiling.M, column_block * product.tiling.N
+
+
+def call_of(group: Group, plan: Plan, call: Sum, parts: int, exchange: Any) -> Call:
+    """What a kernel is told about a call; a's rows lie in so many parts, one below the other."""
+    a, b, out, residual, c = call.a, call.b, call.out, call.residual, plan.config
+    rows = a.shape[0] // parts
+    strides = residual.stride() if residual is not None else (0, 0)
+    return Call(
+        Product(
+            a=Strides(rows * a.stride(0), *a.stride(), *constants(plan.a_uses_tma, False)),
+            b=plan.right.strides(b),
+            rows=rows,
+            n=b.shape[1],
+            k=a.shape[1],
+            tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
+        ),
+        Result(
+            Strides(0, *out.stride(), *constants(plan.out_uses_tma, False)),
+            call.bias.contiguous() if call.bias is not None else None,
+            Strides(0, *strides, *constants(plan.residual_uses_tma, False)),
+            *constants(call.bias is not None, residual is not None),
+        ),
+        exchange,
+        link_of(group, plan),
+    )
+
+
+def matrices_of(plan: Plan, call: Sum, parts: int) -> dict[str, Any]:
+    """The matrices, as a kernel reads or writes them: through descriptors, or through pointers."""
+    c = plan.config
+    a, out, residual = call.a, call.out, call.residual
+    m, k = a.shape
+    rows = m // parts
+
+    def by_rows(tensor: torch.Tensor) -> Any:
+        return descriptor(tensor, [1, *tensor.shape], [0, tensor.stride(0), 1], [1, c.tile_m, c.tile_n // 2])
+
+    data: Any = a
+    if plan.a_uses_tma:
+        data = descriptor(a, [parts, rows, k], [rows * a.stride(0), a.stride(0), 1], [1, c.tile_m, c.tile_k])
+    return dict(
+        a=data,
+        b=plan.right.operand(call.b, c.tile_n, c.tile_k),
+        c=by_rows(out) if plan.out_uses_tma else out,
+        residual=by_rows(residual) if residual is not None and plan.residual_uses_tma else residual,
+    )
+
+
+def link_of(group: Group, plan: Plan) -> Link:
+    """The link of one CTA of this rank."""
+    nvlink = group.world.links.nvlink if group.gpus_per_node > 1 else None  # GB/s
+    return Link(round(2**20 * plan.config.ctas / nvlink) if nvlink else 0, *constants(nvlink is not None))
+
+
+def variant_of(plan: Plan, workspace: Workspace) -> Hashable:
+    """Launches with the same one run the same binary. The workspace is in it, because Triton makes another
+    binary for integers with other divisors."""
+    return plan, workspace.signal_words, workspace.half_bytes
+
+
+# For the simulator: which tensors kernels only read, and which they write.
+INPUTS = ("a", "b", "residual", "call.result.bias")
+RESULTS = ("c",)

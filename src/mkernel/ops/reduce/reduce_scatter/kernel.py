@@ -1,0 +1,184 @@
+"""The kernel of matmul_reduce_scatter in Triton: for every shape, every number of nodes, and the simulator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
+from mkernel.lang.copy import pace
+from mkernel.lang.device import clock
+from mkernel.lang.gemm import multiply_step
+from mkernel.lang.matrix import Tile
+from mkernel.lang.signals import finish, notify, notify_in_loop
+from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
+from mkernel.ops.reduce.call import Plan, Sum
+from mkernel.ops.reduce.epilogue import store_result
+from mkernel.ops.reduce.operands import (
+    INPUTS,
+    RESULTS,
+    call_of,
+    count_steps,
+    count_tiles,
+    matrices_of,
+    tile_corner,
+    variant_of,
+    with_matrices,
+)
+from mkernel.ops.reduce.protocol import add_partials, push_partial, slot_bytes, wait_partials
+from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
+from mkernel.ops.reduce.reduce_scatter.protocol import (
+    add_node_sums,
+    exchange_of,
+    first_partial,
+    prefetch,
+    send_node_sum,
+    wait_node_sums,
+)
+from mkernel.runtime.group import Group
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants
+from mkernel.runtime.world import Launch
+
+
+class Taken(NamedTuple):
+    """The tile that a CTA is at, of the rows of `owner`; it begins at (row, column) of them."""
+
+    node_offset: Any
+    rank_offset: Any
+    owner: Any
+    tile: Any
+    row: Any
+    column: Any
+
+
+@triton.jit
+def _reduce(comm, call, total, taken):
+    """Add what the node has pushed to this rank's partial of a tile; then send the node's sum to its owner, or, if this
+    rank is the owner, add those of the other nodes, and store the result."""
+    first = first_partial(comm, taken.node_offset)
+    if comm.RANKS_PER_NODE > 1:
+        total += wait_partials(comm, call.exchange, first, taken.tile, taken.tile)
+        total = add_partials(comm, call.exchange, total, first, taken.tile)
+    place = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
+    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+        if taken.node_offset != 0:
+            send_node_sum(comm, call.exchange, total, taken.node_offset, taken.tile)
+        else:
+            total += wait_node_sums(comm, call.exchange, taken.tile)
+            store_result(call.result, place, add_node_sums(comm, call.exchange, total, taken.tile))
+    else:
+        store_result(call.result, place, total)
+
+
+@triton.jit
+def _end_tile(comm, call, total, taken, signal, pushed, start):
+    """Push a tile that is multiplied, or reduce it. Returns (address of the signal that is due, bytes pushed so far).
+    Every way through here must use `total`: then it has been computed when it becomes zero again, and the tensor cores
+    may still be at work on it everywhere else in the loop."""
+    trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
+    is_pushed = False  # known to the compiler on a node of one rank
+    if comm.RANKS_PER_NODE > 1:
+        if signal != 0:
+            if call.link.PACED:
+                pace(start, pushed, call.link.nanoseconds_per_mib)
+            notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+            signal = tl.full((), 0, tl.int64)
+        is_pushed = taken.rank_offset != 0
+    if is_pushed:
+        first = first_partial(comm, taken.node_offset)
+        signal = push_partial(comm, call.exchange, total, taken.rank_offset, first, taken.tile)
+        pushed += slot_bytes(call.exchange.partials)
+        trace(comm.context, TILES, PUSH_CHUNK, taken.owner, taken.tile, LAST)
+    else:
+        _reduce(comm, call, total, taken)
+        trace(comm.context, TILES, REDUCE, taken.owner, taken.tile, LAST)
+    return signal, pushed
+
+
+@triton.jit
+def _run(comm, call):
+    M: tl.constexpr = call.product.tiling.M
+    N: tl.constexpr = call.product.tiling.N
+    WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
+    RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
+    rank = rank_of(comm.context)
+    tiles = count_tiles(call.product)
+    steps = count_steps(call.product)
+    rounds, early, late = deal_tiles(tiles, WORLD_SIZE)
+
+    place = -1
+    step = steps - 1
+    node_offset = 0
+    rank_offset = 0
+    tile = 0
+    owner = 0
+    row = 0
+    column = 0
+    signal = tl.full((), 0, tl.int64)  # address of the signal of the tile that was pushed last, if it is due
+    pushed = tl.full((), 0, tl.int64)
+    start = tl.full((), 0, tl.int64)
+    if call.link.PACED:
+        start = clock()
+    total = tl.zeros((M, N), tl.float32)
+    # What Triton hoists out of this loop stays in registers through all tiles: with it, operands that are read through
+    # pointers spilled 352 bytes.
+    for _ in tl.range((rounds * WORLD_SIZE + early + late) * steps, disable_licm=True):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            place += 1
+            node_offset, rank_offset, tile = tile_at(place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
+            node = rank // RANKS_PER_NODE + node_offset
+            owner = node * RANKS_PER_NODE % WORLD_SIZE + (rank + rank_offset) % RANKS_PER_NODE
+            row, column = tile_corner(call.product, tile)
+        total = multiply_step(
+            total, call.product.a, call.product.b, Tile(owner, row, call.product.rows, column, call.product.n),
+            step * call.product.tiling.K, call.product.k, call.product.tiling,
+        )  # fmt: skip
+        if WORLD_SIZE > 1:
+            if (step == 0) & (rank_offset == 0):
+                prefetch(comm, call.exchange, node_offset, tile, M, N)
+        if step == steps - 1:
+            taken = Taken(node_offset, rank_offset, owner, tile, row, column)
+            signal, pushed = _end_tile(comm, call, total, taken, signal, pushed, start)
+            total = tl.zeros((M, N), tl.float32)
+    if RANKS_PER_NODE > 1:
+        if signal != 0:
+            if call.link.PACED:
+                pace(start, pushed, call.link.nanoseconds_per_mib)
+            notify(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    finish(comm.context, comm.epoch, WORLD_SIZE)
+
+
+@triton.jit
+def matmul_reduce_scatter_kernel(context, ranks, a, b, c, residual, call):
+    """The whole operator. ranks: `Ranks`; a, b, c, residual: tensors or descriptors; call: `Call`."""
+    with_matrices(
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), call, a, b, c, residual, _run
+    )  # fmt: skip
+
+
+def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
+    """The launch that carries out a plan. Collective when the workspace must grow."""
+    workspace = memory.workspace(group)
+    arrived = {name: None for name in ("partials", "node_sums") if name in memory}
+    return Launch(
+        op=memory.op,
+        group=group,
+        kernel=matmul_reduce_scatter_kernel,
+        grid=plan.config.ctas,
+        arguments=dict(
+            context=workspace.context,
+            ranks=Ranks(*constants(group.size, group.gpus_per_node)),
+            call=call_of(group, plan, call, group.size, exchange_of(memory, workspace)),
+            **matrices_of(plan, call, group.size),
+        ),
+        options=dict(num_warps=plan.config.warps, num_stages=plan.config.stages),
+        variant=variant_of(plan, workspace),
+        # not what is outgoing: the network may still be reading it
+        uses=memory.uses(workspace, free=arrived),
+        inputs=INPUTS,
+        results=RESULTS,
+    )

@@ -1,0 +1,61 @@
+"""How a call of matmul_reduce_scatter is carried out: the tile, the CTAs, and which kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from mkernel.ops.reduce.call import Plan, Sum, plan_of
+from mkernel.runtime import hopper, planning
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group
+
+OP = "matmul_reduce_scatter"
+
+
+def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
+    """Rows and columns of a tile: from what is the same on every rank, since slots hold whole tiles."""
+    choose = planning.chooser(config)
+    wanted = planning.common_ctas(group) / group.size
+    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)
+    return choose("tile_m", tile_m), choose("tile_n", tile_n)
+
+
+def decide(group: Group, call: Sum) -> Plan:
+    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    rows, n = call.a.shape[0] // group.size, call.b.shape[1]
+    tile_m, tile_n = tile_of(group, rows, n, call.a.dtype, call.config)
+    tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
+    elements = tiles * tile_m * tile_n
+    portable = plan_of(
+        OP,
+        group,
+        call,
+        tile=(tile_m, tile_n),
+        tiles=tiles,
+        computed=tiles * group.size,
+        ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
+        one_shot=False,
+        pushed=elements * group.nodes * (group.gpus_per_node - 1),
+        sent=elements * (group.nodes - 1),
+    )
+    if not (
+        hopper.suits(group, rows, call.a.dtype, call.config, free={"ctas", "group_m"})
+        and (tile_m, tile_n) == (hopper.TILE_M, hopper.TILE_N)
+        and portable.a_uses_tma
+        and portable.right.uses_tma
+        and portable.out_uses_tma
+        and call.travels == call.a.dtype
+        and call.bias is None
+        and call.residual is None
+        and call.a.shape[1] > 0
+    ):
+        return portable
+    return replace(
+        portable,
+        hopper=True,
+        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
+        reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
+    )
