@@ -28,9 +28,9 @@ SCENARIOS = {
 }  # fmt: skip
 # signals between nodes, of which there is one here, or within a node, where there is one rank
 UNUSED = {
-    "moe_dispatch_matmul": {"node_entered", "numbered"},
-    "moe_combine": {"node_entered", "numbered", "back"},
-    "moe_ffn": {"entered"},
+    "moe_dispatch_matmul": {"unused", "node_entered", "numbered"},
+    "moe_combine": {"unused", "node_entered", "numbered", "back"},
+    "moe_ffn": {"unused", "entered"},
 }
 
 

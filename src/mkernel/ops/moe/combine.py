@@ -44,7 +44,14 @@ from mkernel.ops.moe.arguments import check_weights
 from mkernel.ops.moe.dispatch import fill_with_nan
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.plan import CombinePlan, plan_combine
-from mkernel.ops.moe.protocol import announce, announce_node, wait_node_entered, wait_other_nodes_entered
+from mkernel.ops.moe.protocol import (
+    Batch,
+    announce,
+    announce_node,
+    number,
+    wait_node_entered,
+    wait_other_nodes_entered,
+)
 from mkernel.ops.moe.reduction import Combine, collect_chunk, combine_order, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
 from mkernel.runtime import planning
@@ -110,13 +117,17 @@ def _run(comm, routing, combine, weights, batch):
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
 def moe_combine_kernel(context, ranks, routing, combine, weights, batch):
     """The whole operator. ranks: `Ranks`, routing: `Routing`, combine: `Combine`, weights: a `Block`, those of this
     rank's tokens, batch: `Batch`."""
     _run(
-        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, combine, weights, batch
-    )
+        Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, combine, weights,
+        Batch(
+            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
+            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+        ),
+    )  # fmt: skip
 
 
 def _launch(

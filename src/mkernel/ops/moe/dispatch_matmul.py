@@ -81,6 +81,7 @@ from mkernel.ops.moe.grouped import (
 )
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
+from mkernel.ops.moe.protocol import Batch, number
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of, tables_for
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, sized
@@ -119,14 +120,18 @@ def _run(comm, operands, routing, dispatch, gemm, batch):
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
 def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, dispatch, gemm, batch):
     """The whole operator. ranks: `Ranks`; rows, short_rows, w, y: see `Operands`; routing: `Routing`, dispatch:
     `Dispatch`, gemm: `Gemm`, batch: `Batch`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         Operands(rows, short_rows, Weights(w, gemm.w_strides), y),
-        routing, dispatch, gemm, batch,
+        routing, dispatch, gemm,
+        Batch(
+            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
+            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+        ),
     )  # fmt: skip
 
 

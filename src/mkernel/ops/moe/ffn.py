@@ -81,7 +81,7 @@ from mkernel.ops.moe.grouped import (
     store_rows_through_pointers,
 )
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
-from mkernel.ops.moe.protocol import signal_of, wait_node_entered, wait_other_nodes_entered
+from mkernel.ops.moe.protocol import Batch, number, signal_of, wait_node_entered, wait_other_nodes_entered
 from mkernel.ops.moe.reduction import Combine, collect_chunk, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import (
     BEFORE_NODE,
@@ -279,14 +279,10 @@ def _combine(comm, routing, gemms, combine, batch, piece, phase):
     return piece
 
 
-@triton.jit(do_not_specialize=["batch"])
-def moe_ffn_kernel(
-    context, ranks, rows, rows_out, inner, gate_up, down, routing, dispatch, gemms, combine, batch
-):  # fmt: skip
-    """The whole operator. ranks: `Ranks`; rows, rows_out, inner, gate_up, down: see `Operands`; routing: `Routing`,
-    dispatch: `Dispatch`, gemms: `Gemms`, combine: `Combine`, batch: `Batch`.
-
-    The epoch is loaded again for each stage: kept in a register through the tiles, it would make them spill."""
+@triton.jit
+def _run(context, ranks, operands, routing, dispatch, gemms, combine, batch):
+    """The stages. The epoch is loaded again for each of them: kept in a register through the tiles, it would make them
+    spill."""
     dispatch_tokens(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, dispatch, batch
     )
@@ -298,13 +294,7 @@ def moe_ffn_kernel(
         tile = take(tables.summary + TILES_TAKEN)
         piece = take(tables.summary + PIECES_TAKEN)
         for phase in range(0 if ranks.WORLD_SIZE > ranks.RANKS_PER_NODE else 1, 2):
-            tile = _compute(
-                context,
-                Operands(
-                    rows, rows_out, inner, Weights(gate_up, gemms.gate_up_strides), Weights(down, gemms.down_strides)
-                ),
-                gemms, tables, tile, phase,
-            )  # fmt: skip
+            tile = _compute(context, operands, gemms, tables, tile, phase)
             piece = _combine(
                 Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
                 routing, gemms, combine, batch, piece, phase,
@@ -312,6 +302,25 @@ def moe_ffn_kernel(
     else:
         fill_with_nan(combine.out, batch.tokens, combine.columns, tl.program_id(0), tl.num_programs(0))
     finish(context, current_epoch(context), ranks.WORLD_SIZE)
+
+
+@triton.jit
+def moe_ffn_kernel(
+    context, ranks, rows, rows_out, inner, gate_up, down, routing, dispatch, gemms, combine, batch
+):  # fmt: skip
+    """The whole operator. ranks: `Ranks`; rows, rows_out, inner, gate_up, down: see `Operands`; routing: `Routing`,
+    dispatch: `Dispatch`, gemms: `Gemms`, combine: `Combine`, batch: `Batch`."""
+    _run(
+        context, ranks,
+        Operands(
+            rows, rows_out, inner, Weights(gate_up, gemms.gate_up_strides), Weights(down, gemms.down_strides)
+        ),
+        routing, dispatch, gemms, combine,
+        Batch(
+            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
+            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+        ),
+    )  # fmt: skip
 
 
 def _launch(

@@ -46,8 +46,10 @@ class Signals(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Numbers that follow the batch. Kernels are not specialized for them: another binary for each would be compiled
-    while a model is being served."""
+    """Numbers that follow the batch. Kernels must not be specialized for them: other binaries would be compiled while a
+    model is being served. But Triton 3.6 specializes for 1 and for multiples of 16 in structures, whatever
+    `do_not_specialize` says. So the host passes each of them as 2*n + 3, which is neither, a kernel's entry turns them
+    back (`number`), and all signals begin at multiples of 16 words (`layout`)."""
 
     tokens: Any  # of this rank
     max_tokens: Any  # of any rank
@@ -74,11 +76,13 @@ def layout(
     memory.words("node_entered", sizes.nodes)
     for name in ("counted", "scheduled", "numbered") if dispatches else ():
         memory.words(name, 1)
-    memory.signals("routed", sizes.world_size)
+    before = sizes.world_size + sizes.nodes + (3 if dispatches else 0)
+    memory.words("unused", round_up(before, 16) - before)
+    memory.signals("routed", round_up(sizes.world_size, 16))
     by_chunk = {"held": dispatches, "settled": dispatches and combines, "returned": combines, "back": combines}
     for name, used in by_chunk.items():
         if used:
-            memory.signals(name, sizes.world_size, sizes.chunks)
+            memory.signals(name, sizes.world_size, round_up(sizes.chunks, 16))
     words = HEADER.value + sizes.max_tokens * sizes.k * (dispatches + combines)
     memory.buffer("tables", torch.int32, sizes.world_size, round_up(words, 16))
     far = (sizes.nodes - 1) * sizes.max_tokens
@@ -97,9 +101,13 @@ def batch_of(group: Group, sizes: Sizes, memory: Layout, workspace: Workspace) -
     """What a kernel is told about a batch."""
     signals = Signals(*(memory.words_in(workspace, name) if name in memory else None for name in Signals._fields))
     link = group.world.links.nvlink if is_paced(group) else None
+
+    def passed(number: int) -> int:
+        return 2 * number + 3
+
     return Batch(
-        sizes.tokens, sizes.max_tokens, sizes.experts, sizes.capacity, sizes.chunks,
-        round(2**20 / link) if link else 0, signals,
+        passed(sizes.tokens), passed(sizes.max_tokens), passed(sizes.experts), passed(sizes.capacity),
+        passed(sizes.chunks), round(2**20 / link) if link else 0, signals,
     )  # fmt: skip
 
 
@@ -113,6 +121,12 @@ def copies_of(group: Group, copy_bytes: int, dtype: torch.dtype) -> dict[str, An
     rows = 4
     columns = max(copy_bytes // dtype.itemsize // rows, 1)
     return dict(zip(("ROWS", "COLUMNS", "PACED"), constants(rows, columns, is_paced(group))))
+
+
+@triton.jit
+def number(passed):
+    """A number of the batch, from what the host passed: see `Batch`."""
+    return ((passed - 3) >> 1).to(tl.int32)
 
 
 @triton.jit
