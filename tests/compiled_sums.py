@@ -17,7 +17,7 @@ MODULES = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
 def reduces(
-    op, cluster, capability=90, config=None, dtype=torch.bfloat16, reduce_dtype=None, m=8192, n=8192, k=2048,
+    op, cluster, capability=90, config=None, dtype=torch.bfloat16, reduce_dtype=None, m=4096, n=4096, k=1024,
     paced=False, bias=False, residual=False, transposed=True, described=True, fixed_order=True, multicast=False,
     module=None,
 ):  # fmt: skip

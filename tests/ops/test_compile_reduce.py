@@ -15,7 +15,7 @@ TRITON = mk.Config(warps=8)  # not the kernel that is for Hopper only
 SCATTER = dict(op="reduce_scatter", cluster=(1, 4), config=TRITON)
 REDUCE = dict(op="all_reduce", cluster=(1, 4))
 ONE_SHOT = dict(REDUCE, m=16, n=4096)
-SLICED = dict(REDUCE, m=256)
+SLICED = dict(REDUCE, m=256, n=8192)
 MULTICAST = dict(REDUCE, multicast=True)
 KERNELS = {
     "matmul_reduce_scatter_kernel": SCATTER,
@@ -129,14 +129,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "size"), [("64x64", (64, 64)), ("128x64", (128, 64)), ("128x128", (128, 128))])
+# bytes: tensors whose strides are odd have an address for each element, and these kernels store tiles in many places
+SPILLED = {("two_level_kernel", "pointers"): 284, ("multicast_kernel", "pointers"): 488}
+
+
+@pytest.mark.parametrize(
+    ("case", "size"), [("pointers", (128, 256)), ("64x64", (64, 64)), ("128x64", (128, 64)), ("128x128", (128, 128))]
+)
 def test_the_switch_adds_once(case, size):
     """Triton copies an instruction when it likes to; a second sum might have other bits."""
     launch = reduces(**dict(MULTICAST, **CASES[case]), **IN_SWITCH)
     made = build(MULTICAST, **CASES[case], **IN_SWITCH)
     rows, columns = size
     assert instructions(made, "LDGMC") == rows * columns * 2 // (launch.options["num_warps"] * 32 * 16)
-    assert made.spilled <= 16
+    assert made.spilled <= SPILLED.get(("multicast_kernel", case), 16)
     assert made.shared <= SHARED_MEMORY
 
 
@@ -163,7 +169,7 @@ def test_a_rank_alone_has_nothing_to_wait_for():
 )
 def test_no_spills(case, kernel):
     made = build(KERNELS[kernel], **CASES[case])
-    assert made.spilled <= 16  # some scalars
+    assert made.spilled <= SPILLED.get((kernel, case), 16)  # some scalars
     assert made.shared <= SHARED_MEMORY
 
 
