@@ -77,7 +77,7 @@ def pretending(capability):
 def compile_launch(launch, capability=90):
     """Compile what a launch would run, with the arguments that it has."""
     for name, value in launch.arguments.items():
-        assert not _holds_descriptor(value), f"a descriptor inside of the structure {name}: see READ_THIS_NOW.md"
+        assert not _holds_descriptor(value), f"a descriptor inside of the structure {name}"
     with pretending(capability):
         launch.kernel.device_caches.clear()
         compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))

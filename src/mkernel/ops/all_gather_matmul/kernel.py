@@ -61,8 +61,7 @@ class Operands(NamedTuple):
 
 
 class InHeap(NamedTuple):
-    """Where own rows lie in the symmetric heap, if they are sent from there. It differs from call to call under one
-    plan, and must not make another binary: that would be loaded while a peer spins."""
+    """Where own rows lie in the symmetric heap, if they are sent from there."""
 
     segment: Any
     offset: Any  # in elements
@@ -279,17 +278,19 @@ def _run(comm, call, operands, in_heap):
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
-@triton.jit(do_not_specialize=["in_heap"])
-def all_gather_matmul_kernel(context, ranks, own, gathered, b, c, strides, call, in_heap):
+# Where rows lie in the heap differs from call to call under one plan, and must not make another binary: that would be
+# loaded while a peer spins. Triton specializes whatever is in a structure, so these two are in none.
+@triton.jit(do_not_specialize=["heap_segment", "heap_offset"])
+def all_gather_matmul_kernel(context, ranks, own, gathered, b, c, strides, call, heap_segment, heap_offset):
     """The whole operator. ranks: `Ranks`; own, gathered, b, c: descriptors or pointers, and strides
-    (`Operands`) says how to read them; call: `Call`; in_heap: `InHeap`."""
+    (`Operands`) says how to read them; call: `Call`; heap_segment, heap_offset: see `InHeap`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         call,
         Operands(
             Matrix(own, strides.own), Matrix(gathered, strides.gathered), Matrix(b, strides.b), Matrix(c, strides.c)
         ),
-        in_heap,
+        InHeap(heap_segment, heap_offset),
     )
 
 
@@ -354,7 +355,8 @@ def launch(
             c=result,
             strides=strides,
             call=call,
-            in_heap=InHeap(found[0].number if found else 0, found[1] // element if found else 0),
+            heap_segment=found[0].number if found else 0,
+            heap_offset=found[1] // element if found else 0,
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # the workspace too: Triton makes another binary for integers with other divisors
