@@ -1,14 +1,12 @@
 """all_gather_matmul on a GPU: several ranks share it."""
 
 import gc
-import importlib
-import sys
 import time
 
 import pytest
 import torch
 from harness import check, everyones, randn
-from mutation import changed
+from mutation import OP, mutated
 
 import mkernel as mk
 import mkernel.ops
@@ -198,18 +196,11 @@ def test_rank_that_stays_away_is_named():
 
 
 @pytest.mark.parametrize("kernel", ["portable", "hopper"])
-def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, monkeypatch, kernel):
-    function, config = mk.all_gather_matmul, None
-    if kernel == "hopper":
-        sending = "notify(arrived(theirs, parity, rank, chunk, signals, GPUS), epoch)"
-        module = importlib.import_module("mkernel.ops.all_gather_matmul_hopper")
-        broken = changed(tmp_path, module, (sending, f"if chunk != 1:\n                {sending}"))
-        monkeypatch.setattr(mkernel.ops, "all_gather_matmul_hopper", broken)
-    else:
-        sending = "notify(arrived(theirs, parity, source_rank, chunk, signals, SIZE), epoch)"
-        module = sys.modules["mkernel.ops.all_gather_matmul"]
-        broken = changed(tmp_path, module, (sending, f"if chunk != 1:\n                {sending}"))
-        function, config = broken.all_gather_matmul, mk.Config(stages=3)
+def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, kernel):
+    config = None if kernel == "hopper" else mk.Config(stages=3)
+    raising = "    notify(segment"
+    lost = (f"{OP}/protocol", raising, f"    if chunk != 1:\n    {raising}")
+    function = mutated(tmp_path, "all_gather_matmul", lost).all_gather_matmul
 
     def on_rank(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)
@@ -226,7 +217,6 @@ def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, monkeypatch, ke
         check(again, mk.all_gather_matmul(a, b, group=again, config=mk.Config(stages=2)), a, b)
 
     cuda(on_rank, ranks=2, timeout=1.0)
-    monkeypatch.undo()
 
     def afterwards(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)

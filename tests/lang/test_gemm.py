@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.gemm import masked_block, multiply_tile, store_tile
-from mkernel.lang.matrix import Block, Matrix, Tile, Tiling
+from mkernel.lang.matrix import Block, Matrix, Strides, Tile, Tiling
 from mkernel.runtime.operands import DTYPES, constants, descriptor, matmul_precision
 
 from .harness import launch, simulate, workspace_of
@@ -42,12 +42,7 @@ def _multiply(a, b, c, call):
 @triton.jit
 def multiply(context, a, b, c, call):
     """c[part] = a[part] @ b for every part, tile by tile."""
-    _multiply(
-        Matrix(a, call.a.part_stride, call.a.row_stride, call.a.column_stride, call.a.USES_TMA, False),
-        Matrix(b, 0, call.b.row_stride, call.b.column_stride, call.b.USES_TMA, call.b.TRANSPOSED),
-        Matrix(c, call.c.part_stride, call.c.row_stride, call.c.column_stride, call.c.USES_TMA, False),
-        call,
-    )
+    _multiply(Matrix(a, call.a), Matrix(b, call.b), Matrix(c, call.c), call)
 
 
 def padded(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,9 +70,9 @@ def run(a, b, parts, *, described, transposed, out_described):
 
     def rank(group):
         call = Call(
-            a=Matrix(None, rows * a.stride(0), *a.stride(), *constants(described, False)),
-            b=Matrix(None, 0, *b.stride(), *constants(described, transposed)),
-            c=Matrix(None, rows * c.stride(0), *c.stride(), *constants(out_described, False)),
+            a=Strides(rows * a.stride(0), *a.stride(), *constants(described, False)),
+            b=Strides(0, *b.stride(), *constants(described, transposed)),
+            c=Strides(rows * c.stride(0), *c.stride(), *constants(out_described, False)),
             parts=parts, rows=rows, n=n, k=k,
             tiling=Tiling(*constants(TILE_M, TILE_N, TILE_K, 1, matmul_precision(a.dtype))),
         )  # fmt: skip
@@ -148,7 +143,7 @@ def test_bf16_and_fp16_are_summed_in_fp32():
 def mark(context, c, row_stride, rows, n, value, M: tl.constexpr, N: tl.constexpr):
     """One tile, marked by adding a value to all of it."""
     tile = tl.zeros((M, N), tl.float32) + tl.load(value)
-    store_tile(Matrix(c, rows * row_stride, row_stride, 1, False, False), Tile(1, 16, rows, 32, n), tile)
+    store_tile(Matrix(c, Strides(rows * row_stride, row_stride, 1, False, False)), Tile(1, 16, rows, 32, n), tile)
 
 
 def test_a_tile_of_nan_stays_inside_its_part():

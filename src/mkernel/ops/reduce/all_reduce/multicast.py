@@ -180,7 +180,7 @@ def _run(comm, call):
     signal = tl.full((), 0, tl.int64)  # address of the signal of the partial that was stored last, if it is due
     total = tl.zeros((M, N), tl.float32)
     # hoisting costs spills where operands are read through pointers, and saves some where they are not
-    for _ in tl.range(rounds * steps, disable_licm=not call.product.a.USES_TMA):
+    for _ in tl.range(rounds * steps, disable_licm=not call.product.a.strides.USES_TMA):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             place += 1
