@@ -89,7 +89,7 @@ class Memory:
         ]
         piece.is_user_s = any(part.kind == "tensor" for part in parts)
         for part in parts:
-            if part.kind == "buffer" and part.end > part.start:
+            if self.races is not None and part.kind == "buffer" and part.end > part.start:
                 piece.set(start + part.start, start + part.end, UNWRITTEN)
 
     def fresh(self, tensor: torch.Tensor) -> None:

@@ -29,6 +29,8 @@ from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 from mkernel.sim.shadow import SPENT
 
+MUCH_MEMORY = 256 << 20  # bytes of a simulated cluster that are worth a collection of garbage
+_left_behind: list[int] = []  # bytes of the clusters that were simulated last
 MULTICAST = 1 << 56  # where multicast ranges begin: addresses that no memory has
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
 
@@ -63,6 +65,7 @@ class SimWorld:
         self._next_multicast = MULTICAST
         self._streams: dict[int, list[Hashable]] = {rank: [] for rank in range(self.size)}
         self._times = [0.0] * self.size  # when each rank's last CTA ended, in the time of a trace
+        self.allocated = 0  # bytes
         # what the last launches of a rank kept: by group, segment and rank
         self._keeps: dict[tuple[Hashable, int, int], deque[Keeps]] = {}
         self._transfers: dict[Hashable, list[Transfer]] = {}  # of groups that are traced
@@ -171,15 +174,12 @@ class SimWorld:
         self.scheduler.on_step = line.step
         thresholds = gc.get_threshold()
         try:
-            # what was there before needs not be looked at again and again, with torch some 500,000 objects
-            gc.freeze()
-            gc.set_threshold(10_000, *thresholds[1:])
+            gc.set_threshold(10_000, *thresholds[1:])  # a simulation makes many objects, and little garbage in cycles
             self.scheduler.run(
                 lambda: all(host.done for host in hosts) and not any(self._queues.values()), self._task_done
             )
         finally:
             gc.set_threshold(*thresholds)
-            gc.unfreeze()
             line.end()
             self.scheduler.close()
         for group in list(self._groups):
@@ -195,6 +195,7 @@ class SimWorld:
     # -- memory
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        self.allocated += nbytes
         memory = torch.zeros(nbytes + 16, dtype=torch.uint8)
         start = -memory.data_ptr() % 16
         memory = memory[start : start + nbytes]
@@ -519,6 +520,9 @@ def spawn(
     options: Options | None,
 ) -> list[Any]:
     """Run function(group, *args) on every rank of a simulated cluster; results by rank."""
+    if _left_behind and max(_left_behind) > MUCH_MEMORY:
+        gc.collect()  # a world is full of cycles, few objects but large ones
+    _left_behind.clear()
     world = SimWorld(nodes, gpus_per_node, seed, options or Options())
     everyone = range(world.size)
 
@@ -544,3 +548,5 @@ def spawn(
         if hasattr(failure, "add_note"):
             failure.add_note(how)
         raise
+    finally:
+        _left_behind.append(world.allocated)
