@@ -230,12 +230,12 @@ def _launch(
     return Launch(
         op="moe_combine",
         group=group,
-        uses=Uses(workspace, areas.arrays(workspace, routing, ("returned", "back"))),
         kernel=moe_combine_kernel,
         grid=plan.ctas,
         arguments=arguments,
         options=dict(num_warps=plan.warps),
         variant=plan,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("returned", "back"))),
         inputs=("y", "weights", *KEPT),
         results=("out",),
     )

@@ -296,12 +296,12 @@ def _launch(
     return Launch(
         op="moe_dispatch_matmul",
         group=group,
-        uses=Uses(workspace, areas.arrays(workspace, routing, ("held",))),
         kernel=moe_dispatch_matmul_kernel,
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=plan,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("held",))),
         inputs=("x", "ids", "w"),
     )
 

@@ -464,12 +464,12 @@ def _launch(
     return Launch(
         op="moe_ffn",
         group=group,
-        uses=Uses(workspace, areas.arrays(workspace, routing, ("held", "settled", "returned", "back"))),
         kernel=moe_ffn_kernel,
         grid=c.ctas,
         arguments=arguments,
         options=dict(num_warps=c.warps, num_stages=c.stages),
         variant=plan,
+        uses=Uses(workspace, areas.arrays(workspace, routing, ("held", "settled", "returned", "back"))),
         inputs=("x", "ids", "weights", "w_gate_up", "w_down"),
         results=("out",),
     )

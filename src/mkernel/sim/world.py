@@ -308,15 +308,12 @@ class SimWorld:
         self.scheduler.on_step = line.step
         thresholds = gc.get_threshold()
         try:
-            # what was there before needs not be looked at again and again, with torch some 500,000 objects
-            gc.freeze()
-            gc.set_threshold(10_000, *thresholds[1:])
+            gc.set_threshold(10_000, *thresholds[1:])  # a simulation makes many objects, and little garbage in cycles
             self.scheduler.run(
                 lambda: all(host.done for host in hosts) and not any(self._queues.values()), self._task_done
             )
         finally:
             gc.set_threshold(*thresholds)
-            gc.unfreeze()
             line.end()
             self.scheduler.close()
         for group in list(self._groups):
