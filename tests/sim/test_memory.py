@@ -16,7 +16,7 @@ from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.runtime.group import Uses
 from mkernel.runtime.operands import descriptor
-from mkernel.runtime.world import Launch
+from mkernel.runtime.world import Array, Launch
 
 from .harness import OP, launch, simulate
 
@@ -506,4 +506,70 @@ def test_requests_outside_of_a_segment(numbers, message):
     else:
         posted = rf".*\n  posted by rank 0, CTA 0 of {OP}: .* in post, called from sim/test_memory.py:\d+ in ask"
         with pytest.raises(mk.SimulatorError, match="(?s)a request of rank 0: " + re.escape(message) + posted):
+            simulate(on_rank, nodes=2)
+
+
+# -- addresses that are used again, constants, and what a launch keeps in its workspace
+
+
+def test_memory_that_was_never_lent_is_not_fresh_when_its_address_is_used_again():
+    """A call that is refused has made its result already. What is there next belongs to somebody else."""
+
+    def on_rank(group):
+        memory = group.world.scheduler.memory
+        tensor = group.world.empty(group.world_rank, (64,), torch.float32)
+        start = tensor.untyped_storage().data_ptr()
+        assert start in memory._fresh
+        del tensor
+        return start in memory._fresh
+
+    assert simulate(on_rank) == [False]
+
+
+@triton.jit
+def loop_over_a_constant(x, out):
+    while tl.load(x) == 0:
+        pass
+    tl.store(out, 1)
+
+
+def test_a_loop_over_what_nobody_changes_is_found():
+    with pytest.raises(mk.Deadlock, match="no task can run"):
+        run(loop_over_a_constant, inputs=("x",), x=torch.zeros(1), out=torch.zeros(1))
+
+
+@triton.jit
+def send_words(context, source, target, size, signal):
+    epoch = current_epoch(context)
+    segment = tl.load(context + SEGMENT)
+    if rank_of(context) == 0:
+        post(context, rank_of(context) + 1, segment, source * 8, segment, target * 8, size * 8, signal * 8, epoch, SEND)
+    finish(context, epoch, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "size", "signal", "wrong"),
+    [
+        (8, 12, 4, 1, None),
+        (7, 12, 4, 1, "the source of a request"),
+        (8, 13, 4, 1, "the target of a request"),
+        (8, 12, 4, 2, "the signal of a request"),
+    ],
+)
+def test_a_request_stays_in_the_arrays_of_its_launch(source, target, size, signal, wrong):
+    def on_rank(group):
+        workspace = group.workspace(OP, 8, 1024)
+        start = workspace.data_start // 8
+        uses = Uses(workspace, [Array("signals", 0, (2,), 8), Array("words", 8 * (start + 8), (8,), 8)])
+        workspace.data.zero_()
+        arguments = dict(
+            context=workspace.context, source=start + source, target=start + target, size=size, signal=signal
+        )
+        group.launch(Launch(op=OP, group=group, kernel=send_words, grid=1, arguments=arguments, uses=uses))
+        group.barrier()
+
+    if wrong is None:
+        simulate(on_rank, nodes=2)
+    else:
+        with pytest.raises(mk.SimulatorError, match=rf"{wrong} of \d+ bytes is outside[\s\S]*posted by rank 0, CTA 0"):
             simulate(on_rank, nodes=2)
