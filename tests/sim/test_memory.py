@@ -543,7 +543,8 @@ def send_words(context, source, target, size, signal):
     epoch = current_epoch(context)
     segment = tl.load(context + SEGMENT)
     if rank_of(context) == 0:
-        post(context, rank_of(context) + 1, segment, source * 8, segment, target * 8, size * 8, signal * 8, epoch, SEND)
+        transfer = Transfer(rank_of(context) + 1, segment, source * 8, segment, target * 8, size * 8)
+        post(context, transfer, signal * 8, epoch, SEND)
     finish(context, epoch, 2)
 
 

@@ -1,10 +1,12 @@
 """The simulated cluster: poison, streams, traffic, and the same run again in another process."""
 
+import gc
 import io
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -299,3 +301,22 @@ def test_a_long_simulation_says_how_far_it_is(monkeypatch, terminal):
     mk.spawn(lambda group: mk.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8)), device="cpu")
     assert ("launches done, in all_gather_matmul" in stream.getvalue()) == terminal
     assert stream.getvalue().endswith("\r\033[K" if terminal else "")
+
+
+# -- nothing is kept
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_cluster_is_freed_when_nobody_holds_it(nodes):
+    """Groups, their heaps and multicast addresses included: clusters of large problems do not fit twice."""
+
+    def on_rank(group):
+        a = torch.ones(8, 16, dtype=torch.bfloat16)
+        mk.all_gather_matmul(a, torch.ones(16, 16, dtype=torch.bfloat16), group=group)
+        mk.matmul_all_reduce(a, torch.ones(16, 16, dtype=torch.bfloat16), group=group)
+        group.heap.tensor((64,), torch.float32)
+        return weakref.ref(group.world), weakref.ref(group.heap.segments()[0][1].untyped_storage())
+
+    kept = [reference for references in simulate(on_rank, nodes=nodes, gpus=2) for reference in references]
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * len(kept)

@@ -40,6 +40,14 @@ def heads_of(
     return draw(), draw(), draw()
 
 
+def _wire_ms(group: Group, sequences: Sequences, row_bytes: int) -> float:
+    """How long the rank that sends most keys and values needs its paced link; 0 if links are not paced."""
+    rate = group.world.links.nvlink
+    ranks = range(group.size)
+    sent = max(sum(sequences.keys_sent(source, to) for to in ranks if to != source) for source in ranks) * row_bytes
+    return sent / (rate * 1e6) if rate else 0.0
+
+
 def measure(
     group: Group, batch: int, heads: int, positions: int, dim: int, dtype: torch.dtype, config: Config | None,
     repeats: int, *, causal: bool = False, zigzag: bool = False,
@@ -57,10 +65,7 @@ def measure(
     parts = group.exchange("parts", (query, key, value))
 
     sequences = Sequences(size, length, layout == "zigzag", causal, None)
-    row_bytes = batch * heads * 2 * dim * query.element_size()
-    sent = max(sum(sequences.keys_sent(s, r) for r in range(size) if r != s) for s in range(size)) * row_bytes
-    rate = group.world.links.nvlink
-    wire_ms = sent / (rate * 1e6) if rate else 0.0
+    wire_ms = _wire_ms(group, sequences, row_bytes=batch * heads * 2 * dim * query.element_size())
 
     merge = from_zigzag if layout == "zigzag" else (lambda tensors: torch.cat(list(tensors), 2))
     whole = [merge([part[i].to(device) for part in parts]) for i in range(3)]

@@ -456,3 +456,17 @@ def _gaps(tensor: torch.Tensor) -> np.ndarray | None:
     strides = [stride * size for stride in tensor.stride()]
     inside.as_strided((*tensor.shape, size), (*strides, 1)).fill_(True)
     return inside.numpy()
+
+
+def call_when_freed(tensor: torch.Tensor, method: Callable[[int], None], address: int) -> None:
+    """Call a method with that address once nobody holds the tensor's memory any more.
+
+    Neither the method's object nor what it refers to is kept alive: a world refers to its tensors, which would never be
+    freed otherwise."""
+    weakref.finalize(tensor.untyped_storage(), _call_weakly, weakref.WeakMethod(method), address)
+
+
+def _call_weakly(reference: weakref.WeakMethod[Callable[[int], None]], address: int) -> None:
+    method = reference()
+    if method is not None:
+        method(address)

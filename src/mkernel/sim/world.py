@@ -21,7 +21,7 @@ from mkernel.runtime.world import Launch, Links, Part, Transfer, exchange_addres
 from mkernel.sim.ahead import Ahead
 from mkernel.sim.interrupts import noted
 from mkernel.sim.launches import RunningLaunch, Traffic, tensors_in
-from mkernel.sim.memory import Keeps
+from mkernel.sim.memory import Keeps, call_when_freed
 from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
 from mkernel.sim.progress import Line
@@ -211,7 +211,7 @@ class SimWorld:
         start = self._next_multicast
         self._next_multicast += memory.numel()
         self.scheduler.memory.allow_multicast(start, memory.numel(), addresses)
-        weakref.finalize(memory.untyped_storage(), self.scheduler.memory.forbid_multicast, start)
+        call_when_freed(memory, self.scheduler.memory.forbid_multicast, start)
         return start
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
@@ -223,9 +223,8 @@ class SimWorld:
         return self.allocate(rank, count * 8).view(torch.int64)
 
     def _allow(self, tensor: torch.Tensor, owner: int | None) -> None:
-        storage = tensor.untyped_storage()
         self.scheduler.memory.add(tensor.data_ptr(), tensor.numel() * tensor.element_size(), owner)
-        weakref.finalize(storage, self.scheduler.memory.remove, tensor.data_ptr())
+        call_when_freed(tensor, self.scheduler.memory.remove, tensor.data_ptr())
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.full(tuple(shape), float("nan"), dtype=dtype)
