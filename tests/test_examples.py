@@ -26,8 +26,8 @@ SAYS = {
     ],
     "04_moe": [
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): " for rank in range(4)),
-        "which has room for 1",
-        "room for 72 rows of 2 experts",
+        "whose capacity is 1",
+        "capacity 72 rows for 2 experts",
     ],
     "05_tensor_parallel_mlp": [
         f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 64)" for rank in range(4)

@@ -173,9 +173,13 @@ def test_no_spills(case, kernel):
     assert made.shared <= SHARED_MEMORY
 
 
-def test_fp32_as_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    made = compile_launch(reduces(**SCATTER, dtype=torch.float32))
+def test_fp32_as_tf32():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        launch = reduces(**SCATTER, dtype=torch.float32)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    made = compile_launch(launch)
     assert re.search(r"wgmma\.mma_async.*tf32", made.ptx)
     assert made.spilled <= 16
 
