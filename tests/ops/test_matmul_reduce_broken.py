@@ -123,8 +123,7 @@ BROKEN = {
     # rule 4: no CTA waits for a later one, and what others need comes first
     "own rows first": Broken(
         NODE,
-        [(KERNEL, "tile_at(place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)",
-          "tile_at(rounds * WORLD_SIZE + early + late - 1 - place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)")],
+        [(KERNEL, "        place, sequence.tiles,", "        sequence.length - 1 - place, sequence.tiles,")],
         mk.CommTimeout,
         {"signal": "partial"},
     ),

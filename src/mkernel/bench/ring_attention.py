@@ -65,6 +65,7 @@ def measure(
     parts = group.exchange("parts", (query, key, value))
 
     sequences = Sequences(size, length, layout == "zigzag", causal, None)
+    rate = group.world.links.nvlink
     wire_ms = _wire_ms(group, sequences, row_bytes=batch * heads * 2 * dim * query.element_size())
 
     merge = from_zigzag if layout == "zigzag" else (lambda tensors: torch.cat(list(tensors), 2))

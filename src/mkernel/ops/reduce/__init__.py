@@ -8,10 +8,10 @@ A CTA multiplies a tile. Then it pushes the tile to the rank that adds it, or ad
 the same CTA on every rank, so a CTA waits only for CTAs of its own number. Between nodes only the node's sum of a
 tile crosses, once.
 
-The loop. Tiles and steps through k are one loop, so that Triton loads the first steps of a tile while the tile before
-is pushed or added. The signal of a pushed tile is sent after the next multiplication: the release has to wait until the
-stores have reached the peer, and by then they have. (Kernels for small results, with a tile or two for each CTA, are
-written one step after the other.)
+The loop (loop.py). Tiles and steps through k are one loop, so that Triton loads the first steps of a tile while the
+tile before is pushed or added. The signal of a pushed tile is sent after the next multiplication: the release has to
+wait until the stores have reached the peer, and by then they have. (Kernels for small results, with a tile or two for
+each CTA, are written one step after the other.)
 
 Sums and rounding. Accumulation is in fp32, in a fixed order of ranks, so the same inputs give the same bits on every
 run. What travels is rounded to `reduce_dtype` (by default the dtype of a): a partial once, a node's sum once more.

@@ -35,20 +35,25 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, current_epoch, rank_of
-from mkernel.lang.gemm import multiply_step, store_tile
+from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import slot_of
 from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish, notify_in_loop
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
-from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at, round_of, slot_number, tile_of
-from mkernel.ops.reduce.all_reduce.protocol import copy_finished, notify_finished, sum_node, wait_finished
-from mkernel.ops.reduce.all_reduce.two_level import Taken
+from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, locate, round_of, slot_number, take, tile_of
+from mkernel.ops.reduce.all_reduce.protocol import (
+    copy_finished,
+    notify_finished,
+    prefetch,
+    sum_node,
+    wait_finished,
+)
 from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
-from mkernel.ops.reduce.operands import count_steps, count_tiles, with_matrices
+from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due
+from mkernel.ops.reduce.operands import count_tiles, with_matrices
 from mkernel.ops.reduce.partials import store_partial
 from mkernel.ops.reduce.protocol import (
-    prefetch_partials,
     push_partial,
     signal_at,
     slot_at,
@@ -129,11 +134,19 @@ def _gather(comm, call, block, rounds):
 
 
 @triton.jit
-def _end_tile(comm, call, total, taken, rounds, signal):
-    """As `_end_tile` of two_level.py, in one node, with multicast. Returns the address of the signal that is due."""
+def _prefetch(comm, call, taken):
+    """Ask for what is pushed for a tile that this rank owns; the switch would have nothing to prefetch."""
+    if not call.exchange.IN_SWITCH:
+        prefetch(comm, call, taken)
+
+
+@triton.jit
+def _end_tile(comm, call, sequence, total, taken, progress):
+    """As `_end_tile` of two_level.py, in one node, with multicast. There are no paced links with multicast."""
     WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
     rank = rank_of(comm.context)
     block = taken.round // WORLD_SIZE
+    signal = progress.signal
     trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
     if signal != 0:
         notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
@@ -153,52 +166,22 @@ def _end_tile(comm, call, total, taken, rounds, signal):
             summed = _add_in_switch(comm, call.exchange, total, block, taken.tile)
         else:
             summed = sum_node(comm, call.exchange, total, block, taken.tile)
-        place = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
-        _finish_everywhere(comm, call, summed, place, block)
+        _finish_everywhere(comm, call, summed, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
-    if ((taken.place + 1 == rounds) | (taken.place % WORLD_SIZE == WORLD_SIZE - 1)) & (block >= 1):
-        _gather(comm, call, block - 1, rounds)
-    return signal
+    if ((taken.place + 1 == sequence.length) | (taken.place % WORLD_SIZE == WORLD_SIZE - 1)) & (block >= 1):
+        _gather(comm, call, block - 1, sequence.length)
+    return Progress(signal, progress.moved, progress.start)
 
 
 @triton.jit
 def _run(comm, call):
-    M: tl.constexpr = call.product.tiling.M
-    N: tl.constexpr = call.product.tiling.N
     rank = rank_of(comm.context)
     rounds = count_rounds(count_tiles(call.product))
     blocks = tl.cdiv(rounds, comm.WORLD_SIZE)
-    steps = count_steps(call.product)
-
-    place = -1
-    step = steps - 1
-    round = 0
-    owner = 0
-    tile = 0
-    row = 0
-    column = 0
-    signal = tl.full((), 0, tl.int64)  # address of the signal of the partial that was stored last, if it is due
-    total = tl.zeros((M, N), tl.float32)
-    # hoisting costs spills where operands are read through pointers, and saves some where they are not
-    for _ in tl.range(rounds * steps, disable_licm=not call.product.a.strides.USES_TMA):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            place += 1
-            round, owner = round_at(place, rounds, rank, comm.WORLD_SIZE)
-            tile, row, column = tile_of(call.product, round)
-        total = multiply_step(
-            total, call.product.a, call.product.b, Tile(0, row, call.product.rows, column, call.product.n),
-            step * call.product.tiling.K, call.product.k, call.product.tiling,
-        )  # fmt: skip
-        if not call.exchange.IN_SWITCH:
-            if (step == 0) & (owner == rank):
-                prefetch_partials(comm, call.exchange, 0, slot_number(round // comm.WORLD_SIZE), M, N)
-        if step == steps - 1:
-            taken = Taken(place, round, owner, tile, row, column)
-            signal = _end_tile(comm, call, total, taken, rounds, signal)
-            total = tl.zeros((M, N), tl.float32)
-    if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    progress = for_each_tile(
+        comm, call, Sequence(rounds), take, locate, _prefetch, _end_tile, HOIST=call.product.a.strides.USES_TMA
+    )  # fmt: skip
+    notify_due(comm, progress.signal)
     if blocks > 0:
         if round_of(blocks - 1, rank, comm.WORLD_SIZE) < rounds:
             _notify_everywhere(comm, call.exchange, blocks - 1)

@@ -4,10 +4,34 @@ CTA c computes tiles c, c + CTAs, c + 2 * CTAs, ...: its rounds 0, 1, 2, ... As 
 block, in which each rank owns one tile.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from mkernel.lang.context import rank_of
+from mkernel.lang.matrix import Tile
 from mkernel.ops.reduce.operands import tile_corner
+
+
+class Sequence(NamedTuple):
+    """The tiles that a CTA takes: as many as it has rounds."""
+
+    length: Any
+
+
+class Taken(NamedTuple):
+    """The tile that a CTA is at: the place in its sequence, the round, the local rank that owns the tile, its number,
+    and where it begins."""
+
+    place: Any
+    round: Any
+    owner: Any
+    tile: Any
+    row: Any
+    column: Any
 
 
 @triton.jit
@@ -46,3 +70,18 @@ def tile_of(product, round):
 def slot_number(block):
     """Which of the tiles that a rank owns this CTA's tile of a block is: the last index of slots and signals."""
     return block * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def take(comm, call, sequence, place):
+    """The tile at a place of the sequence."""
+    local = rank_of(comm.context) % comm.RANKS_PER_NODE
+    round, owner = round_at(place, sequence.length, local, comm.RANKS_PER_NODE)
+    tile, row, column = tile_of(call.product, round)
+    return Taken(place, round, owner, tile, row, column)
+
+
+@triton.jit
+def locate(call, taken):
+    """Where a tile lies, in the product as in the result."""
+    return Tile(0, taken.row, call.product.rows, taken.column, call.product.n)

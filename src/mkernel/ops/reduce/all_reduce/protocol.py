@@ -18,7 +18,15 @@ from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
 from mkernel.ops.reduce.partials import load_partial, store_partial
-from mkernel.ops.reduce.protocol import add_partials, peer_behind, signal_at, slot_at, slot_bytes, wait_partials
+from mkernel.ops.reduce.protocol import (
+    add_partials,
+    peer_behind,
+    prefetch_partials,
+    signal_at,
+    slot_at,
+    slot_bytes,
+    wait_partials,
+)
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
@@ -133,6 +141,17 @@ def sum_nodes(comm, exchange, block, tile, M: tl.constexpr, N: tl.constexpr):
     for node in range(NODES):
         total += load_partial(slot_at(comm, exchange.node_sums, rank, node, slot_number(block)), M, N)
     return total + missing
+
+
+@triton.jit
+def prefetch(comm, call, taken):
+    """Ask for what the node pushes for a tile that this rank owns."""
+    if comm.RANKS_PER_NODE > 1:
+        if taken.owner == rank_of(comm.context) % comm.RANKS_PER_NODE:
+            block = taken.round // comm.RANKS_PER_NODE
+            prefetch_partials(
+                comm, call.exchange, 0, slot_number(block), call.product.tiling.M, call.product.tiling.N
+            )  # fmt: skip
 
 
 @triton.jit

@@ -5,48 +5,33 @@ See the package's docstring for what a CTA does with a block of tiles, and for w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.copy import pace
-from mkernel.lang.device import clock
-from mkernel.lang.gemm import multiply_step
 from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish, notify_in_loop
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
-from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at, round_of, slot_number, tile_of
+from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, locate, round_of, slot_number, take, tile_of
 from mkernel.ops.reduce.all_reduce.protocol import (
     copy_finished,
     finish_tile,
     notify_finished,
+    prefetch,
     send_node_sum,
     sum_node,
     sum_nodes,
     wait_finished,
 )
-from mkernel.ops.reduce.operands import count_steps, count_tiles, with_matrices
+from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due, pace_progress
+from mkernel.ops.reduce.operands import count_tiles, with_matrices
 from mkernel.ops.reduce.protocol import (
     peer_behind,
-    prefetch_partials,
     push_partial,
     slot_at,
     slot_bytes,
 )
-
-
-class Taken(NamedTuple):
-    """The tile that a CTA is at: the place in its sequence, the round, the local rank that owns the tile, its number,
-    and where it begins."""
-
-    place: Any
-    round: Any
-    owner: Any
-    tile: Any
-    row: Any
-    column: Any
 
 
 @triton.jit
@@ -88,18 +73,17 @@ def _gather(comm, call, block, rounds):
 
 
 @triton.jit
-def _end_tile(comm, call, total, taken, rounds, signal, moved, begun):
+def _end_tile(comm, call, sequence, total, taken, progress):
     """Push a tile that is multiplied, or add what others have pushed; at the end of a block, finish and gather tiles of
-    earlier ones. Returns (address of the signal that is due, bytes moved so far). Every way through here must use
-    `total`: then it has been computed when it becomes zero again, and the tensor cores may still be at work on it
-    everywhere else in the loop."""
+    earlier ones."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
     local = rank % RANKS_PER_NODE
     block = taken.round // RANKS_PER_NODE
+    signal = progress.signal
+    moved = progress.moved
     trace(comm.context, TILES, TILE, rank - local + taken.owner, taken.tile, LAST)
-    if call.link.PACED:
-        pace(begun, moved, call.link.nanoseconds_per_mib)
+    pace_progress(call.link, progress)
     if signal != 0:
         notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
         signal = tl.full((), 0, tl.int64)
@@ -119,29 +103,26 @@ def _end_tile(comm, call, total, taken, rounds, signal, moved, begun):
         if comm.WORLD_SIZE > RANKS_PER_NODE:
             send_node_sum(comm, call.exchange, total, block)
         else:
-            place = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
-            finish_tile(comm, call, total, place, block)
+            finish_tile(comm, call, total, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
-    if (taken.place + 1 == rounds) | (taken.place % RANKS_PER_NODE == RANKS_PER_NODE - 1):
+    if (taken.place + 1 == sequence.length) | (taken.place % RANKS_PER_NODE == RANKS_PER_NODE - 1):
         if comm.WORLD_SIZE > RANKS_PER_NODE:
             if block >= 1:
                 _finish_later(comm, call, block - 1)
         if RANKS_PER_NODE > 1:
             if block >= _lag(comm):
-                moved += _gather(comm, call, block - _lag(comm), rounds)
-    return signal, moved
+                moved += _gather(comm, call, block - _lag(comm), sequence.length)
+    return Progress(signal, moved, progress.start)
 
 
 @triton.jit
-def _drain(comm, call, rounds, signal, moved, begun):
-    """What is left when the last tile is multiplied: signals that are due, and the tiles of the last blocks."""
+def _drain(comm, call, rounds, progress):
+    """What is left when the last tile is multiplied: the signal that is due, and the tiles of the last blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
     local = rank_of(comm.context) % RANKS_PER_NODE
     blocks = tl.cdiv(rounds, RANKS_PER_NODE)
-    if call.link.PACED:
-        pace(begun, moved, call.link.nanoseconds_per_mib)
-    if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    pace_progress(call.link, progress)
+    notify_due(comm, progress.signal)
     for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
         if round_of(late, local, RANKS_PER_NODE) < rounds:
             if comm.WORLD_SIZE > RANKS_PER_NODE:
@@ -149,52 +130,20 @@ def _drain(comm, call, rounds, signal, moved, begun):
                     _finish_later(comm, call, late)
             notify_finished(comm, call.exchange, late)
     if RANKS_PER_NODE > 1:
+        moved = progress.moved
         for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
             moved += _gather(comm, call, late, rounds)
         if call.link.PACED:
-            pace(begun, moved, call.link.nanoseconds_per_mib)
+            pace(progress.start, moved, call.link.nanoseconds_per_mib)
 
 
 @triton.jit
 def _run(comm, call):
-    M: tl.constexpr = call.product.tiling.M
-    N: tl.constexpr = call.product.tiling.N
-    local = rank_of(comm.context) % comm.RANKS_PER_NODE
-    rounds = count_rounds(count_tiles(call.product))
-    steps = count_steps(call.product)
-
-    place = -1
-    step = steps - 1
-    round = 0
-    owner = 0
-    tile = 0
-    row = 0
-    column = 0
-    signal = tl.full((), 0, tl.int64)  # address of the signal of the partial that was pushed last, if it is due
-    moved = tl.full((), 0, tl.int64)
-    begun = tl.full((), 0, tl.int64)
-    if call.link.PACED:
-        begun = clock()
-    total = tl.zeros((M, N), tl.float32)
-    # hoisting costs spills where operands are read through pointers, and saves some where they are not
-    for _ in tl.range(rounds * steps, disable_licm=not call.product.a.strides.USES_TMA):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            place += 1
-            round, owner = round_at(place, rounds, local, comm.RANKS_PER_NODE)
-            tile, row, column = tile_of(call.product, round)
-        total = multiply_step(
-            total, call.product.a, call.product.b, Tile(0, row, call.product.rows, column, call.product.n),
-            step * call.product.tiling.K, call.product.k, call.product.tiling,
-        )  # fmt: skip
-        if comm.RANKS_PER_NODE > 1:
-            if (step == 0) & (owner == local):
-                prefetch_partials(comm, call.exchange, 0, slot_number(round // comm.RANKS_PER_NODE), M, N)
-        if step == steps - 1:
-            taken = Taken(place, round, owner, tile, row, column)
-            signal, moved = _end_tile(comm, call, total, taken, rounds, signal, moved, begun)
-            total = tl.zeros((M, N), tl.float32)
-    _drain(comm, call, rounds, signal, moved, begun)
+    sequence = Sequence(count_rounds(count_tiles(call.product)))
+    progress = for_each_tile(
+        comm, call, sequence, take, locate, prefetch, _end_tile, HOIST=call.product.a.strides.USES_TMA
+    )  # fmt: skip
+    _drain(comm, call, sequence.length, progress)
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 

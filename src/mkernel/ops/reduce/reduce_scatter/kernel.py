@@ -8,19 +8,16 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
-from mkernel.lang.copy import pace
-from mkernel.lang.device import clock
-from mkernel.lang.gemm import multiply_step
 from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish, notify, notify_in_loop
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import store_result
+from mkernel.ops.reduce.loop import Progress, for_each_tile, pace_progress
 from mkernel.ops.reduce.operands import (
     INPUTS,
     RESULTS,
     call_of,
-    count_steps,
     count_tiles,
     matrices_of,
     tile_corner,
@@ -43,6 +40,15 @@ from mkernel.runtime.operands import constants
 from mkernel.runtime.world import Launch
 
 
+class Sequence(NamedTuple):
+    """The tiles that a CTA takes: how many, of how many that a rank's rows have; see `deal_tiles`."""
+
+    length: Any
+    tiles: Any
+    rounds: Any
+    early: Any
+
+
 class Taken(NamedTuple):
     """The tile that a CTA is at, of the rows of `owner`; it begins at (row, column) of them."""
 
@@ -52,6 +58,37 @@ class Taken(NamedTuple):
     tile: Any
     row: Any
     column: Any
+
+
+@triton.jit
+def _take(comm, call, sequence, place):
+    """The tile at a place of the sequence."""
+    WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
+    RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
+    rank = rank_of(comm.context)
+    node_offset, rank_offset, tile = tile_at(
+        place, sequence.tiles, sequence.rounds, sequence.early, WORLD_SIZE, RANKS_PER_NODE
+    )  # fmt: skip
+    node = rank // RANKS_PER_NODE + node_offset
+    owner = node * RANKS_PER_NODE % WORLD_SIZE + (rank + rank_offset) % RANKS_PER_NODE
+    row, column = tile_corner(call.product, tile)
+    return Taken(node_offset, rank_offset, owner, tile, row, column)
+
+
+@triton.jit
+def _locate(call, taken):
+    """Where a tile lies in the product."""
+    return Tile(taken.owner, taken.row, call.product.rows, taken.column, call.product.n)
+
+
+@triton.jit
+def _prefetch(comm, call, taken):
+    """Ask for what will be added to a tile that this rank sums up."""
+    if comm.WORLD_SIZE > 1:
+        if taken.rank_offset == 0:
+            prefetch(
+                comm, call.exchange, taken.node_offset, taken.tile, call.product.tiling.M, call.product.tiling.N
+            )  # fmt: skip
 
 
 @triton.jit
@@ -74,81 +111,40 @@ def _reduce(comm, call, total, taken):
 
 
 @triton.jit
-def _end_tile(comm, call, total, taken, signal, pushed, start):
-    """Push a tile that is multiplied, or reduce it. Returns (address of the signal that is due, bytes pushed so far).
-    Every way through here must use `total`: then it has been computed when it becomes zero again, and the tensor cores
-    may still be at work on it everywhere else in the loop."""
+def _end_tile(comm, call, sequence, total, taken, progress):
+    """Push a tile that is multiplied, or reduce it. The signal of the tile before is due by now."""
     trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
+    signal = progress.signal
+    moved = progress.moved
     is_pushed = False  # known to the compiler on a node of one rank
     if comm.RANKS_PER_NODE > 1:
         if signal != 0:
-            if call.link.PACED:
-                pace(start, pushed, call.link.nanoseconds_per_mib)
+            pace_progress(call.link, progress)
             notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
             signal = tl.full((), 0, tl.int64)
         is_pushed = taken.rank_offset != 0
     if is_pushed:
         first = first_partial(comm, taken.node_offset)
         signal = push_partial(comm, call.exchange, total, taken.rank_offset, first, taken.tile)
-        pushed += slot_bytes(call.exchange.partials)
+        moved += slot_bytes(call.exchange.partials)
         trace(comm.context, TILES, PUSH_CHUNK, taken.owner, taken.tile, LAST)
     else:
         _reduce(comm, call, total, taken)
         trace(comm.context, TILES, REDUCE, taken.owner, taken.tile, LAST)
-    return signal, pushed
+    return Progress(signal, moved, progress.start)
 
 
 @triton.jit
 def _run(comm, call):
-    M: tl.constexpr = call.product.tiling.M
-    N: tl.constexpr = call.product.tiling.N
     WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
-    RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
-    rank = rank_of(comm.context)
     tiles = count_tiles(call.product)
-    steps = count_steps(call.product)
     rounds, early, late = deal_tiles(tiles, WORLD_SIZE)
-
-    place = -1
-    step = steps - 1
-    node_offset = 0
-    rank_offset = 0
-    tile = 0
-    owner = 0
-    row = 0
-    column = 0
-    signal = tl.full((), 0, tl.int64)  # address of the signal of the tile that was pushed last, if it is due
-    pushed = tl.full((), 0, tl.int64)
-    start = tl.full((), 0, tl.int64)
-    if call.link.PACED:
-        start = clock()
-    total = tl.zeros((M, N), tl.float32)
-    # What Triton hoists out of this loop stays in registers through all tiles: with it, operands that are read through
-    # pointers spilled 352 bytes.
-    for _ in tl.range((rounds * WORLD_SIZE + early + late) * steps, disable_licm=True):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            place += 1
-            node_offset, rank_offset, tile = tile_at(place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
-            node = rank // RANKS_PER_NODE + node_offset
-            owner = node * RANKS_PER_NODE % WORLD_SIZE + (rank + rank_offset) % RANKS_PER_NODE
-            row, column = tile_corner(call.product, tile)
-        total = multiply_step(
-            total, call.product.a, call.product.b, Tile(owner, row, call.product.rows, column, call.product.n),
-            step * call.product.tiling.K, call.product.k, call.product.tiling,
-        )  # fmt: skip
-        if WORLD_SIZE > 1:
-            if (step == 0) & (rank_offset == 0):
-                prefetch(comm, call.exchange, node_offset, tile, M, N)
-        if step == steps - 1:
-            taken = Taken(node_offset, rank_offset, owner, tile, row, column)
-            signal, pushed = _end_tile(comm, call, total, taken, signal, pushed, start)
-            total = tl.zeros((M, N), tl.float32)
-    if RANKS_PER_NODE > 1:
-        if signal != 0:
-            if call.link.PACED:
-                pace(start, pushed, call.link.nanoseconds_per_mib)
-            notify(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    sequence = Sequence(rounds * WORLD_SIZE + early + late, tiles, rounds, early)
+    progress = for_each_tile(comm, call, sequence, _take, _locate, _prefetch, _end_tile, HOIST=False)
+    if comm.RANKS_PER_NODE > 1:
+        if progress.signal != 0:
+            pace_progress(call.link, progress)
+            notify(progress.signal.to(tl.pointer_type(tl.int64)), comm.epoch)
     finish(comm.context, comm.epoch, WORLD_SIZE)
 
 
