@@ -44,8 +44,8 @@ def on_rank(group: mk.Group) -> str:
     scores = random_tensor(300 + group.rank, len(x), group.size * EXPERTS, device=device).float().softmax(dim=1)
     topk_weights, topk_ids = scores.topk(K, dim=1)
 
-    # 3. The layer as one call. max_tokens bounds the tokens of a rank; with it the ranks need not exchange how many they
-    #    have, and the call can be captured in a CUDA graph.
+    # 3. The layer as one call. max_tokens bounds the tokens of a rank; with it the ranks need not exchange how many
+    #    they have, and the call can be captured in a CUDA graph.
     y = mk.moe_ffn(x, topk_ids, topk_weights, w_gate_up, w_down, max_tokens=TOKENS)
 
     # 4. The check, in float64: every expert on every token, and the weighted sum of those that were picked.
