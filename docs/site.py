@@ -1,7 +1,7 @@
-"""What the site takes from outside of docs/: the changelog, and the examples, each as a page.
+"""A hook of MkDocs that adds files from outside of docs/: the changelog, and a page for each example.
 
-Pages link to these files as they lie in the repository, so that links work there too; here they are led to
-the pages made of them.
+Pages link to these files by their path in the repository, so that the links also work there. The hook redirects the
+links to the generated pages.
 """
 
 import posixpath

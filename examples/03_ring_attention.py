@@ -1,13 +1,13 @@
-"""03: ring_attention, over a sequence that is too long for one GPU.
+"""03: ring_attention, for a sequence that is too long for one GPU.
 
     python examples/03_ring_attention.py          a GPU if there is one, else the simulator
     python examples/03_ring_attention.py cpu      the simulator: 2 nodes x 2 GPUs
-    python examples/03_ring_attention.py cuda     4 ranks on the GPUs that are here
+    python examples/03_ring_attention.py cuda     4 ranks on the GPUs of this machine
 
-In sequence parallelism each rank holds a part of the sequence: its queries, keys and values. Attention
-needs the keys and values of all ranks. The usual way passes them around in a ring, step by step, with a
-call of flash attention and a merge of partial results at each step. mk.ring_attention is one kernel: it
-attends to what has arrived while the rest is on its way.
+With context parallelism each rank holds a part of the sequence: its queries, keys and values. Attention
+needs the keys and values of all ranks. Usually they are passed around in a ring, with a call of flash
+attention and a merge of partial results at each step. mk.ring_attention is one kernel, which attends to
+what has arrived while the rest is in flight.
 """
 
 import itertools
@@ -22,7 +22,7 @@ BATCH, HEADS, KV_HEADS, DIM = 1, 4, 2, 64
 POSITIONS = 256  # of the whole sequence
 
 
-# 1. Inputs. Here every rank can make the whole sequence, so that results can be checked.
+# 1. Inputs. Here every rank creates the whole sequence, to check the results.
 def sequence(number: int, heads: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(BATCH, heads, POSITIONS, DIM, generator=generator).to(device, torch.bfloat16)
@@ -32,8 +32,8 @@ def sequence(number: int, heads: int, device: torch.device) -> torch.Tensor:
 def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     whole = [sequence(number, heads, group.device) for number, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
 
-    # 3. A part of the sequence: rank r has the r-th of `size` equal pieces. Names, shapes and meaning of the
-    #    arguments are those of F.scaled_dot_product_attention; is_causal means the whole sequence.
+    # 3. A part of the sequence: rank r holds the r-th of `size` equal pieces. The arguments have the names,
+    #    shapes and meaning of F.scaled_dot_product_attention; is_causal refers to the whole sequence.
     query, key, value = (tensor.chunk(group.size, 2)[group.rank] for tensor in whole)
     out = mk.ring_attention(query, key, value, is_causal=True, enable_gqa=True)
 
@@ -44,15 +44,15 @@ def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     bound = 2 * torch.finfo(torch.bfloat16).eps
     assert error <= bound, f"rank {group.rank}: error {error} is over {bound}"
 
-    # 5. With a causal mask the last rank has the most to do, and the first one the least. In the zigzag
-    #    layout each rank has a piece from the front and one from the back: all have as much.
+    # 5. With a causal mask the last rank has the most work, and the first one the least. In the zigzag layout
+    #    each rank holds a piece from the front and one from the back, which balances the work.
     query, key, value = (mk.to_zigzag(tensor) for tensor in whole)
     out, lse = mk.ring_attention(query, key, value, is_causal=True, enable_gqa=True, layout="zigzag", return_lse=True)
     group.synchronize()
     assert (out.double() - mk.to_zigzag(exact)).abs().max().item() <= bound
     assert lse.shape == out.shape[:3]  # the log-sum-exp of each row, for merging with other attention
 
-    # 6. Packed documents: a position sees only its own document, wherever that lies.
+    # 6. Packed documents: a position sees only its own document, which may span several ranks.
     bounds = [0, 40, 130, POSITIONS]
     packed = mk.ring_attention(
         query, key, value, is_causal=True, enable_gqa=True, layout="zigzag", cu_seqlens=bounds
@@ -66,8 +66,8 @@ def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     ]
     assert (packed.double() - mk.to_zigzag(torch.cat(pieces, 2))).abs().max().item() <= bound
 
-    # 7. Memory. What comes from other ranks goes through a buffer of `steps` times what one rank has, two by
-    #    default. mk.explain says how large that is, which kernel is taken, and why.
+    # 7. Memory. Other ranks' keys and values go through a buffer `steps` times the size of one rank's, two by
+    #    default. mk.explain says how large it is, which kernel is used, and why.
     plan = mk.explain(
         "ring_attention", query, key, value, is_causal=True, enable_gqa=True, layout="zigzag",
         config=mk.Config(steps=4),
@@ -75,7 +75,7 @@ def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     return f"{group}: {tuple(out.shape)}, largest error {error:.4f}, bound {bound:.4f}\n{plan}", out.cpu()
 
 
-# 8. The cluster. mk.from_zigzag puts the ranks' parts together again.
+# 8. The cluster. mk.from_zigzag restores the original order from the parts of all ranks.
 if __name__ == "__main__":
     device = sys.argv[1] if len(sys.argv) > 1 else ("cuda" if torch.cuda.is_available() else "cpu")
     nodes, gpus_per_node = (2, 2) if device == "cpu" else (1, 4)

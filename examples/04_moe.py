@@ -1,12 +1,12 @@
-"""04: a mixture-of-experts layer over several ranks, as one call and in pieces.
+"""04: an expert-parallel mixture-of-experts layer, as one call and in two halves.
 
     python examples/04_moe.py          a GPU if there is one, else the simulator
     python examples/04_moe.py cpu      the simulator: 2 nodes x 2 GPUs
-    python examples/04_moe.py cuda     4 ranks on the GPUs that are here
+    python examples/04_moe.py cuda     4 ranks on the GPUs of this machine
 
-With expert parallelism each rank has some of the experts and some of the tokens. A router picks k experts for every
-token. The usual way is a chain of calls: sort the tokens by expert, exchange them, multiply, exchange the results,
-sum them up. mk.moe_ffn is all of that in one kernel per rank.
+With expert parallelism each rank holds some of the experts and some of the tokens. A router picks k experts for every
+token. This usually takes a chain of calls: sort the tokens by expert, all-to-all, grouped GEMMs, all-to-all back,
+weighted sum. mk.moe_ffn does all of that in one kernel per rank.
 """
 
 import sys
@@ -15,11 +15,11 @@ import torch
 
 import mkernel as mk
 
-HIDDEN, INTER = 64, 48  # of a token, and inside an expert
-TOKENS, EXPERTS, K = 9, 2, 2  # of one rank; experts that a token goes to
+HIDDEN, INTER = 64, 48  # size of a token, and inside an expert
+TOKENS, EXPERTS, K = 9, 2, 2  # per rank; experts per token
 
 
-# 1. Inputs. What rank r has can be made anywhere from the number r, so that results can be checked.
+# 1. Inputs. Every rank can recreate the inputs of rank r from the number r, to check the results.
 def random_tensor(number: int, *shape: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return (torch.randn(*shape, generator=generator) * scale).to(device, torch.bfloat16)
@@ -40,18 +40,18 @@ def on_rank(group: mk.Group) -> str:
     x = tokens_of(group.rank, device)
     w_gate_up, w_down = matrices_of(group.rank, device)
 
-    # 2. The router: scores of all experts of all ranks, numbered in rank order. The k best are taken.
+    # 2. The router scores the experts of all ranks, numbered in rank order, and takes the k best.
     scores = random_tensor(300 + group.rank, len(x), group.size * EXPERTS, device=device).float().softmax(dim=1)
     topk_weights, topk_ids = scores.topk(K, dim=1)
 
-    # 3. The layer, as one call. max_tokens says how many tokens a rank can have; with it the ranks need not ask each
-    #    other, and the call can be captured into a CUDA graph.
+    # 3. The layer as one call. max_tokens bounds the tokens of a rank; with it the ranks need not exchange how many
+    #    they have, and the call can be captured in a CUDA graph.
     y = mk.moe_ffn(x, topk_ids, topk_weights, w_gate_up, w_down, max_tokens=TOKENS)
 
-    # 4. The check: every expert on every token in float64, and the sum of those that were picked.
+    # 4. The check, in float64: every expert on every token, and the weighted sum of those that were picked.
     group.synchronize()
     exact = torch.zeros_like(x, dtype=torch.float64)
-    size = torch.zeros_like(exact)  # of what is summed up, for the bound
+    size = torch.zeros_like(exact)  # the sum of absolute values, for the bound
     for rank in range(group.size):
         gate_up, down = (matrix.double() for matrix in matrices_of(rank, device))
         for expert in range(EXPERTS):
@@ -64,8 +64,8 @@ def on_rank(group: mk.Group) -> str:
     bound = 4 * torch.finfo(torch.bfloat16).eps
     assert error <= bound, f"rank {group.rank}: relative error {error} is over {bound}"
 
-    # 5. The same in pieces: tokens to their experts with the first multiplication, anything you like on the rows, and
-    #    the weighted sums back. Rows are grouped by expert; the handle says where each came from.
+    # 5. The same in two halves: dispatch with the first GEMM, your own code on the rows, and the combine. Rows are
+    #    grouped by expert; the handle says where each one came from.
     rows, handle = mk.moe_dispatch_matmul(x, topk_ids, w_gate_up, max_tokens=TOKENS)
     group.synchronize()
     counts = handle.counts.tolist()
@@ -78,8 +78,8 @@ def on_rank(group: mk.Group) -> str:
     error = ((z.double() - exact).abs() / size.clamp_min(1e-6)).max().item()
     assert error <= 2 * bound, f"rank {group.rank}: relative error {error} is over {2 * bound}"
 
-    # 6. Room. Without `capacity` there is room for whatever the router does. With it memory is smaller, and more rows
-    #    than that are an error on every rank: nothing is dropped silently, and the group can be used again.
+    # 6. Capacity. By default there is room for any routing. A smaller `capacity` saves memory, and exceeding it is an
+    #    error on every rank: nothing is dropped silently, and the group remains usable.
     try:
         mk.moe_ffn(x, topk_ids, topk_weights, w_gate_up, w_down, max_tokens=TOKENS, capacity=1)
         group.synchronize()

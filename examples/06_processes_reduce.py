@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/06_processes_reduce.py
 
-Every two consecutive ranks count as a node here, so that on one machine both ways are used: shared
-memory inside a "node", and the network (TCP) between "nodes". On a real cluster leave gpus_per_node
-out: ranks that are on one machine then form a node.
+Here every two consecutive ranks form a node, so that a single machine uses both paths: shared memory within
+a "node" and the network (TCP) between "nodes". On a real cluster omit gpus_per_node: the ranks of a machine
+then form a node.
 """
 
 import os
@@ -23,12 +23,12 @@ def main() -> None:
     torch.manual_seed(group.rank)
     m, n, k = 96, 48, 64
     a = torch.randn(m, k, device=group.device).bfloat16()  # this rank's slice of the activations
-    w = torch.randn(n, k, device=group.device).bfloat16()  # and of the weight, as nn.Linear keeps it
+    w = torch.randn(n, k, device=group.device).bfloat16()  # and of the weight, [out, in] as in nn.Linear
 
     mine = mk.matmul_reduce_scatter(a, w.t())  # this rank's rows of the sum
     everything = mk.matmul_all_reduce(a, w.t())  # all rows, on every rank
 
-    # the plain way: multiply, then add up
+    # the reference: multiply, then all-reduce
     exact = a.double() @ w.double().t()
     size = exact.abs()
     for tensor in (exact, size):

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/all_gather_matmul.py
 
-Every two consecutive ranks count as a node here, so that on one machine both ways are used: shared
-memory inside a "node", and the network (TCP) between "nodes". On a real cluster leave gpus_per_node
-out: ranks that are on one machine then form a node.
+Here every two consecutive ranks form a node, so that a single machine uses both paths: shared memory within
+a "node" and the network (TCP) between "nodes". On a real cluster omit gpus_per_node: the ranks of a machine
+then form a node.
 """
 
 import os
@@ -23,11 +23,11 @@ def main() -> None:
     torch.manual_seed(group.rank)
     m, n, k = 96, 48, 64
     a = torch.randn(m, k, device=group.device).bfloat16()  # this rank's rows
-    w = torch.randn(n, k, device=group.device).bfloat16()  # this rank's weights, as nn.Linear keeps them
+    w = torch.randn(n, k, device=group.device).bfloat16()  # this rank's weights, [out, in] as in nn.Linear
 
     y = mk.all_gather_matmul(a, w.t())
 
-    # the plain way: gather everything, then multiply
+    # the reference: all-gather, then multiply
     parts = [torch.empty_like(a, device="cpu") for _ in range(group.size)]
     torch.distributed.all_gather(parts, a.cpu())  # gloo gathers on the CPU
     exact = torch.cat(parts).to(group.device).double() @ w.double().t()

@@ -1,5 +1,6 @@
 """The documentation: its Python runs, its links lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -74,6 +75,60 @@ def test_every_operator_and_command_is_in_the_documentation():
     assert {f"mkernel.{name}" for name in mk.__all__ if name != "__version__"} <= set(
         re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
     )
+
+
+def test_every_structure_and_function_of_kernels_is_in_the_reference():
+    """The public names of mkernel.lang: each has a description of its own and, if it is a function, a row that says who
+    calls it."""
+    page = (ROOT / "docs/reference/lang.md").read_text()
+    shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE))
+    for path in sorted((ROOT / "src/mkernel/lang").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert f"mkernel.lang.{path.stem}.{node.name}" in shown, f"{path.name}: {node.name}"
+                assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+                assert isinstance(node, ast.ClassDef) or node.name in rows, f"{path.name}: who calls {node.name}?"
+
+
+def test_environment_variables_are_listed():
+    """Every variable that the package reads or sets is in the table of docs/getting-started.md."""
+    listed = set(re.findall(r"^\| `(\w+)` \| ", (ROOT / "docs/getting-started.md").read_text(), re.MULTILINE))
+    used = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        constants = {  # VARIABLE = "NAME"
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+                name = node.slice
+            elif isinstance(node, ast.Call) and re.fullmatch(r"os\.(environ\.\w+|getenv)", ast.unparse(node.func)):
+                name = node.args[0]
+            else:
+                continue
+            used.add(name.value if isinstance(name, ast.Constant) else constants[name.id])
+    assert len(used) > 5
+    assert used <= listed, used - listed
+
+
+def test_the_glossary_is_linked():
+    for page in ("README.md", "docs/index.md", "docs/concepts.md"):
+        assert "glossary.md)" in (ROOT / page).read_text(), page
+
+
+def test_tables_of_figures_say_how_and_when():
+    """Each section of the performance page with a table of times has its commands and its date."""
+    sections = re.split(r"^## ", (ROOT / "docs/performance.md").read_text(), flags=re.MULTILINE)[1:]
+    timed = [section for section in sections if re.search(r"^\|.*\d\.\d.*\|$", section, re.MULTILINE)]
+    assert len(timed) > 5
+    for section in timed:
+        assert re.search(r"2026-\d\d-\d\d", section), section.partition("\n")[0]
+        assert re.search(r"^    (mkernel|python|torchrun|pytest) |`mkernel ", section, re.MULTILINE), section.partition(
+            "\n"
+        )[0]
 
 
 def test_pictures_are_pictures():

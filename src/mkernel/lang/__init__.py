@@ -1,1 +1,1 @@
-"""The device vocabulary: small Triton functions that every operator is written with."""
+"""The device library: the structures and small Triton functions that every operator is written with."""

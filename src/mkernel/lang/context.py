@@ -1,10 +1,10 @@
-"""What a kernel knows about its surroundings: one table of 64-bit words.
+"""The context: a table of 64-bit words that tells a kernel about its group.
 
-Every launch gets a pointer `context` to such a table in its own device's memory. It holds the rank,
-the timeout and the addresses of everything that is shared: the ranks' segments of the symmetric
-heap, their abort flags, the request ring. Addresses and the rank are data, not arguments, so all
-ranks run one binary: Triton would compile another one for a rank that is 1 or divisible by 16, and
-loading a binary while a peer already spins waits for that peer for ever.
+Every launch gets a pointer `context` to such a table in its own device's memory. The table holds the rank, the timeout
+and the addresses of everything that ranks share: their segments of the symmetric heap, their abort flags, the request
+ring. Rank and addresses are data instead of kernel arguments so that all ranks run the same binary. Triton specializes
+for integer arguments that are 1 or divisible by 16, and loading a second binary while a peer already spins blocks until
+that peer is done: a deadlock.
 
 The host writes the table in `mkernel.runtime.group`.
 """
@@ -43,9 +43,17 @@ RECORD_WORDS = tl.constexpr(16)
 
 
 class Comm(NamedTuple):
-    """The group of a running kernel, and its epoch. A kernel builds it where it calls its first function,
-    `body(Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), ...)`: assigned to a name, a
-    structure would lose what is constant in it."""
+    """The group and the epoch of a running kernel, passed to every function that communicates.
+
+    Build it inside the call of the kernel's body, `body(Comm(context, current_epoch(context), ranks.WORLD_SIZE,
+    ranks.RANKS_PER_NODE), ...)`. A structure that is assigned to a name first loses its constants.
+
+    Attributes:
+        context: pointer to the context table.
+        epoch: the epoch of this launch, see `current_epoch`.
+        WORLD_SIZE: ranks in the group, a constant.
+        RANKS_PER_NODE: ranks in each node, a constant.
+    """
 
     context: Any
     epoch: Any
@@ -54,7 +62,12 @@ class Comm(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """How many ranks there are, as the host tells a kernel."""
+    """How many ranks the group has. The host passes it to a kernel.
+
+    Attributes:
+        WORLD_SIZE: ranks in the group, a constant.
+        RANKS_PER_NODE: ranks in each node, a constant.
+    """
 
     WORLD_SIZE: Any
     RANKS_PER_NODE: Any
@@ -62,26 +75,33 @@ class Ranks(NamedTuple):
 
 @triton.jit
 def rank_of(context):
-    """This rank's number in the group, as a 32-bit integer."""
+    """This rank's number in the group, as a 32-bit integer. Reads it from the context table."""
     return tl.load(context + RANK).to(tl.int32)
 
 
 @triton.jit
 def segment_of(context, rank, DTYPE: tl.constexpr):
-    """Pointer to the start of `rank`'s copy of the segment. Only ranks of this node are mapped."""
+    """Pointer to the start of `rank`'s copy of the segment, aligned to 16 bytes.
+
+    `rank` must be in this node: memory of other nodes is not mapped, and only `post` reaches it.
+    """
     address = tl.load(context + TABLE + rank)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def state_of(context):
-    """Pointer to the state words of this workspace."""
+    """Pointer to the state words of this workspace: the epoch and counters, private to this rank."""
     return tl.load(context + STATE).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def current_epoch(context):
-    """The epoch of the running launch: one more than the last that was completed."""
+    """The epoch of the running launch: one more than the last completed one.
+
+    Call it once, at the beginning. It stays the same until the last CTA has called `finish`, so all CTAs of the launch
+    get the same epoch. A launch that calls it must call `finish`.
+    """
     epoch = tl.load(state_of(context) + EPOCH) + 1
     trace(context, LAUNCHES, BEGUN, 0, epoch, trace_time(context))
     return epoch

@@ -1,13 +1,12 @@
-"""Copies between the ranks of a node: ordinary loads and stores through mapped pointers.
+"""Copies between the ranks of a node: plain loads and stores through mapped pointers.
 
-Data is pushed: the rank that has it reads it once and writes it to every rank that needs it. Pushed
-data needs no place in the symmetric heap on the sender's side, so a plain tensor, also one with
-strides, is sent as it is; and one load serves all peers.
+Data is pushed: its owner reads it once and writes it to every rank that needs it. The source need not be in the
+symmetric heap, so a plain tensor, of any strides, is sent without staging, and one load serves all peers.
 
-Measured on an H200 with a GEMM on the other CTAs, in an early version of the kernel: one CTA pushes 37
-GB/s to three peers, whether it loads 32 or 64 KB at a time. Stores through tensor descriptors gave 22
-to 32 GB/s, depending on the stages: Triton waits for each one before the next. The loop over the peers
-is unrolled; that it pays was not measured by itself.
+Measured on an H200 with a GEMM on the other CTAs, in an early version of the kernel: one CTA pushes 37 GB/s to three
+peers, whether it loads 32 or 64 KB at a time. Stores through tensor descriptors gave 22 to 32 GB/s, depending on the
+number of stages, because Triton waits for each store before the next. The loop over the peers is unrolled; the effect
+of that was not measured separately.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +19,14 @@ from mkernel.lang.device import clock
 
 
 class Peers(NamedTuple):
-    """Ranks `base + (first + i) % modulus`, for i in 0..COUNT-1."""
+    """The ranks `base + (first + i) % modulus`, for i in 0..COUNT-1.
+
+    Attributes:
+        base: the first rank of the node.
+        first: the first peer to write to, counted from `base`; the next rank, so that ranks start with different peers.
+        modulus: ranks to wrap around at, usually those of the node.
+        COUNT: how many peers, a constant.
+    """
 
     base: Any
     first: Any
@@ -30,8 +36,11 @@ class Peers(NamedTuple):
 
 @triton.jit
 def push_rows(context, source, target, rows, columns, peers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy `rows` x `columns` elements of a block to a block in several ranks' copies of the segment.
-    ROWS x COLUMNS elements are in flight at once."""
+    """Copy `rows` x `columns` elements from the block `source` to the same place in the segments of several peers.
+
+    `target.data` is the offset in the segment; the columns of the target are contiguous. ROWS x COLUMNS elements are in
+    flight at once. The caller signals the copy with `notify` afterwards.
+    """
     DTYPE: tl.constexpr = source.data.dtype.element_ty
     for row in range(0, rows, ROWS):
         for column in range(0, columns, COLUMNS):
@@ -48,20 +57,20 @@ def push_rows(context, source, target, rows, columns, peers, ROWS: tl.constexpr,
 
 @triton.jit
 def pace(start, sent, nanoseconds_per_mib):
-    """Wait until `sent` bytes would have taken their time on a link of the given rate since `start`.
-    Only measurements use it: it makes one GPU's memory look like a link between GPUs."""
+    """Wait until a link of the given rate would have carried `sent` bytes since `start`. For measurements only: it
+    makes the memory of one GPU behave like a link between GPUs."""
     while clock() - start < (sent * nanoseconds_per_mib) >> 20:
         pass
 
 
-# A word of the workspace's state: when the rank's paced link will have carried what was reserved.
+# A word of the workspace's state: when the rank's paced link will have carried everything that was reserved.
 LINK_FREE = tl.constexpr(4)
 
 
 @triton.jit
 def reserve_link(context, size, nanoseconds_per_mib):
-    """Put `size` bytes into the queue of a paced link that all CTAs of the rank share; the time when they are through.
-    Unlike with `pace`, time in which nothing was to be sent is not made up for. Only measurements use it."""
+    """Queue `size` bytes on the paced link that all CTAs of the rank share. Returns the time at which they will be
+    through, for `await_link`. Unlike with `pace`, idle time of the link is lost. For measurements only."""
     free = state_of(context) + LINK_FREE
     duration = (size * nanoseconds_per_mib) >> 20
     tl.atomic_max(free, clock(), sem="relaxed", scope="gpu")
@@ -70,6 +79,6 @@ def reserve_link(context, size, nanoseconds_per_mib):
 
 @triton.jit
 def await_link(end):
-    """Wait until a reservation is through."""
+    """Wait until the time that `reserve_link` returned."""
     while clock() < end:
         pass

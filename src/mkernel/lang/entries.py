@@ -1,6 +1,8 @@
-"""Entries: a rank tells those who write to it that it has entered an epoch, so it has left all before.
+"""Entry signals: a rank tells the ranks that write to it that it has entered an epoch, and so has left all earlier
+ones.
 
-They are the first words of each rank's segment: word r holds the epoch that rank r has entered.
+They are the first words of each rank's segment: word r holds the epoch that rank r has entered. Operators whose data
+already implies this (see the docstring of ops/all_gather_matmul) do not need them.
 """
 
 import triton
@@ -14,7 +16,8 @@ from mkernel.lang.signals import notify
 
 @triton.jit
 def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
-    """Tell those who write to me that I have entered the epoch: my node, and my counterparts."""
+    """Tell the other ranks of the node, and this rank's counterparts in other nodes, that it has entered the epoch:
+    they may write to its buffers. One CTA of the launch calls it."""
     rank = rank_of(context)
     node = rank // GPUS
     for i in range(1, GPUS):

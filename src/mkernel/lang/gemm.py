@@ -1,8 +1,7 @@
 """The tile GEMM of the GEMM operators.
 
-Operands are read through tensor descriptors (TMA) where the tensor allows it, and else through masked pointers: for a
-descriptor a tensor's rows must be contiguous and 16-byte aligned. Any shape is right either way: descriptors fill with
-zeros outside the tensor, pointers are masked.
+Operands are read through tensor descriptors (TMA) if their rows are contiguous and 16-byte aligned, else through masked
+pointers. Both handle any shape: descriptors return zeros outside the tensor, pointers are masked.
 
 a and c have parts: [parts, rows, columns]. A tile lies in one part, so a tile at the ragged end of a part does not
 reach into the next one.
@@ -17,7 +16,7 @@ from mkernel.lang.matrix import Block
 
 @triton.jit
 def masked_block(block, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """ROWS x COLUMNS elements from (row, column) of a block; zeros outside of rows x columns."""
+    """Load ROWS x COLUMNS elements from (row, column) of a `Block`; zeros outside rows x columns."""
     i = row + tl.arange(0, ROWS)[:, None]
     j = column + tl.arange(0, COLUMNS)[None, :]
     pointers = block.data + i.to(tl.int64) * block.row_stride + j.to(tl.int64) * block.column_stride
@@ -26,11 +25,11 @@ def masked_block(block, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS:
 
 @triton.jit
 def multiply_tile(a, b, tile, k, tiling):
-    """fp32 accumulator of a[part, row : row + M, :] @ b[:, column : column + N].
+    """The product of a tile in fp32: a[part, row : row + M, :] @ b[:, column : column + N].
 
-    The accumulator must start as a constant: with a value known only at run time (NaN for a tile whose inputs never
-    came) the loop ran 20% slower. Marking the finished tile costs nothing that could be measured if it is done by
-    adding; a select over the tile costs as much again.
+    The accumulator must start from a constant: with a run-time value (NaN for a tile whose inputs never arrived) the
+    loop ran 20% slower. Adding the NaN to the finished tile costs nothing measurable; a select over the tile costs as
+    much as the run-time start.
     """
     accumulator = tl.zeros((tiling.M, tiling.N), tl.float32)
     for step in range(tl.cdiv(k, tiling.K)):
@@ -40,8 +39,8 @@ def multiply_tile(a, b, tile, k, tiling):
 
 @triton.jit
 def multiply_step(accumulator, a, b, tile, depth, k, tiling):
-    """One step of `multiply_tile`: accumulator + the product of K columns of a and rows of b from `depth`. Operators
-    whose loop over tiles and steps is one loop call it themselves."""
+    """One step of `multiply_tile`: the accumulator plus the product of K columns of a and K rows of b, from `depth` on.
+    Operators that run tiles and steps in a single loop call it directly."""
     if a.strides.USES_TMA:
         used_below(a.data, tile.rows)
         x = a.data.load([tile.part, tile.row, depth]).reshape(tiling.M, tiling.K)
@@ -62,7 +61,8 @@ def multiply_step(accumulator, a, b, tile, depth, k, tiling):
 
 @triton.jit
 def store_tile(c, tile, values):
-    """Store the values of a tile; what sticks out of its part is dropped."""
+    """Store a tile, converted to the type of c. Elements outside its part are dropped. A store through a descriptor is
+    not in memory yet when this returns: see `complete_descriptor_stores`."""
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
     if c.strides.USES_TMA:

@@ -1,15 +1,15 @@
-"""What kernels tell the simulator. On a GPU these are nothing at all."""
+"""Hints from kernels to the simulator. On a GPU they compile to nothing."""
 
 import triton
 
 
 @triton.jit
 def waited_for(signals, mask, expected):
-    """These signals, those that the mask chooses, have been waited for until they were as expected. No more than that
-    is sure: they may have gone further, by chance."""
+    """The signals selected by the mask were waited for until they reached `expected`. The race detector then relies on
+    that value, even if the signals happened to be further."""
 
 
 @triton.jit
 def used_below(descriptor, row):
-    """Of what is loaded through the descriptor from now on, rows from `row` on are not used: somebody may be writing
-    them. (The rows are those of the last dimension but one. The simulator puts NaN in their place.)"""
+    """From now on, rows from `row` on of what is loaded through the descriptor are not used: another CTA may be writing
+    them. (Rows are the last dimension but one. The simulator loads NaN in their place.)"""

@@ -1,9 +1,9 @@
 """The tile GEMM of the kernels for Hopper, in Gluon: a load warp, and two warpgroups that multiply.
 
-A CTA has STAGES stages in shared memory, each a step through k of both operands. The load warp fills
-them by TMA and is told by `freed` when it may fill one again; `filled` tells the two warpgroups, each of
-which multiplies 64 rows of the 128x256 tile. They need not keep step with each other: while one stores
-its rows the other goes on multiplying, as far as the stages reach.
+A CTA has STAGES stages in shared memory, each holding one step through k of both operands. The load warp fills them by
+TMA. The barriers `filled` tell the two warpgroups when a stage is ready, the barriers `freed` tell the load warp when
+it may be filled again. Each warpgroup multiplies 64 rows of the 128x256 tile. They need not run in lockstep: while one
+stores its rows, the other continues to multiply, as far ahead as the stages allow.
 """
 
 from typing import Any, NamedTuple
@@ -30,12 +30,19 @@ STORED = tl.constexpr(128)  # columns of the result that a warpgroup stores at a
 
 @gluon.constexpr_function
 def accumulator_layout():
-    """How the threads of a warpgroup hold their rows of a tile."""
+    """The register layout of a warpgroup's rows of a tile."""
     return gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
 
 
 class Stages(NamedTuple):
-    """Shared memory for STAGES steps through k, and the barriers: filled by the load warp, freed by both warpgroups."""
+    """The stages of the pipeline in shared memory.
+
+    Attributes:
+        a: STAGES steps of the left operand.
+        b: STAGES steps of the right operand.
+        filled: one mbarrier per stage; the load warp arrives.
+        freed: one mbarrier per stage; both warpgroups arrive.
+    """
 
     a: Any
     b: Any
@@ -45,7 +52,8 @@ class Stages(NamedTuple):
 
 @gluon.jit
 def multiply_rows(stages, step, k, WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr):
-    """(fp32 sum of this warpgroup's rows of a tile, steps so far). `step` counts on from tile to tile."""
+    """(the product of this warpgroup's rows of a tile in fp32, the number of steps so far). `step` continues from tile
+    to tile: it determines the stage and the phase of its barriers."""
     layout: gl.constexpr = accumulator_layout()
     total = warpgroup_mma_init(gl.zeros([ROWS, TILE_N], gl.float32, layout))
     for depth in range(0, k, TILE_K):
@@ -70,8 +78,8 @@ def multiply_rows(stages, step, k, WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.con
 
 @gluon.jit
 def store_rows(c, c_stage, total, row, column, WARPGROUP: gl.constexpr):
-    """Store this warpgroup's rows of the tile at (row, column), one half of the columns after the other.
-    The last store may still be under way afterwards: `tma.store_wait(0)` before the kernel ends."""
+    """Store this warpgroup's rows of the tile at (row, column) by TMA, one half of the columns after the other. The
+    last store may still be in flight afterwards: call `tma.store_wait(0)` before the kernel ends."""
     layout: gl.constexpr = accumulator_layout()
     left, right = total.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
     tma.store_wait(0)

@@ -1,19 +1,24 @@
-"""Matrices and their tiles, as kernels pass them on.
+"""Matrices and tiles, as kernels pass them to device functions.
 
-A structure is a named tuple. Triton takes it apart where it is passed: what is constant in it (fields in capitals) is
-constant in the function that gets it. But a structure that is assigned to a name, or returned, loses its constants:
-they become numbers. So structures with constants come from the host, or are built where they are passed.
+A structure is a named tuple, which Triton flattens at each call. Fields in capitals are constants and stay constants in
+the callee. But a structure that is assigned to a name or returned loses its constants: they become run-time values. So
+structures with constants come from the host, or are built inside the call that takes them.
 
-Triton 3.6 can compile a tensor descriptor inside of a structure, but not launch it. So a descriptor is a parameter of
-the kernel by itself, and the kernel's entry puts it into a `Matrix`.
+Triton 3.6 can compile a tensor descriptor inside a structure, but cannot launch such a kernel. So a descriptor is a
+parameter of the kernel itself, and the kernel's entry point puts it into a `Matrix`.
 """
 
 from typing import Any, NamedTuple
 
 
 class Block(NamedTuple):
-    """Elements in rows: where the first one is (a pointer or, in a segment, an offset in elements), and how many
-    elements rows and columns are apart."""
+    """A strided block of elements.
+
+    Attributes:
+        data: pointer to the first element or, for the target of `push_rows`, its offset in a segment in elements.
+        row_stride: elements from one row to the next.
+        column_stride: elements from one column to the next.
+    """
 
     data: Any
     row_stride: Any
@@ -21,8 +26,15 @@ class Block(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """How to read a matrix: the distances of its parts, rows and columns, in elements. USES_TMA: through a tensor
-    descriptor instead. TRANSPOSED: the descriptor is one of the [n, k] tensor that the [k, n] matrix is a view of."""
+    """How to read a matrix [parts, rows, columns].
+
+    Attributes:
+        part: elements from one part to the next.
+        row: elements from one row to the next.
+        column: elements from one column to the next.
+        USES_TMA: the matrix is read through a tensor descriptor, and the strides above are unused; a constant.
+        TRANSPOSED: the descriptor describes the [n, k] tensor that the [k, n] matrix is a view of; a constant.
+    """
 
     part: Any
     row: Any
@@ -32,14 +44,27 @@ class Strides(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix in global memory. data: a tensor descriptor if strides.USES_TMA, else a pointer."""
+    """A matrix in global memory.
+
+    Attributes:
+        data: a tensor descriptor if `strides.USES_TMA`, else a pointer.
+        strides: a `Strides`.
+    """
 
     data: Any
     strides: Any
 
 
 class Tile(NamedTuple):
-    """A tile of part `part` of a product: it begins at (row, column), and the part ends at (rows, columns)."""
+    """Which tile of a product to compute. The product may consist of parts, such as the rows of each rank.
+
+    Attributes:
+        part: the part that the tile lies in.
+        row: the tile's first row in the part.
+        rows: rows of the part. What reaches beyond them is masked.
+        column: the tile's first column.
+        columns: columns of the part. What reaches beyond them is masked.
+    """
 
     part: Any
     row: Any
@@ -49,7 +74,15 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a product is cut into tiles, all constants. GROUP: row blocks that are computed together (`swizzle_tile`)."""
+    """The tile shape of a GEMM; all fields are constants.
+
+    Attributes:
+        M: rows of a tile.
+        N: columns of a tile.
+        K: depth of a step.
+        GROUP: row blocks that are computed together for locality in L2, see `swizzle_tile`.
+        PRECISION: the `input_precision` of `tl.dot`.
+    """
 
     M: Any
     N: Any

@@ -1,13 +1,12 @@
-"""Tile order: the order in which a rank computes, which is the order in which its data arrives.
+"""Tile order: a rank computes tiles in the order in which their data arrives.
 
-Rows come in blocks of a tile's height. A rank starts with its own; then come the ranks of its node,
-all of which push at the same time, so their blocks are taken in turn (the first block of every
-peer, the second of every peer, ...); then the ranks of the other nodes in the same way. Within this
-sequence of row blocks the tiles go in groups of `GROUP` row blocks by all columns, so that the CTAs
-that run at one time share what they load; every other group takes the columns backwards, so that the
-first tiles of a group find the columns of the last one in the cache. With 4 ranks on an H200, 16384 x
-2048 x 8192: groups of 8 3.14 ms, of 4 3.24, of 16 3.31; backwards in every other group 3.10. Going
-backwards through k as well, in every other round, gave nothing.
+Rows come in blocks of a tile's height. A rank starts with its own rows. Then come the other ranks of its node, which
+all push at the same time, so their blocks alternate (the first block of every peer, the second of every peer, and so
+on), and then the ranks of the other nodes in the same way. Along this sequence of row blocks, tiles are grouped by
+`GROUP` row blocks times all columns, so that CTAs that run at the same time share what they load. Every other group
+goes through the columns in reverse, so that its first tiles find the previous group's last columns in the cache. With
+4 ranks on an H200, 16384 x 2048 x 8192: groups of 8 took 3.14 ms, of 4 3.24, of 16 3.31; with every other group
+reversed 3.10. Reversing k as well, in every other wave, gained nothing.
 """
 
 import triton
@@ -16,7 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Tile number -> (place in the sequence of row blocks, column block)."""
+    """Tile number -> (place in the sequence of row blocks, column block). Groups GROUP row blocks for L2 locality, and
+    reverses the columns of every other group."""
     in_group = GROUP * column_blocks
     group = tile // in_group
     first = group * GROUP
@@ -31,7 +31,7 @@ def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 def arrival_order(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Place in the sequence of row blocks -> (source rank, row block of that source).
 
-    `blocks` is the number of row blocks of one rank, GPUS the number of ranks in a node.
+    `blocks` is the number of row blocks of one rank, SIZE the number of ranks, GPUS the number of ranks in a node.
     """
     node = rank // GPUS
     local = rank % GPUS
@@ -57,10 +57,13 @@ def arrival_order(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
 
 @triton.jit
 def interleaved(tile, row_blocks, first_columns, second_columns, GROUP: tl.constexpr):
-    """Tile number -> (is it of the second GEMM, place in the sequence of row blocks, column block), for two
-    GEMMs of which the second multiplies the rows of the first: a group of row blocks through the first, the
-    next group through the first, then the former through the second, and so on. So a tile needs only tiles that
-    were handed out long before it, and results come out from early on."""
+    """Tile number -> (whether it belongs to the second GEMM, place in the sequence of row blocks, column block), for
+    two GEMMs where the second multiplies the rows that the first computes.
+
+    The order is: group 0 of the first GEMM, group 1 of the first, group 0 of the second, group 2 of the first, group 1
+    of the second, and so on. So a tile depends only on tiles that were handed out long before it, and results come out
+    early.
+    """
     groups = tl.cdiv(row_blocks, GROUP)
     last = row_blocks - (groups - 1) * GROUP  # height of the last group
     first_size = GROUP * first_columns
@@ -91,7 +94,7 @@ def interleaved(tile, row_blocks, first_columns, second_columns, GROUP: tl.const
 
 @triton.jit
 def interleaved_until(places, row_blocks, first_columns, second_columns, GROUP: tl.constexpr):
-    """How many tiles of the sequence `interleaved` there are up to the last one of the first `places` row blocks."""
+    """How many tiles of the order `interleaved` there are up to the last tile of the first `places` row blocks."""
     groups = tl.cdiv(places, GROUP)
     entered = tl.minimum((groups + 1) * GROUP, row_blocks)
     left = tl.minimum(groups * GROUP, row_blocks)

@@ -1,30 +1,28 @@
-"""Requests to the network: the producer's side of the ring between a kernel and its proxy.
+"""Requests to the network: the producer side of the ring between a kernel and its proxy.
 
-The ring is an array of 64-byte requests in memory that the GPU and the host both see, behind a
-header of 64-bit words. Many CTAs write requests, one proxy takes them out:
+The ring is an array of 64-byte requests in memory that GPU and host share, after a header of 64-bit words. It has many
+producers, the CTAs, and one consumer, the proxy:
 
-- a producer takes a ticket (`TAKEN` grows by one); its slot is ticket % capacity;
-- the slot is free once the proxy has taken the request of one turn before (`CONSUMED` > ticket -
-  capacity); a full ring is waited for, with the group's timeout;
-- the request's words are stored, then its turn number (ticket // capacity + 1) with a release: the
-  proxy knows a full slot by the turn number that is due, so nothing has to be cleared.
+- A producer takes a ticket (`TAKEN` grows by one). Its slot is ticket % capacity.
+- The slot is free once the proxy has consumed the request of the previous turn (`CONSUMED` > ticket - capacity). A
+  producer waits while the ring is full, up to the group's timeout.
+- The producer stores the words of the request, then its turn number (ticket // capacity + 1) with a release. The proxy
+  recognizes a full slot by the expected turn number, so slots need not be cleared.
 
-What only producers need is in the device's own memory: tickets, and up to which of them slots were free when one
-of them last looked (`FREE`). A read over PCIe takes 1 to 2 us, and atomics on one word of the host come one after
-the other: with tickets in the ring's header a request took 6.7 us, and 26 to 30 when 32 CTAs had one at a time. Now
-a producer reads from the host only when the ring seems full; what it finds, it leaves to the others by a
-release. Stores to the host are waited for once, by the release of the turn number.
+State that only producers need is in device memory: the tickets, and up to which ticket slots were free when a producer
+last checked (`FREE`). A read over PCIe takes 1 to 2 us, and atomics on one word of host memory are serialized: with
+the tickets in the ring's header, a request took 6.7 us, and 26 to 30 us when 32 CTAs posted at once. Now a producer
+reads host memory only when the ring seems full, and publishes what it found with a release. Stores to the host are
+waited for once, by the release of the turn number.
 
-`COMPLETED` counts requests whose source may be written again, in order. The proxy alone writes it and
-`CONSUMED`; a kernel waits for them as for signals, by adding nothing, which Triton makes a load. (A test
-looks: an operation that wrote what it had read would undo what the host wrote in between, where
-PCIe has no atomics.)
+`COMPLETED` counts, in order, the requests whose source may be overwritten. Only the proxy writes `COMPLETED` and
+`CONSUMED`. A kernel polls them like signals, with an atomic add of zero, which Triton turns into a load. (A test checks
+this: where PCIe has no atomics, a read-modify-write would undo what the host wrote in between.)
 
-A request asks for `size` bytes at `source` (offset in this rank's segment `source_segment`) to be
-written to `target` in the peer's segment `segment`; when they are there, the peer's signal at byte
-`signal` of that segment grows to `value`. A request of zero bytes only sets the signal. All offsets
-have 64 bits. A signal must have one sending rank: over InfiniBand and RoCE the sender's device writes the
-value, and can not look for a larger one of somebody else.
+A request asks for `size` bytes at `source`, an offset in this rank's segment `source_segment`, to be written to
+`target` in the peer's segment `segment`. Once all bytes are there, the peer's signal at byte `signal` of that segment
+grows to `value`. A request of zero bytes only sets the signal. All offsets have 64 bits. Each signal must have a single
+sending rank: over InfiniBand and RoCE the sender's device writes the value without comparing.
 """
 
 from typing import Any, NamedTuple
@@ -60,8 +58,16 @@ VALUE = tl.constexpr(6)
 
 
 class Transfer(NamedTuple):
-    """What the network shall copy: `size` bytes of this rank's source_segment, from byte `source`, into the peer's
-    `segment`, from byte `target`."""
+    """One copy over the network. All offsets and sizes are in bytes.
+
+    Attributes:
+        peer: the rank that receives, one of this rank's counterparts.
+        source_segment: number of the segment to read from, on this rank.
+        source: offset in that segment.
+        segment: number of the segment to write to, on the peer. The signal is in this segment too.
+        target: offset in that segment.
+        size: how many bytes to copy; 0 only sets the signal.
+    """
 
     peer: Any
     source_segment: Any
@@ -73,8 +79,12 @@ class Transfer(NamedTuple):
 
 @triton.jit
 def post(context, transfer, signal, value, ROLE: tl.constexpr, IN_LOOP: tl.constexpr = False):
-    """Ask for one transfer, after which byte `signal` of the peer's segment gets a value. Returns the
-    ticket, to wait for with `wait_sent`; -1 if the group gave up. IN_LOOP: inside a loop that Triton shall pipeline."""
+    """Ask the network for one transfer, and then for the peer's signal at byte `signal` to grow to `value`.
+
+    Returns the request's ticket for `wait_sent`, or -1 if the group gave up; nothing is sent then. The request covers
+    all earlier stores of the CTA. The source must stay unchanged until the proxy has read it (`wait_sent`). Requests
+    may overtake each other. IN_LOOP: the call is inside a loop that Triton should pipeline.
+    """
     since = trace_time(context)
     # if so, the data may be missing, and nobody could tell the peer
     leave = gave_up(context)
@@ -110,6 +120,7 @@ def post(context, transfer, signal, value, ROLE: tl.constexpr, IN_LOOP: tl.const
 
 @triton.jit
 def wait_sent(context, ticket, ROLE: tl.constexpr):
-    """Wait until the proxy has read the source of the request with this ticket, and of all before."""
+    """Wait until the proxy has read the sources of this request and all earlier ones: they may be overwritten. It does
+    not say that the data has arrived. Returns false if the group gave up."""
     ring = tl.load(context + RING).to(tl.pointer_type(tl.int64))
     return wait(context, ring + COMPLETED, ticket + 1, ROLE, SENT, -1, ticket)

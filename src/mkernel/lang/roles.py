@@ -1,17 +1,17 @@
-"""Roles: what a CTA does follows from its program id, and so do the tiles that it computes.
+"""Roles: the program id of a CTA determines what it does and which tiles it computes.
 
-The CTAs of a launch are numbered by role, those that others wait for first: `send` (post requests
-to other nodes), `intra` (copy over NVLink), then `compute`. Within a rank no CTA waits for one with
-a higher program id, so a launch would finish even if its CTAs ran one after the other.
+The CTAs of a launch are numbered by role, those that others wait for first: `send` (posts requests to other nodes),
+`intra` (copies over NVLink), then `compute`. Within a rank, no CTA waits for one with a higher program id, so a launch
+would finish even if its CTAs ran one after the other.
 
-A CTA whose transfers are done joins the compute. It takes tiles of the rank's own rows, which were
-left for it: those need nothing from anybody. If it took tiles of other ranks' rows, it would wait for
-copies that higher program ids of those ranks make, and two ranks could wait for each other.
+A CTA whose transfers are done joins the compute. It takes tiles of the rank's own rows that were reserved for it, which
+depend on nothing. If it took tiles of other ranks' rows, it would wait for copies made by higher program ids of those
+ranks, and two ranks could wait for each other.
 
-In general, who computes what is fixed before the launch. The alternative, an atomic counter that hands out
-tiles, lost in a prototype (floor fraction 0.86-0.89 with 4 ranks): its `while` loop keeps Triton from
-overlapping one tile's store with the next tile's loads, and it makes the order of tiles differ from run
-to run. Mixture of experts does so all the same (`take`): there nobody knows before the launch who is free when.
+In general, the assignment of tiles is static. The alternative, an atomic counter that hands out tiles, lost in a
+prototype (floor fraction 0.86-0.89 with 4 ranks): its `while` loop keeps Triton from overlapping one tile's store with
+the next tile's loads, and the order of tiles differs from run to run. The mixture-of-experts operators use a counter
+all the same (`take`), because there it is unknown before the launch which CTA will be free when.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,13 @@ COMPUTE = tl.constexpr(2)
 
 
 class Share(NamedTuple):
-    """The tiles first, first + step, ... below end."""
+    """The tiles of a CTA: first, first + step, and so on, below end.
+
+    Attributes:
+        first: the first tile.
+        end: all tiles are below it.
+        step: from one tile to the next.
+    """
 
     first: Any
     end: Any
@@ -34,8 +40,11 @@ class Share(NamedTuple):
 
 @triton.jit
 def own_tiles_of(cta, helpers, own, left):
-    """(first, end, step): which of the rank's `own` tiles this CTA computes. The last `left` of them
-    are for the helpers, the CTAs with the lowest program ids; the others go round the compute CTAs."""
+    """(first, end, step): which of the `own` tiles of this rank's rows the CTA computes.
+
+    The helpers, the CTAs with the lowest program ids, share the last `left` of them. The compute CTAs share the others,
+    round-robin.
+    """
     compute = tl.num_programs(0) - helpers
     helps = cta < helpers
     first = tl.where(helps, own - left + cta, cta - helpers)
@@ -46,8 +55,8 @@ def own_tiles_of(cta, helpers, own, left):
 
 @triton.jit
 def other_tiles_of(cta, helpers, before, tiles):
-    """(first, end, step): which of the other `tiles` this CTA computes. They go on round the compute
-    CTAs where the first `before` tiles ended; helpers get none."""
+    """(first, end, step): which of the `tiles` of other ranks' rows the CTA computes. The round-robin over the compute
+    CTAs continues where the first `before` tiles ended. Helpers get none."""
     compute = tl.num_programs(0) - helpers
     turn = (cta - helpers + compute - before % compute) % compute
     first = tl.where(cta < helpers, tiles, turn)
@@ -56,5 +65,5 @@ def other_tiles_of(cta, helpers, before, tiles):
 
 @triton.jit
 def take(tickets):
-    """The next number that nobody in this rank has taken."""
+    """The next ticket, starting with the value of the counter: an atomic increment. Orders nothing else (relaxed)."""
     return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")

@@ -1,22 +1,21 @@
-"""Signals: how one CTA tells another, on any rank, that data is there.
+"""Signals: how a CTA tells another CTA, on any rank, that data is ready.
 
-A signal is a 64-bit counter in the symmetric heap that only grows. Whoever has written the data
-sets it to the epoch (`notify`); whoever needs the data waits until it is at least the epoch
-(`wait`). Nobody resets it.
+A signal is a 64-bit counter in the symmetric heap that only grows. The writer of the data sets it to the epoch
+(`notify`); a reader waits until it is at least the epoch (`wait`). It is never reset.
 
-What holds: everything that any thread of the notifying CTA stored before `notify` is visible to
-every thread of the waiting CTA after `wait` returned true; reads through tensor descriptors need
-`acquire_for_descriptors` in between.
+Guarantee: everything that any thread of the notifying CTA stored before `notify` is visible to every thread of the
+waiting CTA after `wait` has returned true. Reads through tensor descriptors also need `acquire_for_descriptors` after
+the wait.
 
-Every wait ends. After the group's timeout, or as soon as another CTA of the group has given up, the
-waiter writes down what it waited for (its wait record), raises the abort flag of every rank it can reach,
-and returns false. A kernel then runs to its end without waiting any more, and marks what it could not compute
-with NaN; the host finds the record and raises `mk.CommTimeout`.
+Every wait ends. After the group's timeout, or as soon as another CTA of the group has given up, the waiting CTA writes
+a wait record, raises the abort flag of every rank it can reach, and returns false. The kernel then runs to its end
+without waiting any more and marks what it could not compute with NaN. The host finds the record and raises
+`mk.CommTimeout`.
 
-Nobody is deceived. A CTA that has given up may still hand on what it never got, and tell others that it is
-there. But the flags were up before. Within the node, whoever takes such data finds its own flag up at the end
-of its launch, and leaves a record (`finish`), even if none of its own waits failed; to other nodes, where the
-flags are out of reach, nothing is sent any more (`post`).
+No rank returns a wrong result because of that. A CTA that has given up may still pass on data that it never received,
+and signal it. But it has raised the abort flags before. Within the node, the receiver finds its own flag raised at the
+end of its launch and leaves a record (`finish`), even if all its waits succeeded. The flags of other nodes are out of
+reach, so nothing is sent to other nodes any more (`post`).
 """
 
 from typing import Any, NamedTuple
@@ -72,7 +71,14 @@ BACK = tl.constexpr(31)  # what the peer's node made of a chunk of my tokens is 
 
 
 class Awaited(NamedTuple):
-    """Who waits, and for what, for people: the role of the CTA, the kind of signal, the peer and the index."""
+    """What a wait record says about a wait. None of it affects the wait.
+
+    Attributes:
+        ROLE: the role of the waiting CTA, a constant.
+        KIND: the kind of signal, such as ARRIVED, a constant.
+        peer: the rank that is to raise the signal, or -1.
+        index: which signal of that kind: the chunk, tile or ticket.
+    """
 
     ROLE: Any
     KIND: Any
@@ -82,29 +88,34 @@ class Awaited(NamedTuple):
 
 @triton.jit
 def notify(signal, value):
-    """Data first, then signal: all threads' stores, a barrier, one release at system scope."""
+    """Set a signal, in this node's memory, after all earlier stores: a CTA barrier, then one release at system scope.
+
+    Stores through tensor descriptors must be completed first (`complete_descriptor_stores`).
+    """
     tl.debug_barrier()
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
 
 
 @triton.jit
 def notify_in_loop(signal, value):
-    """`notify` in a loop that Triton shall pipeline (see `barrier`)."""
+    """`notify` inside a loop that Triton should pipeline (see `barrier`)."""
     barrier()
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
 
 
 @triton.jit
 def notify_each(signals, value, mask):
-    """`notify` with many signals at once: those that the mask chooses."""
+    """`notify` for a block of signals: those selected by the mask, each set by its own thread."""
     tl.debug_barrier()
     tl.atomic_xchg(signals, value, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """True once `signal >= expected`; false if the group gave up. The last four arguments say who
-    waits for what, and cost nothing unless the wait fails."""
+    """Wait until `signal >= expected`. Returns true then, and false if the group gave up.
+
+    ROLE, KIND, peer and index describe the wait in its record (see `Awaited`) and cost nothing unless it fails.
+    """
     reached = wait_value(context, signal, expected, ROLE, KIND, peer, index)
     waited_for(signal, True, expected)
     return reached >= expected
@@ -112,8 +123,8 @@ def wait(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer
 
 @triton.jit
 def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """`wait`, and the value that the signal has reached, for those who rely on more than they expected; it is less if
-    the group gave up."""
+    """`wait` that returns the value it saw, for callers that use more than they asked for. The value is less than
+    `expected` if the group gave up."""
     since = trace_time(context)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
@@ -128,8 +139,8 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """`wait` for what tiles look at, one after the other, and most of them find there: a trace has only the waits that
-    took time, or it would cost more than these."""
+    """`wait` for signals that are usually set already, such as those that many tiles check in turn. Only waits that had
+    to wait are traced; tracing all of them would cost more than the waits."""
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < expected:
         since = trace_time(context)
@@ -141,7 +152,8 @@ def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def gave_up(context):
-    """Has the group given up? Once a wait of this CTA has returned false, or of one whose signal it took, it has."""
+    """Whether the group has given up. True if a wait of this CTA, or of any CTA whose signal it has seen, returned
+    false."""
     return tl.load(tl.load(context + ABORTED).to(tl.pointer_type(tl.int64)), volatile=True) != 0
 
 
@@ -166,13 +178,15 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
 
 @triton.jit
 def wait_all(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
-    """`wait` for many signals between CTAs of this rank at once: those that the mask chooses."""
+    """`wait` for a block of signals between CTAs of this rank: those selected by the mask. Acquires at GPU scope, and
+    ends with a CTA barrier."""
     return _wait_all(context, signals, mask, expected, Awaited(ROLE, KIND, peer, index), "gpu")
 
 
 @triton.jit
 def wait_peers(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peers, index):
-    """`wait` for a signal of each of several peers at once: of those that the mask chooses."""
+    """`wait` for a block of signals, one from each of several peers: those selected by the mask. Acquires at system
+    scope, and ends with a CTA barrier. The record names one of the peers that are furthest behind."""
     return _wait_all(context, signals, mask, expected, Awaited(ROLE, KIND, peers, index), "sys")
 
 
@@ -242,16 +256,19 @@ def _raise_abort(context):
 
 @triton.jit
 def refuse(context, reason, peer, seen, expected):
-    """Write down that the kernel found its input impossible. Nobody is told to leave: the kernel goes on to
-    its end, on all ranks, and the group can be used again."""
+    """Record that the kernel cannot process its input. No abort flag is raised: the kernel runs to its end on all
+    ranks, every rank raises, and the group remains usable."""
     _record(context, reason, Awaited(COMPUTE, ENTERED, peer, 0), seen, expected, 0)
 
 
 @triton.jit
 def finish(context, epoch, SIZE: tl.constexpr):
-    """Every CTA calls this last. If the group of SIZE ranks has given up meanwhile, it leaves a record: what it
-    was given may never have been there. The last of them completes the epoch, so the next launch (or the next
-    replay of a captured graph) counts on from there with no help from the host."""
+    """End the launch. Every CTA calls this last, once.
+
+    If the group of SIZE ranks has given up, the CTA leaves a record, because its inputs may never have arrived. The
+    last CTA completes the epoch, so the next launch (or the next replay of a captured graph) continues from there
+    without the host.
+    """
     state = state_of(context)
     tl.debug_barrier()
     if SIZE > 1:

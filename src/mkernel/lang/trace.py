@@ -1,26 +1,24 @@
-"""Trace: what a CTA did and when, written down by the kernel itself.
+"""Trace: what a CTA did and when, recorded by the kernel itself.
 
     since = trace_time(context)
     ...                                             # push a chunk, multiply a tile
     trace(context, INTRA, PUSH_CHUNK, peer, chunk, since)
 
-A launch is traced if its context table is one of unsigned words. So the type of `context` carries the
-switch to every function that has a context, and it is known to the compiler: in a launch that is not traced
-`trace_time` and `trace` are nothing at all, and the machine code is what it would be without them.
+A launch is traced if its context table consists of unsigned words. The type of `context` thus carries the switch to
+every function that has a context, and the compiler knows it: in a launch that is not traced, `trace_time` and `trace`
+compile to nothing, and the machine code is the same as without them.
 
-What is traced in every operator, by the functions it is written with: each launch of a CTA (`current_epoch`
-and `finish`), each wait (`wait`), each request to the network (`post`). Operators add what only they know:
-tiles and chunks.
+The functions of this package trace, for every operator, each launch of a CTA (`current_epoch` and `finish`), each wait
+(`wait`) and each request to the network (`post`). Operators add what only they know: tiles and chunks.
 
-Where it is written. A CTA has several lanes of events in its device's memory, and a lane has one writer at
-a time: the lane of a role is written by those warps that have the role, the lane TILES by those that
-multiply, LAUNCHES by the code around the roles. So warps that run side by side (Gluon) never write
-to the same lane. A lane counts its events in its first word; those that find no place are only
-counted. The thread that stores the scalars of its warps is always the same one, and is the only one
-that needs the count: it reads what it wrote itself, so no atomics are needed.
+Where events go. A CTA has several lanes of events in device memory, and each lane has one writer at a time: the warps
+of a role write the lane of that role, the warps that multiply write TILES, and the code around the roles writes
+LAUNCHES. So concurrent warps (Gluon) never write to the same lane. The first word of a lane counts its events; events
+beyond its capacity are only counted. The thread that stores the scalars of its warps is always the same one, and the
+only one that needs the count. It reads what it wrote itself, so no atomics are needed.
 
-What it costs when on: the timer is read twice and 40 bytes are stored per event; the stores are waited for by
-nobody, the load of the count takes some hundred cycles.
+Cost when on: two reads of the timer and 40 bytes of stores per event. Nothing waits for the stores; the load of the
+count takes a few hundred cycles.
 """
 
 import triton
@@ -63,7 +61,7 @@ def _stamp():
 
 @triton.jit
 def trace_time(context):
-    """The time at which something begins, for `trace`."""
+    """The time at which an event begins, for `trace`. 0 in a launch that is not traced."""
     if context.dtype.element_ty == tl.uint64:
         time = _stamp()
     else:
@@ -73,8 +71,8 @@ def trace_time(context):
 
 @triton.jit
 def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
-    """Write down that something of this KIND was done from `since` to now. Where a time can not be kept from the
-    beginning to the end, as in a loop over steps of tiles, `since` is LAST."""
+    """Record an event of this KIND that lasted from `since` until now. Where the start time cannot be carried along,
+    as in a single loop over tiles and steps, pass LAST: the event then starts at the end of the lane's last one."""
     if context.dtype.element_ty == tl.uint64:
         now = _stamp()
         words = tl.load(context + LANE_WORDS).to(tl.int64)
