@@ -27,14 +27,14 @@ def op_of(way):
     return getattr(mk, name_of(way))
 
 
-def choose(way, monkeypatch, module=all_reduce):
+def choose(way, monkeypatch):
     """Small results are summed up in one shot, or sliced, by default, and large ones with multicast from 4 ranks on:
     choose which way is tested."""
     if way != "matmul_reduce_scatter":
-        monkeypatch.setattr(module.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
-        monkeypatch.setattr(module.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
-        monkeypatch.setattr(module.plan, "EXCHANGE_SECONDS", 1.0)
-        monkeypatch.setattr(module.plan, "FEWEST_FOR_MULTICAST", 2)
+        monkeypatch.setattr(all_reduce.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
+        monkeypatch.setattr(all_reduce.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
+        monkeypatch.setattr(all_reduce.plan, "EXCHANGE_SECONDS", 1.0)
+        monkeypatch.setattr(all_reduce.plan, "FEWEST_FOR_MULTICAST", 2)
     if way == "multicast":
         monkeypatch.setattr(helpers, "Options", partial(Options, multicast=True))
 

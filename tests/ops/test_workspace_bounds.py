@@ -2,13 +2,10 @@
 end, every operator touches what is outside of it, and the simulator says so. Those of a mixture of experts have room
 for any routing, so that a test reaches the end of few: there each is taken away."""
 
-import importlib
-
 import attention
 import pytest
 import torch
 from experts import Layer
-from mutation import module_name
 from scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
 
 from mkernel.runtime.errors import SimulatorError
@@ -37,7 +34,6 @@ UNUSED = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
-    module = importlib.import_module(f"mkernel.{module_name(scenario.op)}")
     regions = memory._regions
     seen, missing = {}, None
 
@@ -52,12 +48,12 @@ def test_bounds_are_exact(name, monkeypatch):
         return found
 
     monkeypatch.setattr(memory, "_regions", recorded)
-    scenario.run(module, 0)
+    scenario.run(0)
     assert seen
     loose = []
     for missing in list(seen):
         try:
-            scenario.run(module, 0)
+            scenario.run(0)
         except SimulatorError as error:
             if "is outside of every tensor that the kernel was given" not in str(error):
                 raise

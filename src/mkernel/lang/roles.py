@@ -33,6 +33,12 @@ class Share(NamedTuple):
 
 
 @triton.jit
+def this_cta():
+    """The number of this CTA: no CTA waits for one with a higher number."""
+    return tl.program_id(0)
+
+
+@triton.jit
 def own_tiles_of(cta, helpers, own, left):
     """(first, end, step): which of the rank's `own` tiles this CTA computes. The last `left` of them
     are for the helpers, the CTAs with the lowest program ids; the others go round the compute CTAs."""

@@ -81,17 +81,23 @@ class Awaited(NamedTuple):
 
 
 @triton.jit
-def notify(signal, value):
-    """Data first, then signal: all threads' stores, a barrier, one release at system scope."""
-    tl.debug_barrier()
+def raise_signal(signal, value):
+    """Set a signal, with a release at system scope: what this thread has stored is there."""
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
+def notify(signal, value):
+    """Data first, then signal: all threads' stores, a barrier, one release."""
+    tl.debug_barrier()
+    raise_signal(signal, value)
 
 
 @triton.jit
 def notify_in_loop(signal, value):
     """`notify` in a loop that Triton shall pipeline (see `barrier`)."""
     barrier()
-    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+    raise_signal(signal, value)
 
 
 @triton.jit
@@ -99,6 +105,24 @@ def notify_each(signals, value, mask):
     """`notify` with many signals at once: those that the mask chooses."""
     tl.debug_barrier()
     tl.atomic_xchg(signals, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def poll(signal):
+    """The value of a signal, with an acquire at system scope. (To add nothing is a load, to Triton.)"""
+    return tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def poll_each(signals, mask, SCOPE: tl.constexpr):
+    """`poll` with many signals at once: those that the mask chooses, each by a thread of its own."""
+    return tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE)
+
+
+@triton.jit
+def share_acquired():
+    """What one thread has acquired all may read."""
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -115,7 +139,7 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
     """`wait`, and the value that the signal has reached, for those who rely on more than they expected; it is less if
     the group gave up."""
     since = trace_time(context)
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
     if KIND == RING_SPACE or KIND == SENT:
@@ -130,7 +154,7 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """`wait` for what tiles look at, one after the other, and most of them find there: a trace has only the waits that
     took time, or it would cost more than these."""
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     if seen < expected:
         since = trace_time(context)
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
@@ -151,13 +175,13 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
     timeout = tl.load(context + TIMEOUT)
     start = now(context)
     reason = 0
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     while (seen < expected) & (reason == 0):
         if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
             reason = TOLD_TO_LEAVE
         elif now(context) - start > timeout:
             reason = TIMED_OUT
-        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+        seen = poll(signal)
     if seen < expected:
         _record(context, reason, Awaited(ROLE, KIND, peer, index), seen, expected, now(context) - start)
         _raise_abort(context)
@@ -179,7 +203,7 @@ def wait_peers(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.co
 @triton.jit
 def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
     since = trace_time(context)
-    seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+    seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
     least = tl.min(seen)
     if least < expected:
         aborted = tl.load(context + ABORTED).to(tl.pointer_type(tl.int64))
@@ -191,7 +215,7 @@ def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
                 reason = TOLD_TO_LEAVE
             elif now(context) - start > timeout:
                 reason = TIMED_OUT
-            seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+            seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
             least = tl.min(seen)
         if least < expected:
             late = tl.max(tl.where(seen == least, awaited.peer, -1))  # one of those that are furthest behind
@@ -201,7 +225,7 @@ def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
             )  # fmt: skip
             _raise_abort(context)
     waited_for(signals, mask, expected)
-    tl.debug_barrier()  # what one thread has acquired all may read
+    share_acquired()
     trace(context, awaited.ROLE, WAIT + awaited.KIND, -1, awaited.index, since)
     return least >= expected
 

@@ -72,6 +72,12 @@ def trace_time(context):
 
 
 @triton.jit
+def _has_room(place, words):
+    """Does an event at a place of its lane end before the lane does?"""
+    return place + EVENT_WORDS <= words
+
+
+@triton.jit
 def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
     """Write down that something of this KIND was done from `since` to now. Where a time can not be kept from the
     beginning to the end, as in a loop over steps of tiles, `since` is LAST."""
@@ -82,7 +88,7 @@ def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
         count = tl.load(lane)
         tl.store(lane, count + 1)
         place = (count + 1) * EVENT_WORDS
-        inside = place + EVENT_WORDS <= words
+        inside = _has_room(place, words)
         tl.store(lane + place, tl.cast(since, tl.int64), mask=inside)
         tl.store(lane + place + 1, now, mask=inside)
         tl.store(lane + place + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)

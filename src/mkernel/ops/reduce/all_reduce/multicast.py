@@ -38,7 +38,7 @@ from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.gemm import multiply_step, store_tile
 from mkernel.lang.layout import slot_of
 from mkernel.lang.matrix import Tile
-from mkernel.lang.signals import finish, notify_in_loop
+from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
 from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at, round_of, slot_number, tile_of
@@ -48,6 +48,7 @@ from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
 from mkernel.ops.reduce.operands import count_steps, count_tiles, with_matrices
 from mkernel.ops.reduce.partials import store_partial
 from mkernel.ops.reduce.protocol import (
+    notify_partial,
     prefetch_partials,
     push_partial,
     signal_at,
@@ -81,7 +82,7 @@ def _add_in_switch(comm, exchange, total, block, tile):
     """The sum of all ranks' partials of this rank's own tile, made by the switch when all are there."""
     rank = rank_of(comm.context)
     signal = _keep(comm, exchange, total, rank, block)
-    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    notify_partial(comm, signal, True)
     missing = wait_partials(comm, exchange, 0, slot_number(block), tile)
     slot = _slot_everywhere(comm, exchange.partials, rank, slot_number(block))
     return load_sum(slot, total, total.shape[0], total.shape[1]) + missing
@@ -136,7 +137,7 @@ def _end_tile(comm, call, total, taken, rounds, signal):
     block = taken.round // WORLD_SIZE
     trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
     if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+        notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
     if (taken.place % WORLD_SIZE == 0) & (block >= 1):
         # finished at the end of the block before
@@ -198,7 +199,7 @@ def _run(comm, call):
             signal = _end_tile(comm, call, total, taken, rounds, signal)
             total = tl.zeros((M, N), tl.float32)
     if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+        notify_partial(comm, signal, True)
     if blocks > 0:
         if round_of(blocks - 1, rank, comm.WORLD_SIZE) < rounds:
             _notify_everywhere(comm, call.exchange, blocks - 1)

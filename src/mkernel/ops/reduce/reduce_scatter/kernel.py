@@ -12,7 +12,7 @@ from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_step
 from mkernel.lang.matrix import Tile
-from mkernel.lang.signals import finish, notify, notify_in_loop
+from mkernel.lang.signals import finish
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import store_result
@@ -27,7 +27,7 @@ from mkernel.ops.reduce.operands import (
     variant_of,
     with_matrices,
 )
-from mkernel.ops.reduce.protocol import add_partials, push_partial, slot_bytes, wait_partials
+from mkernel.ops.reduce.protocol import add_partials, notify_partial, push_partial, slot_bytes, wait_partials
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.ops.reduce.reduce_scatter.protocol import (
     add_node_sums,
@@ -84,7 +84,7 @@ def _end_tile(comm, call, total, taken, signal, pushed, start):
         if signal != 0:
             if call.link.PACED:
                 pace(start, pushed, call.link.nanoseconds_per_mib)
-            notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+            notify_partial(comm, signal, True)
             signal = tl.full((), 0, tl.int64)
         is_pushed = taken.rank_offset != 0
     if is_pushed:
@@ -148,7 +148,7 @@ def _run(comm, call):
         if signal != 0:
             if call.link.PACED:
                 pace(start, pushed, call.link.nanoseconds_per_mib)
-            notify(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+            notify_partial(comm, signal, False)
     finish(comm.context, comm.epoch, WORLD_SIZE)
 
 
