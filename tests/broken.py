@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -167,7 +168,8 @@ def replaced_on_host(functions):
 
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
-            patch.setattr(name, noted(name, function))
+            module, _, attribute = name.rpartition(".")
+            patch.setattr(importlib.import_module(module), attribute, noted(name, function))
         yield
     assert called == set(functions), "these were never called"
 
