@@ -34,7 +34,7 @@ from mkernel.ops.moe import grouped, protocol, reduction, routing, schedule
 from mkernel.ops.moe.dispatch import _first_row
 from mkernel.ops.moe.ffn import _wait_gated, _wait_tiles
 from mkernel.ops.moe.grouped import store_rows, store_rows_through_pointers, wait_placed
-from mkernel.ops.moe.protocol import notify_held, wait_held
+from mkernel.ops.moe.protocol import notify_held, wait_held, wait_numbered
 from mkernel.ops.moe.reduction import _factor, _post_back, _wait_back, _wait_partials
 from mkernel.ops.moe.routing import (
     COUNTERS_DONE,
@@ -241,8 +241,11 @@ def do_not_wait_until_settled(comm, batch, source, chunk):
 
 
 @triton.jit
-def do_not_wait_until_numbered(comm, numbered, ROLE: tl.constexpr):
-    return True
+def wait_until_numbered_to_send_only(comm, numbered, ROLE: tl.constexpr):
+    here = True
+    if ROLE == SEND:
+        here = wait_numbered(comm, numbered, ROLE)
+    return here
 
 
 @triton.jit
@@ -343,7 +346,7 @@ BROKEN = {
     ),
     "tiles of the layer do not wait for their rows": Broken(LAYER, {grouped.wait_placed: wait_for_no_rows}),
     "tokens are collected before those that departed are numbered": Broken(
-        LAYER_AWAY, {protocol.wait_numbered: do_not_wait_until_numbered}
+        LAYER_AWAY, {protocol.wait_numbered: wait_until_numbered_to_send_only}
     ),
     "sums of the layer are collected before they are here": Broken(
         LAYER_FAR, {reduction._wait_back: wait_back_before}

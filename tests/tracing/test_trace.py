@@ -12,10 +12,11 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from mutation import mutated
+import triton
 from rich.console import Console
 
 import mkernel as mk
+from mkernel.lang.trace import _has_room
 from mkernel.runtime import clocks
 from mkernel.tracing import chrome
 from mkernel.tracing.command import WIDE, bars, show, show_account
@@ -28,10 +29,10 @@ CONFIG = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=8)
 ROW_BLOCKS, COLUMN_BLOCKS, CHUNKS = 2, 2, 4
 
 
-def traced(group, calls=1, room=4096, op=None):
+def traced(group, calls=1, room=4096):
     with mk.trace(events=room) as trace:
         for turn in range(calls):
-            helpers.call(group, CASE, turn, config=CONFIG, op=op)
+            helpers.call(group, CASE, turn, config=CONFIG)
     return trace
 
 
@@ -172,12 +173,15 @@ def name(event):
     return (event.rank, event.cta, event.lane, event.kind, event.peer, event.index)
 
 
-def test_without_the_bound_events_are_written_elsewhere(tmp_path):
-    broken = mutated(
-        tmp_path, "all_gather_matmul", ("trace", "inside = place + EVENT_WORDS <= words", "inside = place > 0")
-    )
+@triton.jit
+def always_has_room(place, words):
+    return place > 0
+
+
+def test_without_the_bound_events_are_written_elsewhere():
+    helpers.run(traced, 3, 3, cluster=(1, 2))
     with pytest.raises(mk.SimulatorError, match="outside of every tensor"):
-        helpers.run(traced, 3, 3, broken.all_gather_matmul, cluster=(1, 2))
+        helpers.run(traced, 3, 3, cluster=(1, 2), replace={_has_room: always_has_room})
 
 
 def test_a_rank_alone():
