@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from broken import (
+from support.broken_variants import (
     EPOCH_STAYS,
     NO_BARRIER,
     NO_FENCE_FOR_DESCRIPTORS,
@@ -21,8 +21,8 @@ from broken import (
     take_slot_at_once,
     word_far_away,
 )
-from helpers import Canary, Case, assert_product, call, run
-from scenarios import Gathers
+from support.operator_calls import Canary, Case, assert_product, call, run
+from support.scenarios import Gathers
 
 import mkernel as mk
 from mkernel.lang import gemm, layout, requests, roles

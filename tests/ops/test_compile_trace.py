@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from compiled import SHARED_MEMORY, compile_launch, gathers
-from compiled_sums import reduces
+from support.compiled_launches import SHARED_MEMORY, compile_launch, gathers
 from support.package_copies import copy_package, module_of
+from support.sum_launches import reduces
 
 
 def gathering(cluster):

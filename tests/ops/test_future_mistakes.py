@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention import Case
-from broken import ONE_HALF_OF_SLOTS, Broken, assert_caught
-from experts import Layer
-from scenarios import MULTICAST, REDUCE, SCATTER, Attends, Gathers, Routes, Sums
+from support.attention_reference import Case
+from support.broken_variants import ONE_HALF_OF_SLOTS, Broken, assert_caught
+from support.moe_reference import Layer
+from support.scenarios import MULTICAST, REDUCE, SCATTER, Attends, Gathers, Routes, Sums
 
 from mkernel.lang import requests, signals
 from mkernel.lang.context import rank_of, segment_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DTYPES, Canary, Guards, assert_same, run
-from sums import SMALL, Sum, call, choose
+from support.operator_calls import DTYPES, Canary, Guards, assert_same, run
+from support.reduce_reference import SMALL, Sum, call, choose
 
 import mkernel as mk
 from mkernel.lang.context import Comm, rank_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DTYPES, assert_same, run
-from sums import Sum, call, choose
+from support.operator_calls import DTYPES, assert_same, run
+from support.reduce_reference import Sum, call, choose
 
 import mkernel as mk
 from mkernel.lang.context import TABLE, rank_of

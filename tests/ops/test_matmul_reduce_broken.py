@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from broken import (
+from support.broken_variants import (
     EPOCH_STAYS,
     NO_BARRIER_IN_LOOP,
     ONE_HALF,
@@ -23,9 +23,9 @@ from broken import (
     store_tall_tile,
     take_slot_at_once,
 )
-from helpers import Canary, run
-from scenarios import MULTICAST, REDUCE, SCATTER, SHOT, Sums
-from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of
+from support.operator_calls import Canary, run
+from support.reduce_reference import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SHOT, Sums
 
 import mkernel as mk
 from mkernel.lang import gemm, layout, requests, roles

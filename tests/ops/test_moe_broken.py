@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from broken import (
+from support.broken_variants import (
     NO_FENCE_FOR_DESCRIPTORS,
     ONE_HALF,
     ONE_HALF_OF_SIGNALS,
@@ -18,9 +18,9 @@ from broken import (
     Broken,
     assert_caught,
 )
-from experts import Layer, combine, dispatch, ffn
-from helpers import run
-from scenarios import LITTLE, Routes
+from support.moe_reference import Layer, combine, dispatch, ffn
+from support.operator_calls import run
+from support.scenarios import LITTLE, Routes
 
 import mkernel as mk
 from mkernel.lang.context import Comm

@@ -2,8 +2,8 @@
 
 import pytest
 import triton
-from scenarios import Gathers
 from support.package_copies import copied
+from support.scenarios import Gathers
 
 import mkernel as mk
 from mkernel.lang import signals

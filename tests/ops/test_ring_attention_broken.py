@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import triton
 import triton.language as tl
-from attention import Case, call
-from broken import (
+from support.attention_reference import Case, call
+from support.broken_variants import (
     NO_BARRIER,
     NO_FENCE_FOR_DESCRIPTORS,
     RELAXED_NOTIFY,
@@ -15,8 +15,8 @@ from broken import (
     Broken,
     assert_caught,
 )
-from helpers import run
-from scenarios import Attends
+from support.operator_calls import run
+from support.scenarios import Attends
 
 import mkernel as mk
 from mkernel.lang import entries

@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from patience import HANG
+from support.patience import HANG
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import run
+from support.operator_calls import run
 
 import mkernel as mk
 from mkernel.lang import hints, signals

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import triton
 import triton.language as tl
-from helpers import run
 
 import mkernel as mk
 from mkernel.lang import device, layout, signals
@@ -25,6 +24,7 @@ from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish
 from mkernel.runtime import group as runtime_group
 from mkernel.sim.dtypes import KernelError
+from support.operator_calls import run
 
 WRONG = AssertionError  # a wrong result
 RACE = mk.SimulatorError  # a race, or a load of what nobody has stored: which comes first depends on the schedule
