@@ -1,5 +1,5 @@
-"""Lets tests in every folder import `helpers` and `mutation`, keeps the machine's tuned configurations out, and torch
-to one thread."""
+"""Lets tests in every folder import `support`, keeps the machine's tuned configurations out, and torch to one
+thread."""
 
 import os
 import sys

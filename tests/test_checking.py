@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 from test_cli import run, words
 
 import mkernel as mk

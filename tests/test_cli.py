@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import HANG
-from processes import Fork, run_python
+from support.forked_processes import Fork, run_python
+from support.patience import HANG
 from typer.testing import CliRunner
 
 import mkernel

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import processes
 import pytest
+from support import forked_processes
 
 import mkernel as mk
 from mkernel import cli, operators
@@ -37,10 +37,10 @@ def test_python_runs(page, tmp_path):
     path.write_text(python_of(page))
     started = re.search(r"<!-- tested with: torchrun --nproc-per-node (\d+) -->", page.read_text())
     if started:
-        for output, code in processes.run_ranks(path, int(started.group(1)), store="apart"):
+        for output, code in forked_processes.run_ranks(path, int(started.group(1)), store="apart"):
             assert code == 0, output
     else:
-        processes.run_python([str(path)], folder=str(tmp_path))
+        forked_processes.run_python([str(path)], folder=str(tmp_path))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)

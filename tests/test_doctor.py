@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 import mkernel as mk
 from mkernel import doctor

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import processes
 import pytest
+from support import forked_processes
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SAYS = {
@@ -38,7 +38,7 @@ ELSEWHERE = {"all_gather_matmul": "cluster/test_torchrun.py", "06_processes_redu
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in SAYS], ids=lambda path: path.stem)
 def test_example(path):
-    output = processes.run_python([str(path), "cpu"])
+    output = forked_processes.run_python([str(path), "cpu"])
     for expected in SAYS[path.stem]:
         assert expected in output
 
@@ -47,14 +47,14 @@ def test_example(path):
 def test_what_needs_several_processes_says_how_to_start_them(name):
     path = Path(__file__).parent.parent / f"examples/{name}.py"
     says = f"this needs 2, 4, ... processes: torchrun --nproc-per-node 4 {path}\n"
-    assert processes.run_python([str(path)], expected=2) == says
-    assert says in processes.run_ranks(path, 1)[0][0]
+    assert forked_processes.run_python([str(path)], expected=2) == says
+    assert says in forked_processes.run_ranks(path, 1)[0][0]
 
 
 def test_the_same_under_torchrun():
     path = Path(__file__).parent.parent / "examples/all_gather_matmul.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(path)]
-    output = processes.run(command, expected=1)
+    output = forked_processes.run(command, expected=1)
     assert f"this needs 2, 4, ... processes: torchrun --nproc-per-node 4 {path}\n" in output
 
 

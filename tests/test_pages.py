@@ -2,9 +2,9 @@
 
 import json
 
-import browser as browsers
 import pytest
-from figures import MACHINE, result
+from support import browser as browsers
+from support.bench_figures import MACHINE, result
 
 from mkernel import demo, report
 from mkernel.bench import page as bench_page

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from patience import HANG
-from processes import SOURCE, Fork, run, run_python, run_ranks
+from support.forked_processes import SOURCE, Fork, run, run_python, run_ranks
+from support.patience import HANG
 
 ENDS = {
     "well": "",
@@ -83,7 +83,7 @@ def test_a_server_that_ends_takes_its_children_with_it():
     program = """
 import os, sys
 sys.path.insert(0, {tests!r})
-from processes import Fork
+from support.forked_processes import Fork
 Fork(["-c", "import os, time; os.write(1, b'x'); time.sleep(6000)"], dict(os.environ), stdout=sys.stdout)
 os.read(0, 1)
 os._exit(0)

@@ -41,7 +41,7 @@ def check(
 
     Args:
         nodes, gpus_per_node, timeout, sim: as for `mk.spawn`. `sim.slow` and `sim.late` must be empty: every rank is
-            slow, and late, in schedules of their own.
+            slow, and late, in schedules of their own. `sim.replace` breaks a protocol on purpose.
         schedules: how many systematic ones to run, at most: first the extremes (each rank slow, the network newest
             first, one CTA at a time, ...), then stalls of one task at one point, all over the run.
         random: how many random ones to run behind them, with the seeds from `seed` on.

@@ -8,12 +8,12 @@ import re
 import time
 from types import SimpleNamespace
 
-import gloo_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from figures import result
-from patience import HANG
+from support import gloo_ranks
+from support.bench_figures import result
+from support.patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel import bench

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import result
+from support.bench_figures import result
 
 import mkernel as mk
 from mkernel import bench, operators

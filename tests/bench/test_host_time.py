@@ -1,6 +1,6 @@
 """The program that says what a call costs the host, on the simulator and on processes."""
 
-from processes import run_python, run_ranks
+from support.forked_processes import run_python, run_ranks
 
 
 def test_threads():

@@ -4,12 +4,12 @@ import re
 import signal
 
 import pytest
-from processes import run_ranks
+from support.forked_processes import run_ranks
 
 LOST = """
     import os, signal, sys, time
     import torch
-    from patience import HANG
+    from support.patience import HANG
     import mkernel as mk
     from mkernel.runtime import processes
 
@@ -94,7 +94,7 @@ def test_killed_on_another_machine(between_calls):
 INTERRUPTED = """
     import os, random, signal, threading
     import torch
-    from patience import HANG
+    from support.patience import HANG
     import mkernel as mk
 
     group = mk.init(timeout=2 * HANG, gpus_per_node={gpus_per_node})
@@ -135,7 +135,7 @@ LATE = """
     import logging
     from datetime import timedelta
     import torch
-    from patience import HANG
+    from support.patience import HANG
     import mkernel as mk
     from mkernel.runtime import processes
 
@@ -180,7 +180,7 @@ PATIENT = """
     import time
     from types import SimpleNamespace
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
     from mkernel.sim import scheduler
 
@@ -220,7 +220,7 @@ def test_a_wait_is_as_long_as_it_lasts():
 
 ONE_MORE_ROW = """
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
 
     group = mk.init(timeout=WAIT, gpus_per_node={gpus_per_node})
@@ -258,7 +258,7 @@ def test_a_rank_that_calls_something_else(gpus_per_node):
 FORKED = """
     import multiprocessing, os, sys, warnings
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads

@@ -1,13 +1,13 @@
 """A mixture-of-experts layer on several processes on CPUs: two nodes that talk over TCP."""
 
-from processes import run_ranks
+from support.forked_processes import run_ranks
 
 PROGRAM = """
     import sys
 
     import torch
-    from experts import Layer, combine, ffn
-    from patience import WAIT
+    from support.moe_reference import Layer, combine, ffn
+    from support.patience import WAIT
 
     import mkernel as mk
 

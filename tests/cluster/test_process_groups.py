@@ -2,13 +2,13 @@
 make them."""
 
 import pytest
-from processes import run_ranks
+from support.forked_processes import run_ranks
 
 WORKS = """
     import gc, os, random
     import torch
     import torch.distributed as dist
-    from patience import WAIT
+    from support.patience import WAIT
     from torch.distributed.device_mesh import init_device_mesh
     import mkernel as mk
 

@@ -1,11 +1,12 @@
-"""Random programs on random groups of processes, made from process groups and meshes too; see tests/programs.py."""
+"""Random programs on random groups of processes, made from process groups and meshes too: see
+tests/support/random_programs.py."""
 
 import json
 from pathlib import Path
 
 import pytest
-from processes import run_ranks
-from programs import compare_bits, seeds
+from support.forked_processes import run_ranks
+from support.random_programs import compare_bits, seeds
 
 TESTS = Path(__file__).parents[1]
 STEPS = 10
@@ -17,8 +18,8 @@ PROGRAM = """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     import mkernel as mk
-    from patience import WAIT
-    from programs import Program
+    from support.patience import WAIT
+    from support.random_programs import Program
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

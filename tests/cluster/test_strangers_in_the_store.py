@@ -1,14 +1,14 @@
 """Whoever can reach the process group's store: what they can read there, and what they can make a rank do."""
 
 import pytest
-from processes import run_ranks
+from support.forked_processes import run_ranks
 
 WATCHED = """
     import os, pickle, sys
     import torch
     import torch.distributed as dist
     import mkernel as mk
-    from patience import WAIT
+    from support.patience import WAIT
 
     def trap(*_):
         print("code ran", flush=True)
@@ -104,7 +104,7 @@ def test_ranks_with_another_secret_are_named():
         import os
         os.environ["MKERNEL_SECRET"] = "a secret of rank " + os.environ["RANK"]
         import mkernel as mk
-        from patience import WAIT
+        from support.patience import WAIT
         try:
             mk.init(timeout=WAIT)
         except mk.MKernelError as refusal:

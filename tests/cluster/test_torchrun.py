@@ -1,15 +1,15 @@
 """Several processes on CPUs, as torchrun starts them. An example is run by torchrun itself; the others fork their
-ranks, which costs less (`processes.run_ranks`)."""
+ranks, which costs less (`forked_processes.run_ranks`)."""
 
 from pathlib import Path
 
-import processes
 import pytest
+from support import forked_processes
 
 
 def outputs(program, ranks):
     """What a program prints on each of so many ranks, which must end well."""
-    results = processes.run_ranks(program, ranks, store="apart")
+    results = forked_processes.run_ranks(program, ranks, store="apart")
     for output, code in results:
         assert code == 0, output
     return [output for output, _ in results]
@@ -29,7 +29,7 @@ def on_cluster(program, nodes, gpus_per_node):
 
 CALLS = """
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
 
     group = mk.init(timeout=WAIT, gpus_per_node={gpus_per_node})
@@ -58,7 +58,7 @@ def test_calls(nodes, gpus_per_node):
 def test_long_exchanges():
     """torch's store takes values up to 8 MiB, and names up to 8 KiB; a trace, or a group of many ranks, has more."""
     program = """
-        from patience import WAIT
+        from support.patience import WAIT
         import mkernel as mk
 
         group = mk.init(timeout=WAIT)
@@ -76,7 +76,7 @@ def test_long_exchanges():
 def test_a_trace_over_processes():
     program = """
         import torch
-        from patience import WAIT
+        from support.patience import WAIT
         import mkernel as mk
         from mkernel.tracing.links import arrivals
 
@@ -98,8 +98,8 @@ def test_a_trace_over_processes():
 
 def test_ring_attention():
     program = """
-        from attention import Case, call
-        from patience import WAIT
+        from support.attention_reference import Case, call
+        from support.patience import WAIT
         import mkernel as mk
 
         group = mk.init(timeout=WAIT, gpus_per_node=2)
@@ -116,7 +116,7 @@ def test_ring_attention():
 @pytest.mark.thorough
 def test_example_under_torchrun():
     example = Path(__file__).parents[2] / "examples" / "all_gather_matmul.py"
-    output = processes.torchrun(example, 4)
+    output = forked_processes.torchrun(example, 4)
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
 
@@ -128,7 +128,7 @@ def test_example_of_reductions():
 
 REDUCTIONS = """
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
 
     group = mk.init(timeout=WAIT, gpus_per_node={gpus_per_node})
@@ -159,7 +159,7 @@ def test_silent_process_is_named_and_the_others_go_on():
     program = """
         import os, time
         import torch
-        from patience import WAIT
+        from support.patience import WAIT
         import mkernel as mk
 
         group = mk.init(timeout=WAIT)

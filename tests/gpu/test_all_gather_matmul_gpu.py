@@ -5,11 +5,14 @@ import time
 
 import pytest
 import torch
+import triton
 from harness import check, everyones, randn
-from mutation import OP, mutated
+from support.package_copies import copied
 
 import mkernel as mk
 import mkernel.ops
+from mkernel.ops.all_gather_matmul import protocol
+from mkernel.ops.all_gather_matmul.protocol import notify_chunk
 
 SENTINEL = 12345.0
 
@@ -195,16 +198,19 @@ def test_rank_that_stays_away_is_named():
     cuda(on_rank, ranks=2, timeout=0.5)
 
 
+@triton.jit
+def notify_all_but_one(comm, gather, peer, source, chunk):
+    if chunk != 1:
+        notify_chunk(comm, gather, peer, source, chunk)
+
+
 @pytest.mark.parametrize("kernel", ["portable", "hopper"])
 def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, kernel):
     config = None if kernel == "hopper" else mk.Config(stages=3)
-    raising = "    notify(segment"
-    lost = (f"{OP}/protocol", raising, f"    if chunk != 1:\n    {raising}")
-    function = mutated(tmp_path, "all_gather_matmul", lost).all_gather_matmul
 
-    def on_rank(group):
+    def on_rank(group, broken):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)
-        y = function(a, b, config=config)
+        y = broken.all_gather_matmul(a, b, config=config)
         begun = time.monotonic()
         with pytest.raises(mk.CommTimeout) as caught:
             group.synchronize()
@@ -216,7 +222,8 @@ def test_lost_signal_times_out_and_the_process_goes_on(tmp_path, kernel):
         again = group.subset(range(group.size))
         check(again, mk.all_gather_matmul(a, b, group=again, config=mk.Config(stages=2)), a, b)
 
-    cuda(on_rank, ranks=2, timeout=1.0)
+    with copied(tmp_path, "ops.all_gather_matmul", {protocol.notify_chunk: notify_all_but_one}) as broken:
+        cuda(on_rank, broken, ranks=2, timeout=1.0)
 
     def afterwards(group):
         a, b = randn(group, 512, 256), randn(group, 256, 512, seed=1)

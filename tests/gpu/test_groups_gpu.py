@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import check, limited, randn  # noqa: F401
-from processes import run_ranks
+from support.forked_processes import run_ranks
 
 import mkernel as mk
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from harness import limited  # noqa: F401
-from processes import torchrun
+from support.forked_processes import torchrun
 
 import mkernel as mk
 from mkernel.lang.context import MULTICAST, TABLE

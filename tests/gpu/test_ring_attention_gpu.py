@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from attention import Case, assert_attention, exact
+from support.attention_reference import Case, assert_attention, exact
 
 import mkernel as mk
 from mkernel.lang.context import EPOCH, GRID_SYNC

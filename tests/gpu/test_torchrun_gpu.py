@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from processes import run_ranks, torchrun
+from support.forked_processes import run_ranks, torchrun
 
 CALLS = """
     import torch
@@ -63,7 +63,7 @@ def test_calls(tmp_path, nodes, gpus_per_node):
 @pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 4), (2, 2)])
 def test_operators(operator, nodes, gpus_per_node):
     """Most of the time every process compiles; moe_dispatch_matmul comes with moe_combine."""
-    script = Path(__file__).parents[1] / "every_operator.py"
+    script = Path(__file__).parents[1] / "support" / "every_operator.py"
     output = torchrun(script, 4, seconds=300, arguments=[operator, f"--gpus-per-node={gpus_per_node}"])
     for rank in range(4):
         assert f"{operator} is right on rank {rank} of {nodes} x {gpus_per_node}, cuda" in output, output

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.lang import requests as layout
 from mkernel.net import Proxy, TcpTransport, Transport

@@ -6,7 +6,7 @@ import struct
 import subprocess
 
 import pytest
-from compiling import TOOLS
+from support.machine_code import TOOLS
 
 from mkernel.net.build import NATIVE
 

@@ -10,10 +10,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import others
 import pytest
-from others import as_root
-from patience import HANG
+from support import other_users
+from support.other_users import as_root
+from support.patience import HANG
 
 from mkernel import cache
 from mkernel.net import build as builder
@@ -115,26 +115,26 @@ def plant(folder, names):
 
 def others_folder(cache_home, names):
     plant(cache_home / "mkernel", names)
-    others.give_away(cache_home / "mkernel")
+    other_users.give_away(cache_home / "mkernel")
     return cache_home / "mkernel"
 
 
 def others_folder_below_a_sticky_one(cache_home, names):
     plant(cache_home / "mkernel", names)
     cache_home.chmod(0o1777)
-    others.give_away(cache_home / "mkernel")
+    other_users.give_away(cache_home / "mkernel")
     return cache_home / "mkernel"
 
 
 def others_cache_home(cache_home, names):
     plant(cache_home / "mkernel", names)
-    others.give_away(cache_home)
+    other_users.give_away(cache_home)
     return cache_home
 
 
 def empty_cache_home_of_another(cache_home, names):
     cache_home.mkdir()
-    others.give_away(cache_home)
+    other_users.give_away(cache_home)
     return cache_home
 
 
@@ -164,20 +164,20 @@ def missing_below_a_folder_for_all(cache_home, names):
 
 def others_file(cache_home, names):
     plant(cache_home / "mkernel", names)
-    others.give_away(cache_home / "mkernel" / names[0])
+    other_users.give_away(cache_home / "mkernel" / names[0])
     return cache_home / "mkernel" / names[0]
 
 
 def others_unreadable_file(cache_home, names):
     plant(cache_home / "mkernel", names)
     (cache_home / "mkernel" / names[0]).chmod(0)
-    others.give_away(cache_home / "mkernel" / names[0])
+    other_users.give_away(cache_home / "mkernel" / names[0])
     return cache_home / "mkernel" / names[0]
 
 
 def others_lock(cache_home, names):
     plant(cache_home / "mkernel", names[1:])
-    others.give_away(cache_home / "mkernel" / names[1])
+    other_users.give_away(cache_home / "mkernel" / names[1])
     return cache_home / "mkernel" / names[1]
 
 
@@ -195,20 +195,20 @@ def linked_folder(cache_home, names):
     cache_home.mkdir()
     cache_home.chmod(0o1777)
     (cache_home / "mkernel").symlink_to(cache_home.parent / "elsewhere")
-    others.give_away(cache_home / "mkernel")
+    other_users.give_away(cache_home / "mkernel")
     return cache_home / "mkernel"
 
 
 def linked_cache_home(cache_home, names):
     plant(cache_home.parent / "elsewhere" / "mkernel", names)
     cache_home.symlink_to(cache_home.parent / "elsewhere")
-    others.give_away(cache_home)
+    other_users.give_away(cache_home)
     return cache_home
 
 
 def own_link_to_a_folder_of_others(cache_home, names):
     plant(cache_home.parent / "elsewhere" / "mkernel", names)
-    others.give_away(cache_home.parent / "elsewhere")
+    other_users.give_away(cache_home.parent / "elsewhere")
     cache_home.symlink_to(cache_home.parent / "elsewhere")
     return cache_home.parent / "elsewhere"
 
@@ -347,7 +347,7 @@ def test_links_in_a_circle_end_in_an_error(small, tmp_path):
 @as_root
 def test_a_cache_of_root_that_can_only_be_read(small, monkeypatch):
     """As an administrator would set one up for all users of a machine."""
-    with others.open_folder() as shared:
+    with other_users.open_folder() as shared:
         shutil.copytree(small, shared / "native")
         monkeypatch.setattr(builder, "NATIVE", shared / "native")
         monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
@@ -359,19 +359,19 @@ def test_a_cache_of_root_that_can_only_be_read(small, monkeypatch):
             warnings.simplefilter("error")
             return builder.build("small.so"), answer_of(library)
 
-        assert others.run_as(others.VICTIM, use) == (library, 42)
+        assert other_users.run_as(other_users.VICTIM, use) == (library, 42)
 
         def miss():
             with pytest.raises(TransportError, match=r"can not be written.*Set XDG_CACHE_HOME"):
                 builder.build("other.so")
 
-        others.run_as(others.VICTIM, miss)
+        other_users.run_as(other_users.VICTIM, miss)
 
 
 @as_root
 def test_a_user_is_not_given_what_another_user_built(small, monkeypatch):
     """Both have the same XDG_CACHE_HOME, below a folder for all users such as /tmp."""
-    with others.open_folder() as shared:
+    with other_users.open_folder() as shared:
         shutil.copytree(small, shared / "native")
         monkeypatch.setattr(builder, "NATIVE", shared / "native")
         (shared / "tmp").mkdir()
@@ -385,7 +385,7 @@ def test_a_user_is_not_given_what_another_user_built(small, monkeypatch):
                 path.chmod(0o755)
             return library
 
-        planted = others.run_as(others.SOMEBODY, attack)
+        planted = other_users.run_as(other_users.SOMEBODY, attack)
 
         def use():
             with pytest.warns(UserWarning, match="belongs to"):
@@ -394,7 +394,7 @@ def test_a_user_is_not_given_what_another_user_built(small, monkeypatch):
             shutil.rmtree(library.parent)
             return library, found
 
-        library, found = others.run_as(others.VICTIM, use)
+        library, found = other_users.run_as(other_users.VICTIM, use)
         assert library != planted
         assert found == 42
 
@@ -444,12 +444,12 @@ def test_the_private_folder_goes_with_the_process(tmp_path):
 @as_root
 def test_root_that_a_container_does_not_know(tmp_path, monkeypatch):
     """Its files show the number of unknown users: that will do on the way, but not where anybody could have put it."""
-    monkeypatch.setattr(cache, "_roots", lambda: {0, others.SOMEBODY})
+    monkeypatch.setattr(cache, "_roots", lambda: {0, other_users.SOMEBODY})
     home = tmp_path / "of root" / "home"
     home.mkdir(parents=True)
-    others.give_away(home.parent)
+    other_users.give_away(home.parent)
     assert cache.usable_folder(home / "mkernel") == home / "mkernel"
-    others.give_away(home / "mkernel")
+    other_users.give_away(home / "mkernel")
     with pytest.raises(cache.UnsafePath, match="mkernel belongs to"):
         cache.usable_folder(home / "mkernel")
     home.chmod(0o1777)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import Efa, Proxy, Tcp, TcpTransport, Verbs, VerbsTransport, devices
 from mkernel.net.config import transport_config

@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from patience import HANG
-from processes import run_python
+from support.forked_processes import run_python
+from support.patience import HANG
 
 from mkernel.net.build import LIBRARY_FLAGS, NATIVE, build, compiler
 

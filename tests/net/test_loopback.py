@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import LoopbackTransport, Proxy
 from mkernel.runtime.errors import ArgumentError, TransportError

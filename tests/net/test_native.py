@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net.build import NATIVE, build, compiler
 

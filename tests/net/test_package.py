@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import build as builder
 from mkernel.runtime.errors import TransportError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import EfaTransport, VerbsTransport
 from mkernel.net import build as builder

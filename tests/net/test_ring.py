@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.lang import requests as layout
 from mkernel.net import LoopbackTransport, Proxy

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import TcpTransport
 from mkernel.runtime.errors import TransportError

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import TcpTransport
 from mkernel.runtime.errors import TransportError

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net import TcpTransport
 

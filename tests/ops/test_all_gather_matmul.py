@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.operator_calls import (
     CLUSTERS,
     DTYPES,
     LAYOUTS,
@@ -20,9 +22,7 @@ from helpers import (
     run,
     time_limit,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from patience import HANG
+from support.patience import HANG
 
 import mkernel as mk
 from mkernel.runtime.group import set_current

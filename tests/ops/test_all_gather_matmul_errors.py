@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Case, call, run
+from support.operator_calls import Case, call, run
 
 import mkernel as mk
 

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, cluster_name, run
+from support.operator_calls import assert_same, cluster_name, run
 
 import mkernel as mk
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiled import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, gathers
+from support.compiled_launches import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, gathers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

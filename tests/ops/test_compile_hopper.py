@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from compiled import SHARED_MEMORY, compile_launch, gathers
+from support.compiled_launches import SHARED_MEMORY, compile_launch, gathers
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from compiled import compile_launch, pretending
-from helpers import run
+from support.compiled_launches import compile_launch, pretending
+from support.operator_calls import run
 
 from mkernel.workloads import workload_of
 

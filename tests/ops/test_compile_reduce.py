@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 import torch
-from compiled import REGISTERS, SHARED_MEMORY, compile_launch
-from compiled_sums import instructions, reduces
+from support.compiled_launches import REGISTERS, SHARED_MEMORY, compile_launch
+from support.sum_launches import instructions, reduces
 
 import mkernel as mk
 from mkernel.ops.reduce.all_reduce import plan

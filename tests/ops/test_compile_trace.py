@@ -1,18 +1,14 @@
 """Tracing as machine code: nothing at all when it is off, and no spills when it is on."""
 
+import ast
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from compiled import SHARED_MEMORY, compile_launch, gathers
-from compiled_sums import reduces
-from mutation import OP, PACKAGES, module_name, mutated
-
-import mkernel
-
-CALL = re.compile(r"^ *((?:since = )?trace(?:_time)?\((?:comm\.)?context.*\))$", re.MULTILINE)
+from support.compiled_launches import SHARED_MEMORY, compile_launch, gathers
+from support.package_copies import copy_package, module_of
+from support.sum_launches import reduces
 
 
 def gathering(cluster):
@@ -39,6 +35,12 @@ def summing(op, cluster, **call):
     return build
 
 
+TRACING = {"trace", "trace_time"}
+MODULES = {
+    "all_gather_matmul": "ops.all_gather_matmul",
+    "matmul_reduce_scatter": "ops.reduce.reduce_scatter",
+    "matmul_all_reduce": "ops.reduce.all_reduce",
+}
 # operator -> how to compile it
 KERNELS = {
     "all_gather_matmul": gathering((2, 2)),
@@ -57,28 +59,45 @@ def code(ptx):
     return [line for line in lines if not re.match(r"\s*(\.loc|\.file|//|\$L__tmp\d+:|\$L__func)", line)]
 
 
-def without_calls(folder, op):
+class WithoutCalls(ast.NodeTransformer):
+    """Takes every call of the tracing functions out, with the assignment of what it returns."""
+
+    def __init__(self):
+        self.found = set()
+
+    def visit_FunctionDef(self, node):
+        if node.name in TRACING:
+            return node
+        self.generic_visit(node)
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def _visit_statement(self, node):
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TRACING:
+            self.found.add(call.func.id)
+            return ast.Pass()
+        return self.generic_visit(node)
+
+    visit_Expr = visit_Assign = _visit_statement
+
+    def visit_Name(self, node):
+        assert node.id not in TRACING, f"line {node.lineno}: a call that is no statement of its own"
+        return node
+
+
+def without_calls(folder, module):
     """The operator's module with every call of the tracing functions taken out, and out of the vocabulary."""
-    source = Path(mkernel.__file__).parent
-    texts = {path.stem: path.read_text() for path in (source / "lang").glob("*.py") if path.stem != "trace"}
-    package = source / "ops" / PACKAGES.get(op, op)
-    own = {f"{OP}/{path.stem}": path for path in package.glob("*.py")}
-    texts |= {name: path.read_text() for name, path in own.items()}
-    found = {(stem, call) for stem, text in texts.items() for call in CALL.findall(text)}
-    assert {stem for stem, _ in found} >= {"context", "signals", "requests"}
-    assert {stem for stem, _ in found} & set(own)
-    # longer calls first: one may be a part of another
-    changes = sorted(((stem, call, "pass") for stem, call in found), key=lambda change: -len(change[1]))
-    module = mutated(folder, op, *changes)
-    for path in Path(module.__file__).parent.glob("*.py"):
-        assert not re.search(r"\btrace(_time)?\(", path.read_text())
-    return module
+    remover = WithoutCalls()
+    name = copy_package(folder, remover.visit)
+    assert remover.found == TRACING
+    return module_of(folder, name, module)
 
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_nothing_when_off_and_no_spills_when_on(tmp_path, monkeypatch, op):
-    name = op.partition(" ")[0]
-    module = importlib.import_module(f"mkernel.{module_name(name)}")
+    name = MODULES[op.partition(" ")[0]]
+    module = importlib.import_module(f"mkernel.{name}")
     plain = KERNELS[op](module, "*i64", tmp_path, monkeypatch)
     stripped = KERNELS[op](without_calls(tmp_path, name), "*i64", tmp_path, monkeypatch)
     assert code(plain.ptx) == code(stripped.ptx)

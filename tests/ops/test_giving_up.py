@@ -5,7 +5,7 @@ must hear of it, also if all its own waits were answered.
 """
 
 import pytest
-from helpers import run
+from support.operator_calls import run
 
 import mkernel as mk
 from mkernel import operators

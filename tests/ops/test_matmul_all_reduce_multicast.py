@@ -3,16 +3,24 @@ made by the switch. What all ways share is in test_matmul_reduce.py."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from helpers import DTYPES, Canary, Guards, assert_same, run
-from mutation import changed
-from sums import SMALL, Sum, call, choose
+import triton
+import triton.language as tl
+from support.operator_calls import DTYPES, Canary, Guards, assert_same, run
+from support.reduce_reference import SMALL, Sum, call, choose
 
 import mkernel as mk
+from mkernel.lang.context import Comm, rank_of
+from mkernel.ops.reduce import partials, protocol
 from mkernel.ops.reduce.all_reduce import multicast, multimem
+from mkernel.ops.reduce.all_reduce import protocol as all_reduce
+from mkernel.ops.reduce.all_reduce.multicast import _finish_everywhere, _keep, _notify_everywhere, _slot_everywhere
+from mkernel.ops.reduce.all_reduce.multimem import _pieces, _tile, fence_aliases, load_sum
+from mkernel.ops.reduce.all_reduce.order import slot_number
+from mkernel.ops.reduce.all_reduce.protocol import wait_finished
+from mkernel.ops.reduce.protocol import notify_partial, signal_at, slot_at, wait_partials
+from mkernel.sim.dtypes import KernelError
 from mkernel.sim.world import SimWorld
 
 OP = "matmul_all_reduce"
@@ -306,52 +314,106 @@ def test_what_moves(chosen, in_switch):
 
 # -- kernels that are broken on purpose
 
-ANNOUNCED = "    fence_aliases()\n    notify_finished("
-NOTIFIES = "        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)\n        signal = tl.full"
-OLD_EPOCH = "(Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), "
-STORES = "    store_partial(slot, total, total.shape[0], total.shape[1])\n"
+
+@triton.jit
+def forget_partial(comm, signal, IN_LOOP: tl.constexpr):
+    pass
+
+
+@triton.jit
+def fence_only(comm, exchange, block):
+    fence_aliases()
+
+
+@triton.jit
+def notify_before_finish(comm, call, total, tile, block):
+    _notify_everywhere(comm, call.exchange, block)
+    _finish_everywhere(comm, call, total, tile, block)
+
+
+@triton.jit
+def wait_for_old_tile(comm, exchange, place, block, tile):
+    return wait_finished(
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, place, block, tile
+    )
+
+
+@triton.jit
+def own_slot(comm, slots, i, j):
+    return slot_at(comm, slots, rank_of(comm.context), i, j)
+
+
+@triton.jit
+def wait_for_old_partials(comm, exchange, first, j, tile):
+    return wait_partials(
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, first, j, tile
+    )
+
+
+@triton.jit
+def add_without_release(comm, exchange, total, block, tile):
+    rank = rank_of(comm.context)
+    _keep(comm, exchange, total, rank, block)
+    missing = wait_partials(comm, exchange, 0, slot_number(block), tile)
+    slot = _slot_everywhere(comm, exchange.partials, rank, slot_number(block))
+    return load_sum(slot, total, total.shape[0], total.shape[1]) + missing
+
+
+@triton.jit
+def add_tile_of_another(comm, exchange, total, block, tile):
+    rank = rank_of(comm.context)
+    notify_partial(comm, _keep(comm, exchange, total, rank, block), True)
+    missing = wait_partials(comm, exchange, 0, slot_number(block), tile)
+    slot = _slot_everywhere(comm, exchange.partials, (rank + 1) % comm.WORLD_SIZE, slot_number(block))
+    return load_sum(slot, total, total.shape[0], total.shape[1]) + missing
+
+
+@triton.jit
+def notify_before_keep(comm, exchange, total, owner, block):
+    rank = rank_of(comm.context)
+    place = (rank + 2 * comm.WORLD_SIZE - 1 - owner) % comm.WORLD_SIZE
+    signal = signal_at(comm, exchange.partial, owner, place, slot_number(block)).to(tl.int64)
+    own = signal_at(comm, exchange.own_partial, rank, 0, slot_number(block)).to(tl.int64)
+    notify_partial(comm, tl.where(owner == rank, own, signal), True)
+    return _keep(comm, exchange, total, owner, block)
+
+
+@triton.jit
+def swap_words(first, second, third, fourth, DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    return _tile(first, third, second, fourth, DTYPE, TILE_M, TILE_N)
+
+
+@triton.jit
+def pieces_behind(slot, BYTES: tl.constexpr):
+    return _pieces(slot, BYTES) + 16
+
+
+# name -> (does the switch add, what is replaced)
 BROKEN = {
-    "a part is not signalled": (False, (NOTIFIES, "        signal = tl.full")),
-    "a finished tile is not announced": (False, (ANNOUNCED, "    fence_aliases()\n    return\n    notify_finished(")),
-    "a finished tile is announced too early": (
-        False, ("    left, right = halves(total)\n",
-                "    fence_aliases()\n"
-                "    notify_finished(comm, call.exchange, block)\n"
-                "    left, right = halves(total)\n"),
-    ),
-    "no fence behind multicast stores": (False, (ANNOUNCED, "    notify_finished(")),
-    "a finished tile is read too early": (
-        False, ("wait_finished(comm, ", f"wait_finished{OLD_EPOCH}"),
-    ),
+    "a part is not signalled": (False, {protocol.notify_partial: forget_partial}),
+    "a finished tile is not announced": (False, {multicast._notify_everywhere: fence_only}),
+    "a finished tile is announced too early": (False, {multicast._finish_everywhere: notify_before_finish}),
+    "no fence behind multicast stores": (False, {multicast._notify_everywhere: all_reduce.notify_finished}),
+    "a finished tile is read too early": (False, {all_reduce.wait_finished: wait_for_old_tile}),
     "a finished tile goes into the owner's memory alone": (
-        False, ("slot = _slot_everywhere(comm, call.exchange.finished_tiles, rank_of(comm.context),",
-                "slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), rank_of(comm.context),"),
-        ("store_everywhere(slot, left, M, HALF)", "store_partial(slot, left, M, HALF)"),
-        ("store_everywhere(slot + M * HALF, right, M, HALF)", "store_partial(slot + M * HALF, right, M, HALF)"),
+        False, {multicast._slot_everywhere: own_slot, multimem.store_everywhere: partials.store_partial},
     ),
-    "in switch: parts are added too early": (True, ("wait_partials(comm, ", f"wait_partials{OLD_EPOCH}")),
-    "in switch: the owner does not release its own part": (
-        True, ("    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)\n    missing =", "    missing ="),
-    ),
-    "in switch: a part is signalled before it is stored": (
-        True, (STORES, ""),
-        ("    return tl.where(owner == rank, own, signal)\n",
-         "    word = tl.where(owner == rank, own, signal)\n"
-         "    notify_in_loop(word.to(tl.pointer_type(tl.int64)), comm.epoch)\n"
-         f"{STORES}"
-         "    return word\n"),
-    ),
-    "in switch: the sum of another rank's tile": (
-        True, ("slot = _slot_everywhere(comm, exchange.partials, rank,",
-               "slot = _slot_everywhere(comm, exchange.partials, (rank + 1) % comm.WORLD_SIZE,"),
-    ),
+    "in switch: parts are added too early": (True, {protocol.wait_partials: wait_for_old_partials}),
+    "in switch: the owner does not release its own part": (True, {multicast._add_in_switch: add_without_release}),
+    "in switch: a part is signalled before it is stored": (True, {multicast._keep: notify_before_keep}),
+    "in switch: the sum of another rank's tile": (True, {multicast._add_in_switch: add_tile_of_another}),
+    # instructions
+    "no fence before the sum": (True, {multimem._pieces_behind_fence: multimem._pieces}),
+    "words are swapped": (True, {multimem._tile: swap_words}),
+    "a piece is stored at the next one's place": (False, {multimem._pieces: pieces_behind}),
 }  # fmt: skip
 
 
 SEEDS = 4
 
 
-def fails(in_switch, seed):
+def calls(in_switch, seed, replace=None):
+    """Checked calls on three ranks, which must agree."""
     case = Sum(60, 20, 8, torch.bfloat16)
 
     def on_rank(group):
@@ -359,43 +421,20 @@ def fails(in_switch, seed):
             call(group, "multicast", case, turn, config=SMALL, fixed_order=not in_switch) for turn in range(4)
         ]  # fmt: skip
 
-    try:
-        slow = {1: 0.02} if seed % 2 else {}
-        results = run(on_rank, cluster=(1, 3), seed=seed, ctas=2, timeout=1e-4, slow=slow)
-        assert_ranks_agree(results)
-    except (AssertionError, mk.CommTimeout, mk.Deadlock, mk.SimulatorError):
-        return True
-    return False
-
-
-def assert_noticed(module, in_switch, monkeypatch):
-    monkeypatch.setitem(sys.modules, multicast.__name__, module)
-    assert fails(in_switch, seed=0), "nobody noticed"
+    slow = {1: 0.02} if seed % 2 else {}
+    options = dict(seed=seed, ctas=2, timeout=1e-4, slow=slow, replace=replace or {})
+    assert_ranks_agree(run(on_rank, cluster=(1, 3), **options))
 
 
 @pytest.mark.parametrize("in_switch", [False, True])
 def test_unbroken_kernels_pass(chosen, in_switch):
-    assert not any(fails(in_switch, seed) for seed in range(SEEDS))
+    for seed in range(SEEDS):
+        calls(in_switch, seed)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_kernels_are_caught(chosen, tmp_path, monkeypatch, name):
-    in_switch, *replacements = BROKEN[name]
-    assert_noticed(changed(tmp_path, multicast, *replacements), in_switch, monkeypatch)
-
-
-BROKEN_MULTICAST = {
-    "no fence before the sum": (True, ("_pieces(slot, BYTES) + fence_aliases()", "_pieces(slot, BYTES)")),
-    "words are swapped": (True, ("tl.join(tl.join(first, third), tl.join(second, fourth))",
-                                 "tl.join(tl.join(first, second), tl.join(third, fourth))")),
-    "a piece is stored at the next one's place": (False, ("tl.arange(0, BYTES // 16) * 16",
-                                                          "(tl.arange(0, BYTES // 16) + 1) * 16")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN_MULTICAST)
-def test_broken_multicast_is_caught(chosen, tmp_path, monkeypatch, name):
-    in_switch, *replacements = BROKEN_MULTICAST[name]
-    broken = changed(tmp_path, multimem, *replacements)
-    imports = ("from mkernel.ops.reduce.all_reduce.multimem import", f"from {broken.__name__} import")
-    assert_noticed(changed(tmp_path, multicast, imports), in_switch, monkeypatch)
+def test_broken_kernels_are_caught(chosen, name):
+    in_switch, replace = BROKEN[name]
+    with pytest.raises((AssertionError, mk.CommTimeout, mk.Deadlock, mk.SimulatorError)) as caught:
+        calls(in_switch, seed=0, replace=replace)
+    assert not isinstance(caught.value, KernelError)

@@ -5,11 +5,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import CLUSTERS, DTYPES, LAYOUTS, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from patience import HANG
-from sums import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
+from support.operator_calls import (
+    CLUSTERS,
+    DTYPES,
+    LAYOUTS,
+    Canary,
+    Guards,
+    assert_same,
+    cluster_name,
+    lay_out,
+    run,
+    time_limit,
+)
+from support.patience import HANG
+from support.reduce_reference import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of, op_of
 
 import mkernel as mk
 from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan

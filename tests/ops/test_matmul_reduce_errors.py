@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import run
-from sums import Sum, call
+from support.operator_calls import run
+from support.reduce_reference import Sum, call
 
 import mkernel as mk
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from experts import LAYERS, Layer, combine, ffn, layer_of
-from helpers import DTYPES, assert_same, cluster_name, run
+from support.moe_reference import LAYERS, Layer, combine, ffn, layer_of
+from support.operator_calls import DTYPES, assert_same, cluster_name, run
 
 both = pytest.mark.parametrize("call", [combine, ffn])
 

@@ -6,13 +6,48 @@ from dataclasses import replace
 
 import pytest
 import torch
-from broken import RELAXED_NOTIFY, RELAXED_WAIT, WRONG, Broken, assert_caught
-from experts import Layer, combine, dispatch, ffn
-from helpers import run
-from mutation import mutated
-from scenarios import EXPERT_CALLS, LITTLE, Routes
+import triton
+import triton.language as tl
+from support.broken_variants import (
+    NO_FENCE_FOR_DESCRIPTORS,
+    ONE_HALF,
+    ONE_HALF_OF_SIGNALS,
+    RELAXED_NOTIFY,
+    RELAXED_WAIT,
+    WRONG,
+    Broken,
+    assert_caught,
+)
+from support.moe_reference import Layer, combine, dispatch, ffn
+from support.operator_calls import run
+from support.scenarios import LITTLE, Routes
 
 import mkernel as mk
+from mkernel.lang.context import Comm
+from mkernel.lang.device import complete_descriptor_stores
+from mkernel.lang.matrix import Tile
+from mkernel.lang.requests import post
+from mkernel.lang.roles import SEND
+from mkernel.ops.moe import dispatch as moe_dispatch
+from mkernel.ops.moe import ffn as moe_ffn
+from mkernel.ops.moe import grouped, protocol, reduction, routing, schedule
+from mkernel.ops.moe.dispatch import _first_row
+from mkernel.ops.moe.ffn import _wait_gated, _wait_tiles
+from mkernel.ops.moe.grouped import store_rows, store_rows_through_pointers, wait_placed
+from mkernel.ops.moe.protocol import notify_held, wait_held, wait_numbered
+from mkernel.ops.moe.reduction import _factor, _post_back, _wait_back, _wait_partials
+from mkernel.ops.moe.routing import (
+    COUNTERS_DONE,
+    OK,
+    PIECES_TAKEN,
+    STATUS,
+    TOKENS_AT_ONCE,
+    experts_before,
+    ids_of,
+    named_in,
+    wait_routing,
+)
+from mkernel.sim.dtypes import KernelError
 
 NODE = Routes((1, 2), "moe_dispatch_matmul")
 NETWORK = Routes((2, 1), "moe_dispatch_matmul")
@@ -28,181 +63,311 @@ LAYER_FEW = replace(LAYER, layer=replace(LITTLE, experts=(2, 0)))
 LAYER_AWAY = replace(LAYER_FAR, layer=replace(LITTLE, experts=(0, 2)))
 ALONE = Routes((1, 1), "moe_ffn", layer=Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32))
 
-HELD = "            notify(signal_of(comm, rank, batch.signals.held, rank, chunk), comm.epoch)\n"
-SIGNALS, ROWS = "(epoch % 2) * words.half", "(epoch % 2) * buffer.half"
+
+@triton.jit
+def notify_held_but_one(comm, signals, rank, chunk):
+    if chunk != 1:
+        notify_held(comm, signals, rank, chunk)
+
+
+@triton.jit
+def post_with_old_epoch(comm, transfer, signal):
+    post(comm.context, transfer, signal, comm.epoch - 1, SEND)
+
+
+@triton.jit
+def do_not_notify_routed(comm, signals, rank):
+    pass
+
+
+@triton.jit
+def do_not_announce(comm, signals):
+    pass
+
+
+@triton.jit
+def do_not_announce_node(comm, signals, ROLE: tl.constexpr):
+    pass
+
+
+@triton.jit
+def wait_held_before(comm, signals, holder, source, chunk):
+    return wait_held(
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), signals, holder, source, chunk
+    )
+
+
+@triton.jit
+def is_full(rows, M: tl.constexpr, SHORT_M: tl.constexpr):
+    return rows > M - 1
+
+
+@triton.jit
+def store_all_rows(c, tile, values):
+    store_rows(c, Tile(tile.part, tile.row, tile.row + values.shape[0], tile.column, tile.columns), values)
+
+
+@triton.jit
+def store_all_rows_through_pointers(c, tile, values):
+    whole = Tile(tile.part, tile.row, tile.row + values.shape[0], tile.column, tile.columns)
+    store_rows_through_pointers(c, whole, values)
+
+
+@triton.jit
+def wait_for_no_rows(context, counter, rows, block):
+    return wait_placed(context, counter, rows * 0, block)
+
+
+@triton.jit
+def wait_for_rows_but_one(context, counter, rows, block):
+    return wait_placed(context, counter, rows - 1, block)
+
+
+@triton.jit
+def do_not_wait_for_routing(comm, signals, ROLE: tl.constexpr):
+    return tl.full((), True, tl.int1)
+
+
+@triton.jit
+def do_not_wait_for_weights(comm, signals, ROLE: tl.constexpr):
+    if signals.counted is None:  # a combine, whose tables are the weights
+        return tl.full((), True, tl.int1)
+    else:
+        return wait_routing(comm, signals, ROLE)
+
+
+@triton.jit
+def do_not_wait_until_counted(comm, counted):
+    return True
+
+
+@triton.jit
+def do_not_wait_until_scheduled(comm, tables, signals):
+    return tl.load(tables.summary + STATUS) == OK
+
+
+@triton.jit
+def count_placed_relaxed(counters, mask):
+    tl.debug_barrier()
+    tl.atomic_add(counters, 1, mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def count_placed_at_once(counters, mask):
+    tl.atomic_add(counters, 1, mask=mask, sem="release", scope="gpu")
+
+
+@triton.jit
+def count_relaxed(state):
+    return tl.atomic_add(state + COUNTERS_DONE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def take_no_pieces(summary):
+    tl.store(summary + PIECES_TAKEN, 0)
+
+
+@triton.jit
+def first_row_of_expert(comm, tables, expert, source, mask):
+    return _first_row(comm, tables, expert, 0 * source, mask)
+
+
+@triton.jit
+def number_all_tokens(comm, routing, table, tokens, node, numbers):
+    low = experts_before(comm, routing, node * comm.RANKS_PER_NODE)
+    high = experts_before(comm, routing, (node + 1) * comm.RANKS_PER_NODE)
+    for start in range(0, tokens, TOKENS_AT_ONCE):
+        crosses = named_in(ids_of(routing, table, start, tokens, TOKENS_AT_ONCE), low, high)
+        t = start + tl.arange(0, TOKENS_AT_ONCE)
+        tl.store(numbers + t, tl.where(crosses == 1, t, -1), mask=t < tokens)
+
+
+@triton.jit
+def wait_partials_before(comm, signals, source, chunk):
+    return _wait_partials(
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), signals, source, chunk
+    )
+
+
+@triton.jit
+def wait_back_before(comm, signals, rank, peer, chunk):
+    return _wait_back(
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), signals, rank, peer, chunk
+    )
+
+
+@triton.jit
+def post_back_but_one(comm, transfer, signal, chunk):
+    if chunk != 0:
+        _post_back(comm, transfer, signal, chunk)
+
+
+@triton.jit
+def factor_of_first_slot(weights, token, slot, mask, K: tl.constexpr):
+    return _factor(weights, token, 0, mask, K)
+
+
+@triton.jit
+def wait_for_no_gates(context, counters, gates, block):
+    return _wait_gated(context, counters, gates * 0, block)
+
+
+@triton.jit
+def wait_for_gates_but_one(context, counters, gates, block):
+    return _wait_gated(context, counters, gates - 1, block)
+
+
+@triton.jit
+def count_tile_relaxed(counter):
+    complete_descriptor_stores()
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def count_tile_under_way(counter):
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_no_tiles(context, done, mask, tiles):
+    return _wait_tiles(context, done, mask, tiles * 0)
+
+
+@triton.jit
+def do_not_wait_until_settled(comm, batch, source, chunk):
+    return tl.full((), True, tl.int1)
+
+
+@triton.jit
+def wait_until_numbered_to_send_only(comm, numbered, ROLE: tl.constexpr):
+    here = True
+    if ROLE == SEND:
+        here = wait_numbered(comm, numbered, ROLE)
+    return here
+
+
+@triton.jit
+def place_anyway(tables):
+    return tl.load(tables.summary + STATUS) >= OK
+
 
 BROKEN = {
     # rule 1: signals grow, and are waited for with the epoch
     "a chunk of tokens is not signalled": Broken(
         NODE,
-        [("op/dispatch", HELD, f"            if chunk != 1:\n    {HELD}")],
+        {protocol.notify_held: notify_held_but_one},
         mk.CommTimeout,
         {"signal": "held", "index": 1, "role": "intra", "seen": 0, "expected": 1},
     ),
     "a chunk of tokens is signalled with an old epoch": Broken(
         NETWORK,
-        [("op/dispatch", "transfer, signal, comm.epoch, SEND)", "transfer, signal, comm.epoch - 1, SEND)")],
+        {protocol.post_held: post_with_old_epoch},
         mk.CommTimeout,
         {"signal": "held", "role": "intra", "seen": 0, "expected": 1},
     ),
     "a routing table is not signalled": Broken(
         NODE,
-        [("op/routing", "        notify(signal_of(comm, rank, batch.signals.routed, rank, 0), comm.epoch)\n", "")],
+        {protocol.notify_routed: do_not_notify_routed},
         mk.CommTimeout,
         {"signal": "routed", "seen": 0, "expected": 1},
     ),
     "an entry is not announced in the node": Broken(
         replace(NODE, calls=2),
-        [("op/protocol", "notify(signal_of(comm, peer, signals.entered, rank, 0), comm.epoch)", "pass")],
+        {protocol.announce: do_not_announce},
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
     "an entry is not announced to other nodes": Broken(
         replace(NETWORK, calls=2),
-        [("op/protocol", "0, segment, 0, 0), signal, comm.epoch, ROLE)", "0, segment, 0, 0), signal, 0, ROLE)")],
+        {protocol.announce_node: do_not_announce_node},
         mk.CommTimeout,
         {"signal": "entered", "seen": 0, "expected": 1},
     ),
-    "tokens are fetched before they are there": Broken(
-        NODE, [("op/dispatch", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
-    ),
-    "tokens are fetched before the network brought them": Broken(
-        NETWORK, [("op/dispatch", "epoch, INTRA, HELD", "epoch - 2, INTRA, HELD")]
-    ),
-    "a tile is too short for its block": Broken(
-        MANY, [("op/grouped", "if rows > (SHORT_M if", "if rows > (M - 1 if")], WRONG
-    ),
+    "tokens are fetched before they are there": Broken(NODE, {protocol.wait_held: wait_held_before}),
+    "tokens are fetched before the network brought them": Broken(NETWORK, {protocol.wait_held: wait_held_before}),
+    "a tile is too short for its block": Broken(MANY, {grouped._is_tall: is_full}, WRONG),
     "a short tile is stored to its full height": Broken(
-        MANY, [("op/grouped", "mask=(i < tile.rows - tile.row) &", "mask=(i < ROWS) &")]
+        MANY, {grouped.store_rows_through_pointers: store_all_rows_through_pointers}
     ),
-    "tiles do not wait for their rows": Broken(
-        NODE, [("op/grouped", "placed + block, rows, COMPUTE", "placed + block, rows * 0, COMPUTE")]
-    ),
-    "tiles wait for all rows but one": Broken(
-        NODE, [("op/grouped", "placed + block, rows, COMPUTE", "placed + block, rows - 1, COMPUTE")]
-    ),
-    "rows are counted before all tables are here": Broken(
-        NODE, [("op/routing", "signal, comm.epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
-    ),
-    "tokens are placed before they are counted": Broken(
-        NODE, [("op/dispatch", "counted, comm.epoch, INTRA", "counted, comm.epoch - 1, INTRA")]
-    ),
-    "tiles are taken before they are ordered": Broken(
-        NODE, [("op/schedule", "scheduled, comm.epoch, COMPUTE", "scheduled, comm.epoch - 1, COMPUTE")]
-    ),
+    "tiles do not wait for their rows": Broken(NODE, {grouped.wait_placed: wait_for_no_rows}),
+    "tiles wait for all rows but one": Broken(NODE, {grouped.wait_placed: wait_for_rows_but_one}),
+    "rows are counted before all tables are here": Broken(NODE, {routing.wait_routing: do_not_wait_for_routing}),
+    "tokens are placed before they are counted": Broken(NODE, {protocol.wait_counted: do_not_wait_until_counted}),
+    "tiles are taken before they are ordered": Broken(NODE, {schedule.wait_scheduled: do_not_wait_until_scheduled}),
     # rule 2: data first, then signal
-    "placed rows are not released": Broken(
-        NODE, [("op/dispatch", 'mask=goes_here, sem="release"', 'mask=goes_here, sem="relaxed"')]
-    ),
-    "no barrier before placed rows are counted": Broken(
-        NODE, [("op/dispatch", "tl.debug_barrier()\n        tl.atomic_add(tables", "tl.atomic_add(tables")]
-    ),
-    "counts are not released": Broken(
-        NODE, [("op/routing", "COUNTERS_DONE, 1, sem=\"acq_rel\"", "COUNTERS_DONE, 1, sem=\"relaxed\"")]
-    ),
+    "placed rows are not released": Broken(NODE, {moe_dispatch._count_placed: count_placed_relaxed}),
+    "no barrier before placed rows are counted": Broken(NODE, {moe_dispatch._count_placed: count_placed_at_once}),
+    "counts are not released": Broken(NODE, {routing._count_counter: count_relaxed}),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no acquire": Broken(NODE, RELAXED_WAIT),
-    "no fence for descriptors": Broken(NODE, [("op/grouped", "    acquire_for_descriptors()\n", "")]),
+    "no fence for descriptors": Broken(NODE, NO_FENCE_FOR_DESCRIPTORS),
     "tiles are handed out where the call before ended": Broken(
-        Routes((1, 2), "moe_dispatch_matmul", calls=2),
-        [("op/routing", "    tl.store(summary + TILES_TAKEN, 0)\n", "")],
-        WRONG,
+        Routes((1, 2), "moe_dispatch_matmul", calls=2), {routing._take_none: take_no_pieces}, WRONG
     ),
     # rule 3: buffers are reused when their readers are done
-    "one half for all epochs": Broken(
-        Routes((1, 2), "moe_dispatch_matmul", calls=2),
-        [("layout", SIGNALS, SIGNALS.replace("%", "* 0 *")), ("layout", ROWS, ROWS.replace("%", "* 0 *"))],
-    ),
+    "one half for all epochs": Broken(Routes((1, 2), "moe_dispatch_matmul", calls=2), ONE_HALF),
     # rule 5: the network promises no order
     "one set of arrival signals for all epochs": Broken(
         # the second rank has no tokens, so the first does not need to hear of it before it goes on
         Routes((2, 1), "moe_dispatch_matmul", calls=2, layer=Layer((3, 0), (1, 1), hidden=16, out=16)),
-        [("layout", SIGNALS, SIGNALS.replace("%", "* 0 *"))],
+        ONE_HALF_OF_SIGNALS,
     ),
     # places
-    "rows of a source begin where those of another do": Broken(
-        NODE, [("op/dispatch", "comm.WORLD_SIZE + source, mask", "comm.WORLD_SIZE + 0 * source, mask")]
-    ),
+    "rows of a source begin where those of another do": Broken(NODE, {moe_dispatch._first_row: first_row_of_expert}),
     "a token that was not sent is counted": Broken(
-        replace(NETWORK, calls=2, layer=SPARSE),
-        [("op/routing", "number = before + tl.cumsum(crosses, 0) - crosses", "number = t")],
+        replace(NETWORK, calls=2, layer=SPARSE), {routing.number_crossings: number_all_tokens}
     ),
-    "a tile is stored beyond its expert": Broken(
-        MANY, [("op/grouped", "[tile.rows, ROWS - (tile.rows - tile.row),", "[tile.row + ROWS, 0 * tile.rows,")]
-    ),
+    "a tile is stored beyond its expert": Broken(MANY, {grouped.store_rows: store_all_rows}),
     # combine
     "rows of the node are collected before they are summed": Broken(
-        BACK, [("op/reduction", "epoch, COMPUTE, RETURNED", "epoch - 2, COMPUTE, RETURNED")]
+        BACK, {reduction._wait_partials: wait_partials_before}
     ),
     "sums of other nodes are collected before they are here": Broken(
-        BACK_FAR, [("op/reduction", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+        BACK_FAR, {reduction._wait_back: wait_back_before}
     ),
     "a sum is not sent back": Broken(
         BACK_FAR,
-        [("op/reduction", "            post(comm", "            if chunk != 0:\n             post(comm")],
+        {reduction._post_back: post_back_but_one},
         mk.CommTimeout,
         {"signal": "back", "seen": 0, "expected": 1},
     ),
-    "weights are read before they are here": Broken(
-        BACK, [("op/routing", "signal, comm.epoch, ROLE, ROUTED", "signal, 0, ROLE, ROUTED")]
-    ),
-    "a weight of another slot": Broken(BACK, [("op/reduction", "weights + i * K + slot", "weights + i * K")], WRONG),
+    "weights are read before they are here": Broken(BACK, {routing.wait_routing: do_not_wait_for_weights}),
+    "a weight of another slot": Broken(BACK, {reduction._factor: factor_of_first_slot}, WRONG),
     # inside the layer
-    "the second GEMM does not wait for the first": Broken(
-        ALONE, [("op/ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates * 0, COMPUTE")]
-    ),
-    "the second GEMM waits for all tiles but one": Broken(
-        ALONE, [("op/ffn", "counters + GATED, gates, COMPUTE", "counters + GATED, gates - 1, COMPUTE")]
-    ),
-    "tiles are not released": Broken(
-        ALONE, [("op/ffn", 'DONE, GATED), 1, sem="release"', 'DONE, GATED), 1, sem="relaxed"')]
-    ),
-    "stores through descriptors are not waited for": Broken(
-        ALONE, [("op/ffn", "        complete_descriptor_stores()\n", "")]
-    ),
-    "rows are summed before they are computed": Broken(
-        ALONE, [("op/ffn", "mine, downs, COMPUTE", "mine, downs * 0, COMPUTE")]
-    ),
+    "the second GEMM does not wait for the first": Broken(ALONE, {moe_ffn._wait_gated: wait_for_no_gates}),
+    "the second GEMM waits for all tiles but one": Broken(ALONE, {moe_ffn._wait_gated: wait_for_gates_but_one}),
+    "tiles are not released": Broken(ALONE, {moe_ffn._count_tile: count_tile_relaxed}),
+    "stores through descriptors are not waited for": Broken(ALONE, {moe_ffn._count_tile: count_tile_under_way}),
+    "rows are summed before they are computed": Broken(ALONE, {moe_ffn._wait_tiles: wait_for_no_tiles}),
     "rows are summed before their places are known": Broken(
-        LAYER_FEW, [("op/ffn", "settled, comm.epoch, COMPUTE", "settled, 0, COMPUTE")]
+        LAYER_FEW, {moe_ffn._wait_settled: do_not_wait_until_settled}
     ),
-    "tiles of the layer do not wait for their rows": Broken(
-        LAYER, [("op/ffn", "_again(context, counters, rows, COMPUTE", "_again(context, counters, rows * 0, COMPUTE")]
-    ),
+    "tiles of the layer do not wait for their rows": Broken(LAYER, {grouped.wait_placed: wait_for_no_rows}),
     "tokens are collected before those that departed are numbered": Broken(
-        LAYER_AWAY,
-        [("op/ffn", "numbered, comm.epoch, COMPUTE", "numbered, 0, COMPUTE")],
+        LAYER_AWAY, {protocol.wait_numbered: wait_until_numbered_to_send_only}
     ),
     "sums of the layer are collected before they are here": Broken(
-        LAYER_FAR, [("op/reduction", "epoch, COMPUTE, BACK", "epoch - 2, COMPUTE, BACK")]
+        LAYER_FAR, {reduction._wait_back: wait_back_before}
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken(name, tmp_path):
-    assert_caught(BROKEN[name], tmp_path)
+def test_broken(name):
+    assert_caught(BROKEN[name])
 
 
-def test_rows_over_capacity_must_not_be_placed(tmp_path):
-    broken = mutated(
-        tmp_path, "moe",
-        ("op/dispatch", "ok = tl.load(tables.summary + STATUS) == OK", "ok = tl.load(tables.summary + STATUS) >= OK"),
-    ).moe_dispatch_matmul  # fmt: skip
-
-    def work(group, function):
+def test_rows_over_capacity_must_not_be_placed():
+    def work(group):
         with pytest.raises(mk.CapacityError):
-            dispatch(group, NODE.layer, op=function, capacity=5)
+            dispatch(group, NODE.layer, capacity=5)
 
-    run(work, mk.moe_dispatch_matmul, cluster=(1, 2))
-    with pytest.raises((mk.SimulatorError, AssertionError)):
-        run(work, broken, cluster=(1, 2))
-
-
-@pytest.mark.parametrize("op", EXPERT_CALLS)
-def test_an_unbroken_copy_passes(op, tmp_path):
-    """Copying alone breaks nothing."""
-    Routes((1, 2), op, calls=1).run(mutated(tmp_path, "moe"), seed=0)
+    run(work, cluster=(1, 2))
+    with pytest.raises((mk.SimulatorError, AssertionError)) as caught:
+        run(work, cluster=(1, 2), replace={moe_dispatch._may_place: place_anyway})
+    assert not isinstance(caught.value, KernelError)
 
 
 # -- peers that never come

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from compiled import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, launched
+from support.compiled_launches import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, launched
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.bench.moe import _gemm_alone_kernel, gemm_alone

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts import SMALL, Layer, check_dispatch, combine, dispatch, layer_of
-from helpers import DTYPES, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.moe_reference import SMALL, Layer, check_dispatch, combine, dispatch, layer_of
+from support.operator_calls import DTYPES, Guards, assert_same, cluster_name, lay_out, run, time_limit
 
 import mkernel as mk
 from mkernel.ops.moe.grouped import short_tile

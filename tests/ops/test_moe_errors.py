@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts import Layer, dispatch
-from helpers import run
+from support.moe_reference import Layer, dispatch
+from support.operator_calls import run
 
 import mkernel as mk
 from mkernel.ops.moe import arguments as checks

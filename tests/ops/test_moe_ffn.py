@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts import SMALL, Layer, ffn, layer_of
-from helpers import DTYPES, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.moe_reference import SMALL, Layer, ffn, layer_of
+from support.operator_calls import DTYPES, Canary, Guards, assert_same, cluster_name, lay_out, run, time_limit
 
 import mkernel as mk
 

@@ -1,10 +1,10 @@
-"""Random programs on random groups of simulated ranks; see tests/programs.py."""
+"""Random programs on random groups of simulated ranks; see tests/support/random_programs.py."""
 
 import random
 
 import pytest
-from helpers import run
-from programs import CALLS, RESIDENT, Program, compare_bits, seeds
+from support.operator_calls import run
+from support.random_programs import CALLS, RESIDENT, Program, compare_bits, seeds
 
 CLUSTERS = [(1, 2), (1, 3), (2, 1), (2, 2), (1, 4), (3, 1), (2, 3), (3, 2)]
 STEPS = 12

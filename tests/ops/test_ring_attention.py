@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from attention import Case, assert_attention, call, exact, plain_ring
-from helpers import DTYPES, SENTINEL, Guards, assert_same, cluster_name, run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.attention_reference import Case, assert_attention, call, exact, plain_ring
+from support.operator_calls import DTYPES, SENTINEL, Guards, assert_same, cluster_name, run
 
 import mkernel as mk
 from mkernel.ops.attention import PACKED_PLANS_KEPT, prepare

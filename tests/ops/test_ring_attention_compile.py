@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
-from attention import Case
-from compiled import compile_launch, pretending
-from compiling import REGISTERS, SHARED_MEMORY
-from helpers import run
+from support.attention_reference import Case
+from support.compiled_launches import compile_launch, pretending
+from support.machine_code import REGISTERS, SHARED_MEMORY
+from support.operator_calls import run
 from triton.backends.nvidia.driver import make_launcher
 
 import mkernel as mk

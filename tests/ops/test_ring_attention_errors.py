@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention import Case, call
-from helpers import run
+from support.attention_reference import Case, call
+from support.operator_calls import run
 
 import mkernel as mk
 

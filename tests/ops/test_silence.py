@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, run
+from support.operator_calls import DTYPES, run
 
 import mkernel as mk
 

@@ -2,20 +2,17 @@
 end, every operator touches what is outside of it, and the simulator says so. Those of a mixture of experts have room
 for any routing, so that a test reaches the end of few: there each is taken away."""
 
-import importlib
-
-import attention
 import pytest
 import torch
-from experts import Layer
-from mutation import module_name
-from scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
+from support import attention_reference
+from support.moe_reference import Layer
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import memory
 
 LAYER = Layer((3, 3), (1, 1), hidden=16, out=16, dtype=torch.float32)
-KEYS = attention.Case(64, heads=4, kv_heads=4, dim=64, dtype=torch.float32)
+KEYS = attention_reference.Case(64, heads=4, kv_heads=4, dim=64, dtype=torch.float32)
 SCENARIOS = {
     "all_gather_matmul": Gathers((2, 2), calls=2),
     "matmul_reduce_scatter": Sums((2, 2), SCATTER, calls=2),
@@ -37,7 +34,6 @@ UNUSED = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
-    module = importlib.import_module(f"mkernel.{module_name(scenario.op)}")
     regions = memory._regions
     seen, missing = {}, None
 
@@ -52,12 +48,12 @@ def test_bounds_are_exact(name, monkeypatch):
         return found
 
     monkeypatch.setattr(memory, "_regions", recorded)
-    scenario.run(module, 0)
+    scenario.run(0)
     assert seen
     loose = []
     for missing in list(seen):
         try:
-            scenario.run(module, 0)
+            scenario.run(0)
         except SimulatorError as error:
             if "is outside of every tensor that the kernel was given" not in str(error):
                 raise

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patience import HANG
+from support.patience import HANG
 
 PACKAGES = Path(__file__).with_name("packages.txt")
 PROGRAMS = ("qemu-system-x86_64", "busybox", "cpio", "modprobe", "depmod", "tc", "rdma", "xz", "apt-get", "dpkg")

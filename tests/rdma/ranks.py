@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
-from patience import WAIT
+from support.patience import WAIT
 
 import mkernel as mk
 from mkernel.net import Verbs, devices

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 from mkernel.net.build import build
 

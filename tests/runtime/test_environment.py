@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from patience import HANG
+from support.patience import HANG
 
 import mkernel.environment
 

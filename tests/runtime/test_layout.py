@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import run
+from support.operator_calls import run
 
 from mkernel.runtime.layout import Layout
 

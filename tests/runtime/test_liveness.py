@@ -5,7 +5,7 @@ import queue
 import threading
 
 import pytest
-from processes import SOURCE, Fork
+from support.forked_processes import SOURCE, Fork
 
 from mkernel.runtime import liveness
 

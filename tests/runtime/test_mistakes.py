@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import run
+from support.operator_calls import run
 
 import mkernel as mk
 from mkernel.sim.world import SimWorld

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from patience import HANG
+from support.patience import HANG
 
 import mkernel as mk
 from mkernel.runtime.group import current, set_current

@@ -9,13 +9,11 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
-import experts
-import helpers
-import others
 import pytest
 import torch
-from compiled import pretending
-from others import as_root
+from support import moe_reference, operator_calls, other_users
+from support.compiled_launches import pretending
+from support.other_users import as_root
 
 import mkernel as mk
 from mkernel import cache
@@ -135,12 +133,12 @@ def test_a_lock_that_is_never_released_is_named(file, monkeypatch):
 
 
 def others_file(file):
-    others.give_away(file)
+    other_users.give_away(file)
     return file
 
 
 def others_folder(file):
-    others.give_away(file.parent)
+    other_users.give_away(file.parent)
     return file.parent
 
 
@@ -163,14 +161,14 @@ def folder_with_mode(mode):
 def others_link(file):
     file.rename(file.with_name("elsewhere.json"))
     file.symlink_to("elsewhere.json")
-    others.give_away(file)
+    other_users.give_away(file)
     return file
 
 
 def others_link_to_the_folder(file):
     file.parent.rename(file.parent.with_name("elsewhere"))
     file.parent.symlink_to("elsewhere")
-    others.give_away(file.parent)
+    other_users.give_away(file.parent)
     return file.parent
 
 
@@ -178,7 +176,7 @@ def own_link_to_anothers_file(file):
     elsewhere = file.with_name("elsewhere.json")
     file.rename(elsewhere)
     file.symlink_to("elsewhere.json")
-    others.give_away(elsewhere)
+    other_users.give_away(elsewhere)
     return elsewhere
 
 
@@ -263,7 +261,7 @@ def test_a_file_of_this_user_in_a_folder_for_all_users(tmp_path):
 
 @as_root
 def test_a_file_of_root_that_can_only_be_read():
-    with others.open_folder() as shared:
+    with other_users.open_folder() as shared:
         file = shared / "tuned.json"
         tuned.write(file, {"a": ENTRY})
         file.chmod(0o644)
@@ -272,7 +270,7 @@ def test_a_file_of_root_that_can_only_be_read():
             warnings.simplefilter("error")
             return tuned.read(file)
 
-        assert others.run_as(others.VICTIM, use) == {"a": ENTRY}
+        assert other_users.run_as(other_users.VICTIM, use) == {"a": ENTRY}
 
 
 def test_folders_and_files_are_this_users_alone_whatever_the_umask(tmp_path):
@@ -350,7 +348,7 @@ def entries_for(op, config, dtype=torch.float32, **sizes):
     return WORKLOADS[op].tunable.entries(PLACE, dtype, config, {"milliseconds": 1.0}, **sizes)
 
 
-CASE = helpers.Case(32, 48, 64)
+CASE = operator_calls.Case(32, 48, 64)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -385,7 +383,7 @@ def test_a_call_takes_what_was_tuned_and_explain_says_so(op):
         assert "configuration: default" in str(mk.explain(op, a.half(), b.half()))
         assert "configuration: default" in str(mk.explain(op, torch.ones(200, 64), b))
 
-    helpers.run(on_rank, cluster=(1, 2))
+    operator_calls.run(on_rank, cluster=(1, 2))
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -403,7 +401,7 @@ def test_all_ranks_have_the_file_of_rank_0(monkeypatch, holder):
         on_gpu = SimpleNamespace(device=torch.device("cuda"), rank=group.rank, exchange=group.exchange)
         return tuned.table_of(on_gpu).entries
 
-    assert helpers.run(on_rank, cluster=(1, 3)) == [{"an": ENTRY} if holder == 0 else {}] * 3
+    assert operator_calls.run(on_rank, cluster=(1, 3)) == [{"an": ENTRY} if holder == 0 else {}] * 3
     assert asked == [0]
 
 
@@ -432,10 +430,10 @@ def test_attention_takes_what_was_tuned_for_such_a_call():
         given = mk.explain("ring_attention", *q, is_causal=True, config=mk.Config(tile_m=32))
         assert (given.config.tile_m, given.config.tile_n) == (32, 32)
 
-    helpers.run(on_rank, cluster=(1, 2))
+    operator_calls.run(on_rank, cluster=(1, 2))
 
 
-LAYER = experts.Layer((9, 5), (2, 3), out=32, hidden=32)
+LAYER = moe_reference.Layer((9, 5), (2, 3), out=32, hidden=32)
 TUNED = mk.Config(tile_m=16, tile_n=64, chunk_rows=4, ctas=5)
 
 
@@ -450,7 +448,7 @@ def mixture(op, config, experts=2):
 @pytest.mark.parametrize(("op", "most"), [("moe_dispatch_matmul", None), ("moe_ffn", 9)])
 def test_experts_are_tuned_for_each_rank_and_chunks_for_all(op, most):
     """Rank 1 has more experts, for which nothing was tuned, and fewer tokens: its chunks are rank 0's all the same."""
-    call = experts.dispatch if op == "moe_dispatch_matmul" else experts.ffn
+    call = moe_reference.dispatch if op == "moe_dispatch_matmul" else moe_reference.ffn
 
     def on_rank(group):
         with_table(group, mixture(op, TUNED))
@@ -466,7 +464,7 @@ def test_experts_are_tuned_for_each_rank_and_chunks_for_all(op, most):
         assert mk.explain(op, *given, max_tokens=9, config=mk.Config(group_m=5)).config.chunk_rows == 8
         return plan.config.chunk_rows, plan.config.ctas, plan.config.tile_m
 
-    assert helpers.run(on_rank, cluster=(1, 2)) == [(4, 5, 16), (4, 6, 32)]
+    assert operator_calls.run(on_rank, cluster=(1, 2)) == [(4, 5, 16), (4, 6, 32)]
 
 
 def test_ranks_that_disagree_on_chunks_are_told():
@@ -475,21 +473,21 @@ def test_ranks_that_disagree_on_chunks_are_told():
     def on_rank(group):
         with_table(group, mixture("moe_ffn", TUNED))
         with pytest.raises(mk.ArgumentError, match=r"all ranks .* must call it alike; .*chunk_rows=(tuned|default)"):
-            experts.ffn(group, LAYER, config=mk.Config(group_m=2) if group.rank else None)
+            moe_reference.ffn(group, LAYER, config=mk.Config(group_m=2) if group.rank else None)
 
-    helpers.run(on_rank, cluster=(1, 2))
+    operator_calls.run(on_rank, cluster=(1, 2))
 
 
 def test_a_combine_takes_what_was_tuned():
     def on_rank(group):
         with_table(group, mixture("moe_combine", mk.Config(ctas=3, copy_bytes=2048)))
-        y, handle = experts.dispatch(group, LAYER)
+        y, handle = moe_reference.dispatch(group, LAYER)
         z = mk.moe_combine(y, handle, LAYER.weights(group.rank))
-        experts.assert_sum(z, *LAYER.combined(group.rank), LAYER.hidden)
+        moe_reference.assert_sum(z, *LAYER.combined(group.rank), LAYER.hidden)
         plan = mk.explain("moe_combine", y, handle, LAYER.weights(group.rank))
         return plan.ctas, plan.copy_bytes, str(plan).splitlines()[-1]
 
-    assert helpers.run(on_rank, cluster=(1, 2)) == [
+    assert operator_calls.run(on_rank, cluster=(1, 2)) == [
         (3, 2048, "- configuration: tuned"),
         (6, 1024, "- configuration: default"),  # more experts
     ]
@@ -497,15 +495,15 @@ def test_a_combine_takes_what_was_tuned():
 
 def test_ranks_with_other_columns_take_the_same_chunks():
     """Only rank 0's columns were tuned: chunks follow from what is the same on every rank."""
-    case = helpers.Case(32, (48, 9), 64)
+    case = operator_calls.Case(32, (48, 9), 64)
 
     def on_rank(group):
         with_table(group, entries_for("all_gather_matmul", mk.Config(chunk_rows=4, group_m=3), m=32, n=48, k=64))
-        y = helpers.call(group, case)
+        y = operator_calls.call(group, case)
         plan = mk.explain("all_gather_matmul", case.rows(group.rank), case.weights(group.rank))
         return y.shape[1], plan.config.chunk_rows, plan.config.group_m
 
-    assert helpers.run(on_rank, cluster=(1, 2)) == [(48, 4, 3), (9, 4, 2)]
+    assert operator_calls.run(on_rank, cluster=(1, 2)) == [(48, 4, 3), (9, 4, 2)]
 
 
 def test_what_was_tuned_with_other_shared_fields_is_left_alone():
@@ -517,7 +515,7 @@ def test_what_was_tuned_with_other_shared_fields_is_left_alone():
         tunable = WORKLOADS["matmul_all_reduce"].tunable
         return [tunable.choose(group, torch.float32, None, m=32, n=48, k=k) for k in (64, 1024)]
 
-    assert helpers.run(on_rank, cluster=(1, 1))[0] == [mk.Config(tile_n=64), mk.Config(tile_n=64, group_m=5)]
+    assert operator_calls.run(on_rank, cluster=(1, 1))[0] == [mk.Config(tile_n=64), mk.Config(tile_n=64, group_m=5)]
 
 
 def test_an_entry_that_is_no_configuration_is_reported_and_ignored(file):
@@ -531,7 +529,7 @@ def test_an_entry_that_is_no_configuration_is_reported_and_ignored(file):
         with pytest.warns(UserWarning, match=r"an entry of .*tuned.json is ignored: config.tile_m must be a power"):
             assert tunable.choose(group, torch.float32, None, m=32, n=48, k=64) is None
 
-    helpers.run(on_rank, cluster=(1, 1))
+    operator_calls.run(on_rank, cluster=(1, 1))
 
 
 def test_nothing_is_tuned_in_the_simulator(file):
@@ -542,7 +540,7 @@ def test_nothing_is_tuned_in_the_simulator(file):
     def on_rank(group):
         return group.tuned.entries
 
-    assert helpers.run(on_rank, cluster=(1, 2)) == [{}, {}]
+    assert operator_calls.run(on_rank, cluster=(1, 2)) == [{}, {}]
 
 
 # -- what is searched
@@ -603,7 +601,7 @@ def test_everything_that_is_searched_can_be_prepared(op):
                     plan = call.tried.explain(replace(family.start, **given))
                     assert getattr(plan, "hopper", False) == (hopper and family is families[0])
 
-    helpers.run(on_rank, cluster=(1, 4))
+    operator_calls.run(on_rank, cluster=(1, 4))
 
 
 def test_the_file_is_json_for_people(file):

@@ -16,14 +16,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from patience import HANG
+from support.patience import HANG
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import mkernel as mk
 from mkernel.lang.order import swizzle_tile
-from mkernel.sim.interpreter import _cache, argument, python_function
+from mkernel.sim.interpreter import _plain, argument, python_function
 from mkernel.sim.interpreter import run as run_kernel
 
 from .harness import launch, run, simulate
@@ -628,11 +628,11 @@ def test_a_replaced_function_is_used(monkeypatch):
 
 
 def test_a_kernel_that_is_gone_leaves_nothing_behind():
-    before = len(_cache)
+    before = len(_plain.compiled)
     for step in range(20):
         run(kernel_with(tl.constexpr(step)), out=torch.zeros(1, dtype=torch.int32))
     gc.collect()
-    assert len(_cache) < before + 10
+    assert len(_plain.compiled) < before + 10
 
 
 @triton.jit

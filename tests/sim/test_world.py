@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from patience import HANG
+from support.patience import HANG
 
 import mkernel as mk
 from mkernel.sim import progress

@@ -8,10 +8,10 @@ import re
 import shutil
 import subprocess
 
-import browser as browsers
 import pytest
 import torch
-from patience import HANG
+from support import browser as browsers
+from support.patience import HANG
 
 import mkernel as mk
 from mkernel.tracing import page

@@ -9,13 +9,14 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import helpers
 import pytest
 import torch
-from mutation import mutated
+import triton
 from rich.console import Console
+from support import operator_calls
 
 import mkernel as mk
+from mkernel.lang.trace import _has_room
 from mkernel.runtime import clocks
 from mkernel.tracing import chrome
 from mkernel.tracing.command import WIDE, bars, show, show_account
@@ -23,22 +24,22 @@ from mkernel.tracing.links import arrivals
 from mkernel.workloads import workload_of
 
 ROOT = Path(__file__).parent.parent.parent
-CASE = helpers.Case(25, 24, 24, torch.bfloat16)
+CASE = operator_calls.Case(25, 24, 24, torch.bfloat16)
 CONFIG = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=8)
 ROW_BLOCKS, COLUMN_BLOCKS, CHUNKS = 2, 2, 4
 
 
-def traced(group, calls=1, room=4096, op=None):
+def traced(group, calls=1, room=4096):
     with mk.trace(events=room) as trace:
         for turn in range(calls):
-            helpers.call(group, CASE, turn, config=CONFIG, op=op)
+            operator_calls.call(group, CASE, turn, config=CONFIG)
     return trace
 
 
 @pytest.fixture(scope="module")
 def trace():
     """Two calls on two nodes of two ranks."""
-    return helpers.run(traced, 2, cluster=(2, 2), seed=5)[0]
+    return operator_calls.run(traced, 2, cluster=(2, 2), seed=5)[0]
 
 
 def inside(event, outer):
@@ -47,16 +48,16 @@ def inside(event, outer):
 
 def test_results_do_not_change_and_every_rank_has_the_whole_trace():
     def on_rank(group):
-        before = helpers.call(group, CASE, config=CONFIG)
+        before = operator_calls.call(group, CASE, config=CONFIG)
         with mk.trace() as trace:
-            during = helpers.call(group, CASE, config=CONFIG)
+            during = operator_calls.call(group, CASE, config=CONFIG)
         assert group.tracer is None
-        helpers.assert_same(during, before)
-        helpers.assert_same(helpers.call(group, CASE, config=CONFIG), before)
+        operator_calls.assert_same(during, before)
+        operator_calls.assert_same(operator_calls.call(group, CASE, config=CONFIG), before)
         assert {event.index for event in trace.of(group.rank, "launch")} == {2}, "only the second epoch"
         return trace
 
-    first, second = helpers.run(on_rank, cluster=(1, 2))
+    first, second = operator_calls.run(on_rank, cluster=(1, 2))
     assert first.events == second.events
     assert {event.rank for event in first.events} == {0, 1}
 
@@ -151,13 +152,13 @@ def test_copies_and_tiles_overlap(trace):
 def test_a_traced_call_explores_the_same_schedules():
     """The results are right with a straggler, a late rank, and CTAs that run one after the other."""
     for options in (dict(slow={1: 0.05}), dict(late={0: 300}), dict(resident=1)):
-        trace = helpers.run(traced, cluster=(2, 2), seed=9, **options)[0]
+        trace = operator_calls.run(traced, cluster=(2, 2), seed=9, **options)[0]
         assert all(sent.end <= seen.end for sent, seen in arrivals(trace))
 
 
 def test_events_without_room_are_counted():
-    full = helpers.run(traced, cluster=(1, 2))[0]
-    short = helpers.run(traced, 1, 3, cluster=(1, 2))[0]
+    full = operator_calls.run(traced, cluster=(1, 2))[0]
+    short = operator_calls.run(traced, 1, 3, cluster=(1, 2))[0]
     assert len(short.events) < len(full.events)
     assert short.lost == sum(max(count - 3, 0) for count in lanes(full).values())
     assert set(lanes(short).values()) <= {1, 2, 3}
@@ -172,16 +173,19 @@ def name(event):
     return (event.rank, event.cta, event.lane, event.kind, event.peer, event.index)
 
 
-def test_without_the_bound_events_are_written_elsewhere(tmp_path):
-    broken = mutated(
-        tmp_path, "all_gather_matmul", ("trace", "inside = place + EVENT_WORDS <= words", "inside = place > 0")
-    )
+@triton.jit
+def always_has_room(place, words):
+    return place > 0
+
+
+def test_without_the_bound_events_are_written_elsewhere():
+    operator_calls.run(traced, 3, 3, cluster=(1, 2))
     with pytest.raises(mk.SimulatorError, match="outside of every tensor"):
-        helpers.run(traced, 3, 3, broken.all_gather_matmul, cluster=(1, 2))
+        operator_calls.run(traced, 3, 3, cluster=(1, 2), replace={_has_room: always_has_room})
 
 
 def test_a_rank_alone():
-    trace = helpers.run(traced, cluster=(1, 1))[0]
+    trace = operator_calls.run(traced, cluster=(1, 1))[0]
     assert {event.kind for event in trace.events} == {"launch", "tile"}
     assert math.isnan(trace.overlap(0, 0)), "there was nothing to overlap"
 
@@ -190,19 +194,19 @@ def test_ranks_that_fail_keep_their_own_events():
     kept = {}
 
     def on_rank(group):
-        helpers.call(group, CASE, config=CONFIG)
+        operator_calls.call(group, CASE, config=CONFIG)
         try:
             with mk.trace() as trace:
-                helpers.call(group, CASE, config=CONFIG)
+                operator_calls.call(group, CASE, config=CONFIG)
                 if group.rank == 0:
-                    helpers.call(group, CASE, config=CONFIG)
+                    operator_calls.call(group, CASE, config=CONFIG)
                 else:
                     raise ValueError("left early")
         except (mk.CommTimeout, ValueError):
             kept[group.rank] = trace
             assert group.tracer is None
 
-    helpers.run(on_rank, cluster=(1, 2), timeout=1e-4)
+    operator_calls.run(on_rank, cluster=(1, 2), timeout=1e-4)
     assert {event.rank for event in kept[0].events} == {0}
     assert kept[0].calls() == ["all_gather_matmul"] * 2
     longest = max((event for event in kept[0].events if event.waits), key=lambda event: (event.call, event.duration))
@@ -221,7 +225,7 @@ def test_refusals():
         with pytest.raises(mk.ArgumentError, match="has no call 0"):
             trace.span(0, 0)
 
-    helpers.run(on_rank)
+    operator_calls.run(on_rank)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
@@ -234,10 +238,10 @@ def test_operators_that_sum_over_ranks(op, cluster):
         before = call.run(None).clone()
         with mk.trace() as trace:
             for _ in range(2):
-                helpers.assert_same(call.run(None), before)
+                operator_calls.assert_same(call.run(None), before)
         return trace
 
-    trace = helpers.run(on_rank, cluster=cluster)[0]
+    trace = operator_calls.run(on_rank, cluster=cluster)[0]
     for rank in range(2):
         assert trace.calls(rank) == [op] * 2
         for call in range(2):
@@ -273,7 +277,7 @@ def test_a_sum_in_slices(monkeypatch):
             call.run(None)
         return trace
 
-    trace = helpers.run(on_rank, cluster=(1, 2))[0]
+    trace = operator_calls.run(on_rank, cluster=(1, 2))[0]
     for cta in range(4):
         kinds = [event.kind for event in trace.of(0) if event.cta == cta and event.lane == "tiles"]
         assert kinds == ["tile", "push", "reduce", "gather"]
@@ -293,7 +297,7 @@ def test_a_sum_with_multicast(monkeypatch, fixed_order):
         assert (y == 32 * group.size).all()
         return trace
 
-    trace = helpers.run(on_rank, cluster=(1, 4), multicast=True)[0]
+    trace = operator_calls.run(on_rank, cluster=(1, 4), multicast=True)[0]
     kinds = [event.kind for event in trace.of(0) if event.lane == "tiles"]
     # three tiles of a block are for others, the last is the own one; those of the block before are copied then
     first, later = ["tile", "push"] * 3 + ["tile", "reduce"], ["tile", "push"] * 3 + ["tile", "reduce", "gather"]
@@ -315,7 +319,7 @@ def test_other_operators(op, kinds):
             call.run(None)
         return trace
 
-    trace = helpers.run(on_rank, cluster=(2, 1))[0]
+    trace = operator_calls.run(on_rank, cluster=(2, 1))[0]
     assert trace.lost == 0
     assert kinds <= {event.kind for event in trace.events}
     for rank in range(2):
@@ -342,7 +346,7 @@ def test_roles_have_the_names_of_the_documentation(op):
         r"^\| `(\w+)` \| ", (ROOT / "docs/concepts.md").read_text().split("## Roles")[1][:900], re.M
     )
     assert documented == ["send", "intra", "compute"]
-    trace = helpers.run(on_rank, cluster=(2, 1))[0]
+    trace = operator_calls.run(on_rank, cluster=(2, 1))[0]
     assert {event.role for event in trace.events if event.kind != "launch"} <= set(documented)
     assert {event.role for event in trace.events if event.kind == "tile"} == {"compute"}
     assert {line["role"] for line in trace.account(0, 0)} <= set(documented)
@@ -353,7 +357,7 @@ def test_roles_have_the_names_of_the_documentation(op):
 
 
 def test_no_copies_have_no_share(tmp_path):
-    trace = helpers.run(traced, cluster=(1, 1))[0]
+    trace = operator_calls.run(traced, cluster=(1, 1))[0]
     assert f"{trace.overlap(0, 0):.0%}" == "-"
     console = Console(width=200, file=io.StringIO())
     show(trace, tmp_path / "a.json", tmp_path / "a.html", console)
@@ -439,12 +443,12 @@ def test_offsets_of_ranks_with_several_clocks(monkeypatch):
     def on_rank(group):
         return clocks.offsets(group)
 
-    monkeypatch.setattr(helpers.SimWorld, "clock", lambda world, rank: rank // 2)
+    monkeypatch.setattr(operator_calls.SimWorld, "clock", lambda world, rank: rank // 2)
     monkeypatch.setattr(
-        helpers.SimWorld,
+        operator_calls.SimWorld,
         "compare_clocks",
         lambda world, rank: [(0, ahead[rank], 900), (2000, ahead[rank] + 2100, 2200)],
     )
-    for found in helpers.run(on_rank, cluster=(1, 4)):
+    for found in operator_calls.run(on_rank, cluster=(1, 4)):
         assert found[0] == found[1] == clocks.Offset(0, 0)
         assert found[2] == found[3] == clocks.Offset(70_000, 200)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiled import pretending
+from support.compiled_launches import pretending
 from typer.testing import CliRunner
 
 import mkernel as mk

@@ -19,10 +19,22 @@ def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
     """Tell the other ranks of the node, and this rank's counterparts in other nodes, that it has entered the epoch:
     they may write to its buffers. One CTA of the launch calls it."""
     rank = rank_of(context)
+    notify_entered(context, epoch, rank, GPUS)
+    post_entered(context, epoch, rank, SIZE, GPUS)
+
+
+@triton.jit
+def notify_entered(context, epoch, rank, GPUS: tl.constexpr):
+    """Tell the other ranks of my node."""
     node = rank // GPUS
     for i in range(1, GPUS):
         peer = node * GPUS + (rank + i) % GPUS
         notify(segment_of(context, peer, tl.int64) + rank, epoch)
+
+
+@triton.jit
+def post_entered(context, epoch, rank, SIZE: tl.constexpr, GPUS: tl.constexpr):
+    """Tell my counterparts in the other nodes."""
     segment = tl.load(context + SEGMENT)
     for i in range(1, SIZE // GPUS):
         peer = (rank + i * GPUS) % SIZE

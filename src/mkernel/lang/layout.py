@@ -61,9 +61,15 @@ class Slots(NamedTuple):
 
 
 @triton.jit
+def parity(epoch):
+    """Which half an epoch uses."""
+    return epoch % 2
+
+
+@triton.jit
 def word_of(words, epoch, i, j):
     """Offset of word [i, j] of this epoch's copy in a segment, in words (64-bit integer)."""
-    return words.start + (epoch % 2) * words.half + tl.cast(i, tl.int64) * words.stride + j
+    return words.start + parity(epoch) * words.half + tl.cast(i, tl.int64) * words.stride + j
 
 
 @triton.jit
@@ -76,10 +82,10 @@ def single_word_of(words, i, j):
 @triton.jit
 def row_of(buffer, epoch, row):
     """Offset of a row of this epoch's copy in a segment, in elements (64-bit integer)."""
-    return buffer.start + (epoch % 2) * buffer.half + tl.cast(row, tl.int64) * buffer.row_stride
+    return buffer.start + parity(epoch) * buffer.half + tl.cast(row, tl.int64) * buffer.row_stride
 
 
 @triton.jit
 def slot_of(slots, epoch, i, j):
     """Offset of slot [i, j] of this epoch's copy in a segment, in elements (64-bit integer)."""
-    return slots.start + (epoch % 2) * slots.half + (tl.cast(i, tl.int64) * slots.stride + j) * slots.SIZE
+    return slots.start + parity(epoch) * slots.half + (tl.cast(i, tl.int64) * slots.stride + j) * slots.SIZE

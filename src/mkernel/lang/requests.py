@@ -78,6 +78,55 @@ class Transfer(NamedTuple):
 
 
 @triton.jit
+def share_free(posting, free):
+    """Tell the other producers that slots of tickets below `free` are free."""
+    tl.atomic_max(posting + FREE, free, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_free(context, ring, posting, ticket, capacity, peer, ROLE: tl.constexpr):
+    """Wait until the slot of a ticket is free. Returns below which ticket slots are free: above this one, unless the
+    group gave up."""
+    free = tl.atomic_add(posting + FREE, 0, sem="acquire", scope="gpu")
+    if ticket >= free:
+        free = wait_value(context, ring + CONSUMED, ticket - capacity + 1, ROLE, RING_SPACE, peer, ticket) + capacity
+        share_free(posting, free)
+    return free
+
+
+@triton.jit
+def write_words(request, transfer, signal, value):
+    """Store the words of a request, but for its turn number."""
+    addressee = (
+        transfer.peer.to(tl.int64)
+        | (transfer.segment.to(tl.int64) << 16)
+        | (transfer.source_segment.to(tl.int64) << 40)
+    )
+    tl.store(request + PEER_AND_SEGMENTS, addressee)
+    tl.store(request + SOURCE, transfer.source)
+    tl.store(request + TARGET, transfer.target)
+    tl.store(request + BYTES, transfer.size)
+    tl.store(request + SIGNAL, signal)
+    tl.store(request + VALUE, value)
+
+
+@triton.jit
+def notify_proxy(request, turn, IN_LOOP: tl.constexpr):
+    """Tell the proxy that a request is in its slot."""
+    if IN_LOOP:
+        notify_in_loop(request + TURN, turn)
+    else:
+        notify(request + TURN, turn)
+
+
+@triton.jit
+def write_request(request, transfer, signal, value, turn, IN_LOOP: tl.constexpr):
+    """Words first, then the turn number."""
+    write_words(request, transfer, signal, value)
+    notify_proxy(request, turn, IN_LOOP)
+
+
+@triton.jit
 def post(context, transfer, signal, value, ROLE: tl.constexpr, IN_LOOP: tl.constexpr = False):
     """Ask the network for one transfer, and then for the peer's signal at byte `signal` to grow to `value`.
 
@@ -93,25 +142,10 @@ def post(context, transfer, signal, value, ROLE: tl.constexpr, IN_LOOP: tl.const
     peer = transfer.peer
     capacity = tl.load(posting + SLOTS)
     ticket = tl.atomic_add(posting + TAKEN, 1, sem="relaxed", scope="gpu")
-    free = tl.atomic_add(posting + FREE, 0, sem="acquire", scope="gpu")
-    if ticket >= free:
-        free = wait_value(context, ring + CONSUMED, ticket - capacity + 1, ROLE, RING_SPACE, peer, ticket) + capacity
-        tl.atomic_max(posting + FREE, free, sem="release", scope="gpu")
+    free = wait_free(context, ring, posting, ticket, capacity, peer, ROLE)
     if (ticket < free) & (not leave):
         request = ring + HEADER_WORDS + (ticket % capacity) * REQUEST_WORDS
-        addressee = (
-            peer.to(tl.int64) | (transfer.segment.to(tl.int64) << 16) | (transfer.source_segment.to(tl.int64) << 40)
-        )
-        tl.store(request + PEER_AND_SEGMENTS, addressee)
-        tl.store(request + SOURCE, transfer.source)
-        tl.store(request + TARGET, transfer.target)
-        tl.store(request + BYTES, transfer.size)
-        tl.store(request + SIGNAL, signal)
-        tl.store(request + VALUE, value)
-        if IN_LOOP:
-            notify_in_loop(request + TURN, ticket // capacity + 1)
-        else:
-            notify(request + TURN, ticket // capacity + 1)
+        write_request(request, transfer, signal, value, ticket // capacity + 1, IN_LOOP)
     else:
         ticket = tl.cast(-1, tl.int64)
     trace(context, SEND, POST, peer, ticket, since)

@@ -39,6 +39,12 @@ class Share(NamedTuple):
 
 
 @triton.jit
+def this_cta():
+    """The number of this CTA: no CTA waits for one with a higher number."""
+    return tl.program_id(0)
+
+
+@triton.jit
 def own_tiles_of(cta, helpers, own, left):
     """(first, end, step): which of the `own` tiles of this rank's rows the CTA computes.
 

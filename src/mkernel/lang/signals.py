@@ -87,20 +87,27 @@ class Awaited(NamedTuple):
 
 
 @triton.jit
+def raise_signal(signal, value):
+    """Set a signal with a release at system scope, after all earlier stores of this thread. `notify` is for all threads
+    of the CTA."""
+    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
 def notify(signal, value):
     """Set a signal, in this node's memory, after all earlier stores: a CTA barrier, then one release at system scope.
 
     Stores through tensor descriptors must be completed first (`complete_descriptor_stores`).
     """
     tl.debug_barrier()
-    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+    raise_signal(signal, value)
 
 
 @triton.jit
 def notify_in_loop(signal, value):
     """`notify` inside a loop that Triton should pipeline (see `barrier`)."""
     barrier()
-    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+    raise_signal(signal, value)
 
 
 @triton.jit
@@ -108,6 +115,24 @@ def notify_each(signals, value, mask):
     """`notify` for a block of signals: those selected by the mask, each set by its own thread."""
     tl.debug_barrier()
     tl.atomic_xchg(signals, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def poll(signal):
+    """The value of a signal, with an acquire at system scope. (To add nothing is a load, to Triton.)"""
+    return tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def poll_each(signals, mask, SCOPE: tl.constexpr):
+    """`poll` with many signals at once: those that the mask chooses, each by a thread of its own."""
+    return tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE)
+
+
+@triton.jit
+def share_acquired():
+    """What one thread has acquired all may read."""
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -126,7 +151,7 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
     """`wait` that returns the value it saw, for callers that use more than they asked for. The value is less than
     `expected` if the group gave up."""
     since = trace_time(context)
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     if seen < expected:
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
     if KIND == RING_SPACE or KIND == SENT:
@@ -141,7 +166,7 @@ def wait_value(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr
 def wait_again(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constexpr, peer, index):
     """`wait` for signals that are usually set already, such as those that many tiles check in turn. Only waits that had
     to wait are traced; tracing all of them would cost more than the waits."""
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     if seen < expected:
         since = trace_time(context)
         seen = _wait_longer(context, signal, expected, ROLE, KIND, peer, index)
@@ -163,13 +188,13 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
     timeout = tl.load(context + TIMEOUT)
     start = now(context)
     reason = 0
-    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    seen = poll(signal)
     while (seen < expected) & (reason == 0):
         if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
             reason = TOLD_TO_LEAVE
         elif now(context) - start > timeout:
             reason = TIMED_OUT
-        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+        seen = poll(signal)
     if seen < expected:
         _record(context, reason, Awaited(ROLE, KIND, peer, index), seen, expected, now(context) - start)
         _raise_abort(context)
@@ -193,7 +218,7 @@ def wait_peers(context, signals, mask, expected, ROLE: tl.constexpr, KIND: tl.co
 @triton.jit
 def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
     since = trace_time(context)
-    seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+    seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
     least = tl.min(seen)
     if least < expected:
         aborted = tl.load(context + ABORTED).to(tl.pointer_type(tl.int64))
@@ -205,7 +230,7 @@ def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
                 reason = TOLD_TO_LEAVE
             elif now(context) - start > timeout:
                 reason = TIMED_OUT
-            seen = tl.where(mask, tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE), expected)
+            seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
             least = tl.min(seen)
         if least < expected:
             late = tl.max(tl.where(seen == least, awaited.peer, -1))  # one of those that are furthest behind
@@ -215,7 +240,7 @@ def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
             )  # fmt: skip
             _raise_abort(context)
     waited_for(signals, mask, expected)
-    tl.debug_barrier()  # what one thread has acquired all may read
+    share_acquired()
     trace(context, awaited.ROLE, WAIT + awaited.KIND, -1, awaited.index, since)
     return least >= expected
 

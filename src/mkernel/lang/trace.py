@@ -70,6 +70,12 @@ def trace_time(context):
 
 
 @triton.jit
+def _has_room(place, words):
+    """Does an event at a place of its lane end before the lane does?"""
+    return place + EVENT_WORDS <= words
+
+
+@triton.jit
 def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
     """Record an event of this KIND that lasted from `since` until now. Where the start time cannot be carried along,
     as in a single loop over tiles and steps, pass LAST: the event then starts at the end of the lane's last one."""
@@ -80,7 +86,7 @@ def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
         count = tl.load(lane)
         tl.store(lane, count + 1)
         place = (count + 1) * EVENT_WORDS
-        inside = place + EVENT_WORDS <= words
+        inside = _has_room(place, words)
         tl.store(lane + place, tl.cast(since, tl.int64), mask=inside)
         tl.store(lane + place + 1, now, mask=inside)
         tl.store(lane + place + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)

@@ -18,6 +18,7 @@ class Cta(Protocol):
     program_id: int
     num_programs: int
     unused_from: dict[Any, int]  # descriptor -> the first of its rows that is not used, see lang/hints.py
+    replaced: set[Any]  # functions that another one was called in place of, see `Options.replace`
 
     def constant(self, address: np.uint64, dtype: np.dtype) -> Any: ...
     def load(

@@ -2,8 +2,9 @@
 
 `python_function` compiles the source of a @triton.jit function, once, into a Python function with names of its own:
 Triton's language stands for language.py there, other @triton.jit functions for their Python functions, and
-tl.constexpr for plain values. Nothing of Triton is patched, so a process can compile for a GPU while it simulates. File
-names and line numbers are those of the kernel.
+tl.constexpr for plain values. A run may have other functions called in place of some (`Options.replace`). Nothing of
+Triton is patched, so a process can compile for a GPU while it simulates. File names and line numbers are those of the
+kernel.
 
 Statements mean what they mean to Triton's compiler: `x = 3` makes a tensor, `range` counts in tensors, `and` and `or`
 of conditions are conditions. What the compiler refuses is refused: a kernel that reads a global variable which is not
@@ -19,7 +20,9 @@ import os
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -44,6 +47,8 @@ _MARK = "__mkernel_kernel__"  # in the globals of compiled functions
 _TRITON = os.path.dirname(triton.__file__) + os.sep
 _RANGES = (statements.counted, statements.unrolled)
 _PLAIN = (bool, int, float, str, type(None))
+_NOTHING: Mapping[Any, Any] = {}
+MOST_PROGRAMS = 8  # that are kept, of those with replacements: a check runs one many times
 
 
 # -- names
@@ -78,7 +83,8 @@ def _translated(value: Any) -> Any:
     if found is not None:
         return found
     if isinstance(value, JIT):
-        return HINTS.get(value.fn.__name__) or _compiled(value).function
+        hint = None if value.fn in _program.replace else HINTS.get(value.fn.__name__)
+        return hint or _compiled(value).function
     if isinstance(value, ConstexprFunction):
         return value.fn
     if isinstance(value, ModuleType) or _is_named_tuple(value):
@@ -347,10 +353,11 @@ class _Compiler(ast.NodeTransformer):
 
 
 class _Compiled:
-    """A Python function, and what it was compiled from."""
+    """A Python function, and what it was compiled from. stands_for: the function that it is called in place of."""
 
-    def __init__(self, function: FunctionType):
+    def __init__(self, function: FunctionType, stands_for: FunctionType | None):
         self.function = function
+        self.stands_for = stands_for
         self.uses: list[tuple[dict[str, Any], str, Any]] = []
         self.calls: set[_Compiled] = set()
 
@@ -366,19 +373,58 @@ class _Compiled:
         return True
 
 
-_cache: weakref.WeakKeyDictionary[Any, _Compiled] = weakref.WeakKeyDictionary()
+class _Program:
+    """Functions that call each other. replace: function -> the one that is called in its place."""
+
+    def __init__(self, replace: Mapping[FunctionType, FunctionType]):
+        self.replace = replace
+        self.compiled: weakref.WeakKeyDictionary[FunctionType, _Compiled] = weakref.WeakKeyDictionary()
+        self.stand_ins: dict[FunctionType, _Compiled] = {}  # by what they stand for
+
+    def forget(self) -> None:
+        self.compiled.clear()
+        self.stand_ins.clear()
+
+
+_plain = _Program({})
+_replacing: OrderedDict[frozenset[Any], _Program] = OrderedDict()  # those used last, by what they replace
+_program = _plain  # the one that is compiled for
 _compiling: list[_Compiled] = []  # the functions that are being compiled, each used by the one before
 _lock = threading.RLock()
 
 
+@contextmanager
+def _compiling_for(replace: Mapping[Any, Any]) -> Iterator[None]:
+    """Inside, the keys of `replace` mean its values."""
+    global _program
+    with _lock:
+        before = _program
+        _program = _plain
+        if replace:
+            key = frozenset((old.fn, new.fn) for old, new in replace.items())
+            _program = _replacing.setdefault(key, _Program(dict(key)))
+            _replacing.move_to_end(key)
+            if len(_replacing) > MOST_PROGRAMS:
+                _replacing.popitem(last=False)
+        try:
+            yield
+        finally:
+            _program = before
+
+
 def _compiled(jit: Any) -> _Compiled:
-    found = _cache.get(jit.fn) or _compile(jit.fn)
+    """What is called where a kernel says `jit`. A function that stands for another may call that one itself."""
+    function = jit.fn
+    if function in _program.replace and not (_compiling and _compiling[-1].stands_for is function):
+        found = _program.stand_ins.get(function) or _compile(_program.replace[function], function)
+    else:
+        found = _program.compiled.get(function) or _compile(function)
     if _compiling:
         _compiling[-1].calls.add(found)
     return found
 
 
-def _compile(function: FunctionType) -> _Compiled:
+def _compile(function: FunctionType, stands_for: FunctionType | None = None) -> _Compiled:
     lines, first = inspect.getsourcelines(function)
     start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
     tree = ast.parse(textwrap.dedent("".join(lines[start:])))
@@ -388,11 +434,16 @@ def _compile(function: FunctionType) -> _Compiled:
     compiler = _Compiler(function, definition)
     names = compiler.names
     # it may call itself, and be called by what it calls: the function is there before its names are
-    result = _Compiled(FunctionType(_EMPTY, names))
-    _cache[function] = result
+    result = _Compiled(FunctionType(_EMPTY, names), stands_for)
+    cache, key = (_program.compiled, function) if stands_for is None else (_program.stand_ins, stands_for)
+    cache[key] = result
     _compiling.append(result)
     try:
         tree.body = [compiler.visit_FunctionDef(definition)]
+        if stands_for is not None:
+            names["(replaced)"] = lambda: running.get().replaced.add(stands_for)
+            called = ast.Expr(compiler._call(definition, "(replaced)"))
+            definition.body.insert(0, ast.copy_location(called, definition))
         ast.fix_missing_locations(tree)
         module = compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec")
         result.function.__code__ = next(code for code in module.co_consts if isinstance(code, CodeType))
@@ -400,7 +451,7 @@ def _compile(function: FunctionType) -> _Compiled:
         result.function.__name__ = result.function.__qualname__ = function.__name__
         result.uses = compiler.uses
     except BaseException:
-        del _cache[function]
+        del cache[key]
         raise
     finally:
         _compiling.pop()
@@ -413,11 +464,12 @@ def _nothing() -> None: ...
 _EMPTY = _nothing.__code__
 
 
-def python_function(jit: Any) -> Callable[..., Any]:
-    """The Python function that does what a @triton.jit function does, for `run`."""
-    with _lock:
+def python_function(jit: Any, replace: Mapping[Any, Any] = _NOTHING) -> Callable[..., Any]:
+    """The Python function that does what a @triton.jit function does, for `run`. replace: @triton.jit functions, and
+    what is called in their place."""
+    with _compiling_for(replace):
         if not _compiled(jit).current():
-            _cache.clear()  # a global of some kernel was replaced
+            _program.forget()  # a global of some kernel is something else now
         return _compiled(jit).function
 
 
@@ -452,11 +504,11 @@ def run(cta: Cta, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 # -- arguments
 
 
-def kernel_arguments(jit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def kernel_arguments(jit: Any, arguments: dict[str, Any], replace: Mapping[Any, Any] = _NOTHING) -> dict[str, Any]:
     """Arguments of a launch as the kernel sees them: tensors become pointers, numbers scalars."""
     annotations = inspect.get_annotations(jit.fn)
     constants = {name for name, kind in annotations.items() if kind is tl.constexpr or "constexpr" in str(kind)}
-    with _lock:
+    with _compiling_for(replace):
         return {name: _constant(value) if name in constants else argument(value) for name, value in arguments.items()}
 
 

@@ -51,8 +51,8 @@ class RunningLaunch:
         self.op = launch.op
         self.spec = launch
         self.grid = launch.grid
-        self.function = python_function(launch.kernel)
-        self.arguments = kernel_arguments(launch.kernel, launch.arguments)
+        self.function = python_function(launch.kernel, world.options.replace)
+        self.arguments = kernel_arguments(launch.kernel, launch.arguments, world.options.replace)
         self.stream: Hashable = "default"
         self.clock: Clock = NOTHING  # what was known when it was launched
         self.end: Clock = NOTHING  # what its CTAs know that have ended

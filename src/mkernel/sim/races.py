@@ -29,7 +29,7 @@ from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
 BETWEEN = 4  # frames of the simulator, at least, from a kernel's line to where it is noted
-FRAMES = 5  # kernel functions that are noted, from the innermost
+FRAMES = 8  # kernel functions that are noted, from the innermost
 WAITS = 16  # and waits
 NETWORK = -1  # minus its rank: who uses a word, if it is a rank's network
 RELEASES = 64  # of a thread that are remembered, to tell which of them would have ordered an access

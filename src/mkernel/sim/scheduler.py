@@ -30,6 +30,7 @@ from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory
 from mkernel.sim.order import Cta
 from mkernel.sim.races import Races
+from mkernel.sim.replacements import check_replacements
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
@@ -56,9 +57,12 @@ class Options:
     multicast: is there multicast between the ranks of a node?
     races: are accesses that nothing orders an error? It costs time; see docs/testing.md.
     schedule: the name of a schedule (see sim/choices.py), in place of the seed.
+    replace: @triton.jit functions and those that kernels call in their place, to see that a broken protocol is found.
+        A run in which one of them is never called is an error.
     """
 
     def __post_init__(self) -> None:
+        check_replacements(self.replace)
         if self.schedule is not None and Schedule.parse(self.schedule).kind == ONE_CTA:
             object.__setattr__(self, "resident", 1)
         for rank, share in self.slow.items():
@@ -72,6 +76,7 @@ class Options:
     multicast: bool = False
     races: bool = True
     schedule: str | None = None
+    replace: Mapping[Any, Any] = field(default_factory=dict)
 
 
 class Task:
@@ -171,6 +176,7 @@ class CtaTask(Task):
         self.num_programs = num_programs
         self.order = order  # what it knows of others; None where nobody looks for races
         self.unused_from: dict[Any, int] = {}  # descriptor -> the first of its rows that is not used
+        self.replaced = scheduler.replaced
         self.looks_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
@@ -405,6 +411,7 @@ class Scheduler:
         self.memory = Memory(self.rng, Races() if options.races and self.sees_all else None)
         self.clock = START_OF_TIME
         self.steps = 0
+        self.replaced: set[Any] = set()  # functions of `Options.replace` that were called
         self.tasks: list[Task] = []
         self.late = dict(options.late)
         self.hub = greenlet.getcurrent()

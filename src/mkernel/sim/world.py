@@ -26,6 +26,7 @@ from mkernel.sim.network import InFlight, Proxy
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
 from mkernel.sim.progress import Line
 from mkernel.sim.races import Actor, Races
+from mkernel.sim.replacements import check_reached
 from mkernel.sim.scheduler import START_OF_TIME, CtaTask, HostTask, Options, Scheduler, Task
 from mkernel.sim.shadow import SPENT
 
@@ -538,8 +539,9 @@ def spawn(
             torch.set_grad_enabled(torch.is_grad_enabled()),
             torch.inference_mode(torch.is_inference_mode_enabled()),
         ):
-            return world.run([of(rank) for rank in everyone])
+            results = world.run([of(rank) for rank in everyone])
     except Exception as failure:
+        check_reached(world.options.replace, world.scheduler.replaced, failure)
         schedule = world.options.schedule
         which = f"seed={seed}" if schedule is None else f"sim=Options(schedule={schedule!r})"
         how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with {which}, and will again with it"
@@ -547,5 +549,8 @@ def spawn(
         if hasattr(failure, "add_note"):
             failure.add_note(how)
         raise
+    else:
+        check_reached(world.options.replace, world.scheduler.replaced)
+        return results
     finally:
         _left_behind.append(world.allocated)

@@ -36,7 +36,7 @@ from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
-from mkernel.lang.layout import row_of
+from mkernel.lang.layout import parity, row_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order, swizzle_tile
 from mkernel.lang.roles import COMPUTE, INTRA
@@ -102,7 +102,7 @@ def _tiles(comm, call):
 
 @gluon.jit
 def _load(comm, call, operands, stages, arrivals):
-    odd_epoch = comm.epoch % 2 == 1
+    odd_epoch = parity(comm.epoch) == 1
     step = 0
     foreign = 0
     for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):

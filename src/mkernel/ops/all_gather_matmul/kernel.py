@@ -16,15 +16,15 @@ from mkernel.lang.context import SEGMENT, Comm, Ranks, current_epoch, rank_of, s
 from mkernel.lang.copy import Peers, pace, push_rows
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gemm import multiply_tile, store_tile
-from mkernel.lang.layout import row_of, word_of
+from mkernel.lang.layout import parity, row_of, word_of
 from mkernel.lang.matrix import Block, Matrix, Strides, Tile, Tiling
 from mkernel.lang.order import arrival_order, swizzle_tile
-from mkernel.lang.requests import Transfer, post, wait_sent
-from mkernel.lang.roles import INTRA, SEND, Share, other_tiles_of, own_tiles_of
+from mkernel.lang.requests import Transfer, wait_sent
+from mkernel.lang.roles import INTRA, SEND, Share, other_tiles_of, own_tiles_of, this_cta
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
-from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk, wait_rows
+from mkernel.ops.all_gather_matmul.protocol import Chunk, Gather, notify_chunk, post_chunk, wait_chunk, wait_rows
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor, named_constants
@@ -68,17 +68,17 @@ class InHeap(NamedTuple):
 
 
 @triton.jit
-def _copy_chunk(comm, call, source, offset, rows, peers):
-    """Copy a chunk of rows to the same place in some ranks' workspaces."""
+def _copy_chunk(comm, call, chunk, origin, peers):
+    """Copy a `Chunk`, whose rows lie in the block `origin`, to its place in some ranks' workspaces."""
     if call.FLAT:
         push_rows(
-            comm.context, Block(source.data, 0, 1), Block(offset, 0, 1), 1, rows * call.gather.k, peers,
+            comm.context, Block(origin.data, 0, 1), Block(chunk.offset, 0, 1), 1, chunk.rows * call.gather.k, peers,
             1, call.COPY_ELEMENTS,
         )  # fmt: skip
     else:
-        target = Block(offset, call.gather.rows.row_stride, 1)
+        target = Block(chunk.offset, call.gather.rows.row_stride, 1)
         COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
-        push_rows(comm.context, source, target, rows, call.gather.k, peers, call.COPY_ROWS, COLUMNS)
+        push_rows(comm.context, origin, target, chunk.rows, call.gather.k, peers, call.COPY_ROWS, COLUMNS)
 
 
 @triton.jit
@@ -103,16 +103,14 @@ def _send(comm, call, in_heap, first, step):
             source = offset * element
             start = call.a.data + row.to(tl.int64) * call.a.row_stride
             own = Block(start, call.a.row_stride, call.a.column_stride)
-            _copy_chunk(comm, call, own, offset, rows, Peers(rank, 0, 1, 1))
+            _copy_chunk(comm, call, Chunk(rank, chunk, rows, offset), own, Peers(rank, 0, 1, 1))
             notify_chunk(comm, gather, rank, rank, chunk)
         signal = word_of(gather.arrived, comm.epoch, rank, chunk) * 8
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
             peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
             size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
-            ticket = post(
-                comm.context, Transfer(peer, source_segment, source, segment, offset * element, size),
-                signal, comm.epoch, SEND,
-            )  # fmt: skip
+            transfer = Transfer(peer, source_segment, source, segment, offset * element, size)
+            ticket = post_chunk(comm, transfer, signal)
         trace(comm.context, SEND, SEND_CHUNK, rank, chunk, since)
     if call.DIRECT:
         # the caller may overwrite a once the launch is over, so the network must have read it
@@ -149,7 +147,7 @@ def _intra(comm, call, first, step):
             column_stride = tl.cast(1, tl.int64)
         since = trace_time(comm.context)
         _copy_chunk(
-            comm, call, Block(source, row_stride, column_stride), offset, rows,
+            comm, call, Chunk(source_rank, chunk, rows, offset), Block(source, row_stride, column_stride),
             Peers(base, local + 1, comm.RANKS_PER_NODE, PEERS),
         )  # fmt: skip
         if call.PACED:
@@ -244,8 +242,8 @@ def _compute(comm, call, operands, share, OWN: tl.constexpr):
         if OWN:
             total = multiply_tile(operands.own, operands.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
         else:
-            parity = (comm.epoch % 2).to(tl.int32)
-            place_of = Tile(parity, source * m + row, (source + 1) * m, column, call.n)
+            half = parity(comm.epoch).to(tl.int32)
+            place_of = Tile(half, source * m + row, (source + 1) * m, column, call.n)
             total = multiply_tile(operands.gathered, operands.b, place_of, gather.k, call.tiling)
             total += missing
         store_tile(operands.c, Tile(source, row, m, column, call.n), total)
@@ -254,7 +252,7 @@ def _compute(comm, call, operands, share, OWN: tl.constexpr):
 
 @triton.jit
 def _run(comm, call, operands, in_heap):
-    cta = tl.program_id(0)
+    cta = this_cta()
     helpers: tl.constexpr = call.SENDERS + call.INTRAS
     if cta < call.SENDERS:
         _send(comm, call, in_heap, cta, call.SENDERS)

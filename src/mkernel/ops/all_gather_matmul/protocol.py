@@ -10,7 +10,8 @@ import triton.language as tl
 
 from mkernel.lang.context import rank_of, segment_of
 from mkernel.lang.layout import word_of
-from mkernel.lang.roles import COMPUTE
+from mkernel.lang.requests import post
+from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, notify, wait
 from mkernel.runtime.layout import Layout
 
@@ -43,11 +44,26 @@ class Gather(NamedTuple):
     nanoseconds_per_mib: Any
 
 
+class Chunk(NamedTuple):
+    """Chunk number `index` of the source's rows: so many rows, at `offset` of every rank's workspace, in elements."""
+
+    source: Any
+    index: Any
+    rows: Any
+    offset: Any
+
+
 @triton.jit
 def notify_chunk(comm, gather, peer, source, chunk):
     """Tell a rank of this node that a chunk of the source's rows is in its workspace."""
     segment = segment_of(comm.context, peer, tl.int64)
     notify(segment + word_of(gather.arrived, comm.epoch, source, chunk), comm.epoch)
+
+
+@triton.jit
+def post_chunk(comm, transfer, signal):
+    """Ask the network for the transfer of a chunk, and for its signal at the peer. Returns the ticket."""
+    return post(comm.context, transfer, signal, comm.epoch, SEND)
 
 
 @triton.jit

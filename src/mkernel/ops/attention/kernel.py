@@ -35,6 +35,12 @@ from mkernel.ops.attention.transfer import intra, send
 
 
 @triton.jit
+def _read_flat(source, place, dim):
+    """Elements of contiguous rows; zeros behind the last one."""
+    return tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
+
+
+@triton.jit
 def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
     """See transfer.py."""
     rank = rank_of(comm.context)
@@ -49,7 +55,7 @@ def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
         if source.FLAT:
             place = step * call.COPY + tl.arange(0, call.COPY)
             inside = place < height * dim
-            block = tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
+            block = _read_flat(source, place, dim)
         else:
             i = step * ROWS + tl.arange(0, ROWS)[:, None]
             j = tl.arange(0, call.DIM)[None, :]
@@ -90,6 +96,16 @@ def _read_slots(call, tma, row):
 
 
 @triton.jit
+def _mask_scores(call, scores, key, lower, upper):
+    """Scores of TILE_N keys from `key` on; -inf where a row does not see the key, only lower..upper-1."""
+    index = key + tl.arange(0, call.TILE_N)[None, :]
+    scores = tl.where(index < upper[:, None], scores, float("-inf"))
+    if call.mask.PACKED:
+        scores = tl.where(index >= lower[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN: tl.constexpr):
     """The state after a tile's queries have attended to `blocks` of a source. OWN: keys and values are read from the
     caller's tensors; else from the slots, where key 0 of the source would be at row `panel_row`: TILE_N keys, then
@@ -113,10 +129,7 @@ def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN:
             keys = _read_slots(call, tma, panel_row + 2 * at)
         scores = tl.dot(query, keys.T, input_precision=call.PRECISION)
         if (block < blocks.full) | (block >= blocks.full_end):
-            index = at + tl.arange(0, call.TILE_N)[None, :]
-            scores = tl.where(index < upper[:, None], scores, float("-inf"))
-            if call.mask.PACKED:
-                scores = tl.where(index >= lower[:, None], scores, float("-inf"))
+            scores = _mask_scores(call, scores, at, lower, upper)
         weights, total, row_max, alpha = online_softmax_step(scores, total, row_max, call.scale)
         accumulator = accumulator * alpha[:, None]
         if OWN:
@@ -165,6 +178,15 @@ def _kept(call, tile):
 
 
 @triton.jit
+def _resume(kept):
+    """The state that a tile had after the part before."""
+    tl.debug_barrier()
+    row_max = tl.load(kept.row_max)
+    total = tl.load(kept.total)
+    return State(tl.load(kept.accumulator), total, row_max)
+
+
+@triton.jit
 def _store_result(call, tma, tile, state):
     """Store the attention of a tile that has gone through all its keys."""
     result, logarithm = normalize(state.accumulator, state.total, state.row_max)
@@ -202,10 +224,10 @@ def _compute(comm, call, tma, first, end):
         if call.PARTS:
             kept = _kept(call, tile)
             if part > 0:
-                tl.debug_barrier()
-                row_max = tl.load(kept.row_max)
-                total = tl.load(kept.total)
-                accumulator = tl.load(kept.accumulator)
+                before = _resume(kept)
+                row_max = before.row_max
+                total = before.total
+                accumulator = before.accumulator
 
         blocks = key_blocks(call.mask, visible, rank, begin, until, call.TILE_N)
         state = State(accumulator, total, row_max)

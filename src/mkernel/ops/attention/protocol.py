@@ -139,16 +139,29 @@ def chunk_at(rounds, round_index, source, index):
 
 
 @triton.jit
+def wait_entered(comm, mine, peer, ROLE: tl.constexpr):
+    """Wait until the peer has entered the epoch. mine: this rank's segment."""
+    wait(comm.context, mine + peer, comm.epoch, ROLE, ENTERED, peer, 0)
+
+
+@triton.jit
+def wait_freed(comm, rounds, mine, peer, round_index, ROLE: tl.constexpr):
+    """Wait until the peer has freed the slots of the round, which the round a window before has used. mine: this rank's
+    segment."""
+    if round_index >= rounds.window:
+        before = round_index - rounds.window
+        word = freed_word(rounds, peer, round_index)
+        wait(comm.context, mine + word, stamp(comm.epoch, before), ROLE, FREED, peer, before)
+
+
+@triton.jit
 def wait_writable(comm, rounds, round_index, peer, ROLE: tl.constexpr):
     """Wait until the peer's slots of the round may be written."""
     mine = segment_of(comm.context, rank_of(comm.context), tl.int64)
     if round_index == 0:
-        wait(comm.context, mine + peer, comm.epoch, ROLE, ENTERED, peer, 0)
+        wait_entered(comm, mine, peer, ROLE)
     if rounds.CREDITS:
-        if round_index >= rounds.window:
-            before = round_index - rounds.window
-            word = freed_word(rounds, peer, round_index)
-            wait(comm.context, mine + word, stamp(comm.epoch, before), ROLE, FREED, peer, before)
+        wait_freed(comm, rounds, mine, peer, round_index, ROLE)
 
 
 @triton.jit
@@ -163,24 +176,42 @@ def wait_own_round(comm, rounds, round_index, ROLE: tl.constexpr):
 
 
 @triton.jit
+def is_last_task(comm, rounds, done):
+    """Count a task; is it the last one of its round on this rank? Then all that the others did is known."""
+    return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == rounds.tasks - 1
+
+
+@triton.jit
+def post_freed(comm, rank, word, round_index, ROLE: tl.constexpr):
+    """Tell this rank's counterparts that it reads nothing of the round any more."""
+    number = tl.load(comm.context + SEGMENT)
+    for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+        peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        nothing = Transfer(peer, number, 0, number, 0, 0)
+        post(comm.context, nothing, word * 8, stamp(comm.epoch, round_index), ROLE)
+
+
+@triton.jit
+def notify_freed(comm, rank, word, round_index):
+    """Tell the ranks of its node, and itself, the same."""
+    node = rank // comm.RANKS_PER_NODE
+    for i in range(comm.RANKS_PER_NODE):
+        peer = node * comm.RANKS_PER_NODE + (rank + i) % comm.RANKS_PER_NODE
+        notify(segment_of(comm.context, peer, tl.int64) + word, stamp(comm.epoch, round_index))
+
+
+@triton.jit
 def finish_task(comm, rounds, round_index, ROLE: tl.constexpr):
     """One of this rank's tasks of a round is done; the last one frees the round's slots."""
     tl.debug_barrier()
     rank = rank_of(comm.context)
     segment = segment_of(comm.context, rank, tl.int64)
     done = segment + single_word_of(rounds.done, round_index % rounds.window, 0)
-    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == rounds.tasks - 1:
+    if is_last_task(comm, rounds, done):
         tl.atomic_xchg(done, 0, sem="relaxed", scope="gpu")
         word = freed_word(rounds, rank, round_index)
-        node = rank // comm.RANKS_PER_NODE
-        number = tl.load(comm.context + SEGMENT)
-        for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
-            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            nothing = Transfer(peer, number, 0, number, 0, 0)
-            post(comm.context, nothing, word * 8, stamp(comm.epoch, round_index), ROLE)
-        for i in range(comm.RANKS_PER_NODE):
-            peer = node * comm.RANKS_PER_NODE + (rank + i) % comm.RANKS_PER_NODE
-            notify(segment_of(comm.context, peer, tl.int64) + word, stamp(comm.epoch, round_index))
+        post_freed(comm, rank, word, round_index, ROLE)
+        notify_freed(comm, rank, word, round_index)
 
 
 @triton.jit
@@ -243,6 +274,13 @@ def chunks_with(rounds, mask, panel, source, low, end):
 
 
 @triton.jit
+def poll_arrived(rounds, signals, needed, expected):
+    """Have those of the signals that are needed grown to what is expected?"""
+    seen = tl.atomic_add(signals, needed.to(tl.int64) * 0, mask=needed, sem="acquire", scope="sys")
+    return tl.min(tl.where(needed, seen, expected), 0) >= expected
+
+
+@triton.jit
 def poll_all_arrived(comm, rounds, mask, panel, low, end, places):
     """Have all sources' chunks with keys at positions low..end-1 arrived? One look at many signals at a time: to wait
     for one after the other would take as long as several key blocks. places: 0, 1, ..., as many as are polled at a
@@ -259,6 +297,5 @@ def poll_all_arrived(comm, rounds, mask, panel, low, end, places):
         first, behind = chunks_with(rounds, mask, panel, source, low, end)
         needed = (i < (comm.WORLD_SIZE - 1) * chunks) & (i % chunks >= first) & (i % chunks < behind)
         word = arrived_word(comm, rounds, panel.round_index, source, rank, i % chunks)
-        seen = tl.atomic_add(mine + word, places.to(tl.int64) * 0, mask=needed, sem="acquire", scope="sys")
-        here &= tl.min(tl.where(needed, seen, expected), 0) >= expected
+        here &= poll_arrived(rounds, mine + word, needed, expected)
     return here

@@ -18,17 +18,22 @@ from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order
-from mkernel.lang.requests import Transfer, post
+from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
-from mkernel.lang.signals import COUNTED, HELD, NUMBERED, notify, wait
+from mkernel.lang.signals import notify
 from mkernel.lang.trace import GATHER, PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.moe.protocol import (
     TOKENS,
     announce,
     announce_node,
     holder_of,
+    notify_held,
+    post_held,
     signal_of,
+    wait_counted,
+    wait_held,
     wait_node_entered,
+    wait_numbered,
     wait_other_nodes_entered,
 )
 from mkernel.ops.moe.routing import (
@@ -109,7 +114,7 @@ def _stage_tokens(comm, routing, dispatch, batch, first, step):
             target = Block(staged, dispatch.staged.row_stride, 1)
             _copy_tokens(dispatch, target, chunk * routing.CHUNK, end, None)
             trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
-            notify(signal_of(comm, rank, batch.signals.held, rank, chunk), comm.epoch)
+            notify_held(comm, batch.signals, rank, chunk)
 
 
 @triton.jit
@@ -141,7 +146,7 @@ def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
         transfer = Transfer(
             peer, segment, (send_offset + begin) * element, segment, (recv_offset + begin) * element, size
         )
-        post(comm.context, transfer, signal, comm.epoch, SEND)
+        post_held(comm, transfer, signal)
 
 
 @triton.jit
@@ -162,7 +167,7 @@ def _send_tokens(comm, routing, dispatch, batch, first, step):
                 numbers = routing.tables.send_index + (away - 1) * batch.max_tokens
                 number_crossings(comm, routing, table, tokens, node, numbers)
             notify(numbered, comm.epoch)
-        elif not wait(comm.context, numbered, comm.epoch, SEND, NUMBERED, -1, 0):
+        elif not wait_numbered(comm, numbered, SEND):
             tokens = 0
         for chunk in range(first, tl.cdiv(tokens, routing.CHUNK), step):
             since = trace_time(comm.context)
@@ -211,6 +216,25 @@ def _copy_to_rows(dispatch, origin, goes, numbers, far, token, end, K: tl.conste
 
 
 @triton.jit
+def _may_place(tables):
+    """Is there a place for every row?"""
+    return tl.load(tables.summary + STATUS) == OK
+
+
+@triton.jit
+def _first_row(comm, tables, expert, source, mask):
+    """Where the rows of some experts begin that come from a source."""
+    return tl.load(tables.bases + expert * comm.WORLD_SIZE + source, mask=mask, other=0)
+
+
+@triton.jit
+def _count_placed(counters, mask):
+    """Count rows that are in place, each in the counter of its block."""
+    tl.debug_barrier()
+    tl.atomic_add(counters, 1, mask=mask, sem="release", scope="gpu")
+
+
+@triton.jit
 def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
     another rank's memory."""
@@ -231,10 +255,10 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     inside = (t < end) & (slot < K)
     expert = ids - tl.load(tables.summary + FIRST_EXPERT)
     named = (expert >= 0) & (expert < batch.experts)
-    ok = tl.load(tables.summary + STATUS) == OK
+    ok = _may_place(tables)
     goes_here = named & ok
     position = tl.load(tables.positions + places + t * K + slot, mask=goes_here, other=0)
-    position += tl.load(tables.bases + expert * comm.WORLD_SIZE + source, mask=goes_here, other=0)
+    position += _first_row(comm, tables, expert, source, goes_here)
     position = tl.where(goes_here, position, -1)
     tl.store(tables.destinations + places + t * K + slot, position, mask=inside)
     tl.store(tables.all_topk_ids + places + t * K + slot, ids, mask=inside)
@@ -259,8 +283,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
         column_stride = tl.cast(1, tl.int64)
         if wanted > 0:
-            signal = signal_of(comm, holder, batch.signals.held, source, chunk)
-            here = wait(comm.context, signal, comm.epoch, INTRA, HELD, source, chunk)
+            here = wait_held(comm, batch.signals, holder, source, chunk)
 
     if here & ok & (wanted > 0):
         since = trace_time(comm.context)
@@ -272,8 +295,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
         block += (position - base) // dispatch.TILE_M
         trace(comm.context, INTRA, GATHER, source, chunk, since)
-        tl.debug_barrier()
-        tl.atomic_add(tables.placed + block * dispatch.COUNTERS, 1, mask=goes_here, sem="release", scope="gpu")
+        _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
 
 
@@ -346,7 +368,7 @@ def dispatch_tokens(comm, routing, dispatch, batch):
                 schedule_blocks(comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES)
                 notify(scheduled, comm.epoch)
         if cta < SENDERS + dispatch.roles.INTRAS:
-            if wait(comm.context, counted, comm.epoch, INTRA, COUNTED, -1, 0):
+            if wait_counted(comm, counted):
                 _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
 
 

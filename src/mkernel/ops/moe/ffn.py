@@ -64,7 +64,7 @@ from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
 from mkernel.lang.order import interleaved, interleaved_until
 from mkernel.lang.roles import COMPUTE, take
-from mkernel.lang.signals import COMPUTED, NUMBERED, PLACED, SETTLED, finish, wait, wait_again, wait_all
+from mkernel.lang.signals import COMPUTED, SETTLED, finish, wait, wait_again, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens, check_weights
@@ -79,9 +79,17 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
     store_rows,
     store_rows_through_pointers,
+    wait_placed,
 )
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
-from mkernel.ops.moe.protocol import Batch, number, signal_of, wait_node_entered, wait_other_nodes_entered
+from mkernel.ops.moe.protocol import (
+    Batch,
+    number,
+    signal_of,
+    wait_node_entered,
+    wait_numbered,
+    wait_other_nodes_entered,
+)
 from mkernel.ops.moe.reduction import Combine, collect_chunk, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import (
     BEFORE_NODE,
@@ -138,6 +146,23 @@ class Gemms(NamedTuple):
 
 
 @triton.jit
+def _wait_gated(context, counters, gates, block):
+    """Wait for so many tiles of the first GEMM of a block, to read them through descriptors; false if the group gave
+    up."""
+    here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+    acquire_for_descriptors()
+    return here
+
+
+@triton.jit
+def _count_tile(counter):
+    """Count a tile that was stored, through a descriptor or through pointers."""
+    complete_descriptor_stores()
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
 def _compute(context, operands, gemms, tables, tile, phase):
     """Tiles of both GEMMs, in one sequence: `tile`, and those that are handed out next. In phase 0 up to those that
     other nodes' tokens need, and one more for each CTA, so that nobody waits for them afterwards. Returns the
@@ -161,9 +186,8 @@ def _compute(context, operands, gemms, tables, tile, phase):
         block = tl.load(entry + 3)
         counters = tables.placed + block * COUNTERS
         if second:
-            here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+            here = _wait_gated(context, counters, gates, block)
             since = trace_time(context)
-            acquire_for_descriptors()
             used_below(operands.inner, row + rows)
             of_down = Tile(expert, row, row + rows, column_block * N, gemms.hidden)
             accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
@@ -171,7 +195,7 @@ def _compute(context, operands, gemms, tables, tile, phase):
             store_rows(operands.rows_out, of_down, accumulator)
             trace(context, TILES, TILE, -1, tile, since)
         else:
-            here = wait_again(context, counters, rows, COMPUTE, PLACED, -1, block)
+            here = wait_placed(context, counters, rows, block)
             since = trace_time(context)
             acquire_for_descriptors()
             used_below(operands.rows, row + rows)
@@ -183,9 +207,7 @@ def _compute(context, operands, gemms, tables, tile, phase):
             gated += tl.where(here, 0.0, float("nan"))
             store_rows_through_pointers(gemms.inner_rows, of_gate, gated)
             trace(context, TILES, TILE, -1, tile, since)
-        complete_descriptor_stores()
-        tl.debug_barrier()
-        tl.atomic_add(counters + tl.where(second, DONE, GATED), 1, sem="release", scope="gpu")
+        _count_tile(counters + tl.where(second, DONE, GATED))
         tile = take(tables.summary + TILES_TAKEN)
     return tile
 
@@ -195,6 +217,12 @@ def _wait_settled(comm, batch, source, chunk):
     """Wait until the tables of this rank say where the rows of a chunk are; false if the group gave up."""
     settled = signal_of(comm, rank_of(comm.context), batch.signals.settled, source, chunk)
     return wait(comm.context, settled, comm.epoch, COMPUTE, SETTLED, source, chunk)
+
+
+@triton.jit
+def _wait_tiles(context, done, mask, tiles):
+    """Wait until some blocks have so many tiles of the second GEMM; false if the group gave up."""
+    return wait_all(context, done, mask, tiles, COMPUTE, COMPUTED, -1, -1)
 
 
 @triton.jit
@@ -217,7 +245,7 @@ def _wait_computed(comm, routing, gemms, batch, source, chunk):
         block += (row - base) // gemms.tiling.M
         done = tables.placed + block * COUNTERS + DONE
         downs = tl.cdiv(gemms.hidden, gemms.tiling.N)
-        good = wait_all(comm.context, done, mine, downs, COMPUTE, COMPUTED, -1, -1)
+        good = _wait_tiles(comm.context, done, mine, downs)
     return good
 
 
@@ -229,7 +257,7 @@ def _collect(comm, routing, combine, batch, chunk):
     ready = _wait_settled(comm, batch, rank, chunk)
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
         numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
-        ready &= wait(comm.context, numbered, comm.epoch, COMPUTE, NUMBERED, -1, 0)
+        ready &= wait_numbered(comm, numbered, COMPUTE)
     if ready:
         collect_chunk(comm, routing, combine, batch, chunk)
     else:

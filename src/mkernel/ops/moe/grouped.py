@@ -207,6 +207,18 @@ def store_rows_through_pointers(c, tile, values):
 
 
 @triton.jit
+def wait_placed(context, counter, rows, block):
+    """Wait until so many rows of a block are in place; false if the group gave up. counter: that of the block."""
+    return wait_again(context, counter, rows, COMPUTE, PLACED, -1, block)
+
+
+@triton.jit
+def _is_tall(rows, M: tl.constexpr, SHORT_M: tl.constexpr):
+    """Do so many rows need a tile of the full height?"""
+    return rows > (SHORT_M if SHORT_M < M else 0)
+
+
+@triton.jit
 def multiply_block(context, operands, gemm, tables, tile):
     """A tile, when the rows of its block have been placed; NaN if they have not. If these are no more than SHORT_M, as
     in the last block of an expert, it is of that height."""
@@ -219,11 +231,11 @@ def multiply_block(context, operands, gemm, tables, tile):
     rows = tl.load(entry + 2)
     block = tl.load(entry + 3)
     where = Tile(expert, row, row + rows, column_block * gemm.tiling.N, gemm.n)
-    here = wait_again(context, tables.placed + block, rows, COMPUTE, PLACED, -1, block)
+    here = wait_placed(context, tables.placed + block, rows, block)
     acquire_for_descriptors()
     used_below(operands.rows, row + rows)
     since = trace_time(context)
-    if rows > (SHORT_M if SHORT_M < M else 0):
+    if _is_tall(rows, M, SHORT_M):
         accumulator = multiply_rows(operands.rows, operands.w, where, gemm.k, gemm.tiling)
         accumulator += tl.where(here, 0.0, float("nan"))
         store_rows(operands.y, where, accumulator)

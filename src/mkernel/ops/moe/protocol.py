@@ -17,7 +17,8 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.layout import word_of
 from mkernel.lang.requests import Transfer, post
-from mkernel.lang.signals import ENTERED, notify, wait
+from mkernel.lang.roles import INTRA, SEND
+from mkernel.lang.signals import COUNTED, ENTERED, HELD, NUMBERED, notify, wait
 from mkernel.ops.moe.sizes import Sizes, round_up
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
@@ -165,6 +166,44 @@ def announce_node(comm, signals, ROLE: tl.constexpr):
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
             peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
             post(comm.context, Transfer(peer, segment, 0, segment, 0, 0), signal, comm.epoch, ROLE)
+
+
+@triton.jit
+def notify_routed(comm, signals, rank):
+    """Tell my node that my routing table is in my memory. rank: mine."""
+    notify(signal_of(comm, rank, signals.routed, rank, 0), comm.epoch)
+
+
+@triton.jit
+def notify_held(comm, signals, rank, chunk):
+    """Tell my node that a chunk of my tokens is in my memory. rank: mine."""
+    notify(signal_of(comm, rank, signals.held, rank, chunk), comm.epoch)
+
+
+@triton.jit
+def post_held(comm, transfer, signal):
+    """Ask the network for the transfer of tokens of a chunk, and for their signal at my counterpart."""
+    post(comm.context, transfer, signal, comm.epoch, SEND)
+
+
+@triton.jit
+def wait_held(comm, signals, holder, source, chunk):
+    """Wait until a chunk of the source's tokens is in the memory of a rank of my node; false if the group gave up."""
+    signal = signal_of(comm, holder, signals.held, source, chunk)
+    return wait(comm.context, signal, comm.epoch, INTRA, HELD, source, chunk)
+
+
+@triton.jit
+def wait_counted(comm, counted):
+    """Wait until the rows of this rank have places; false if the group gave up. counted: the signal."""
+    return wait(comm.context, counted, comm.epoch, INTRA, COUNTED, -1, 0)
+
+
+@triton.jit
+def wait_numbered(comm, numbered, ROLE: tl.constexpr):
+    """Wait until the tokens of this rank that go to other nodes have numbers; false if the group gave up. numbered: the
+    signal."""
+    return wait(comm.context, numbered, comm.epoch, ROLE, NUMBERED, -1, 0)
 
 
 @triton.jit

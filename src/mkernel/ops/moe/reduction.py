@@ -75,6 +75,12 @@ def _rows(block, line, j, columns):
 
 
 @triton.jit
+def _factor(weights, token, slot, mask, K: tl.constexpr):
+    """The weights of some tokens' experts, K of each token, in a slot."""
+    return tl.load(weights + token * K + slot, mask=mask, other=0.0)
+
+
+@triton.jit
 def sum_chunk(comm, routing, combine, batch, source, chunk):
     """Sum what this rank's experts made of a chunk of `source`'s tokens. y and the weights must be here;
     all ranks of my node must have entered the epoch before this one."""
@@ -99,7 +105,7 @@ def sum_chunk(comm, routing, combine, batch, source, chunk):
             for slot in tl.static_range(K):
                 line = tl.load(goes + i * K + slot, mask=i < end, other=-1)
                 # weights of rows that are not here, or nowhere, may be anything
-                factor = tl.load(weights + i * K + slot, mask=line >= 0, other=0.0)
+                factor = _factor(weights, i, slot, line >= 0, K)
                 total += factor[:, None] * _rows(combine.y, line, j, combine.columns)
                 mine |= line >= 0
             target = partial + i.to(tl.int64)[:, None] * combine.partial.row_stride + j
@@ -195,6 +201,12 @@ def _sum_node(comm, routing, combine, batch, away, chunk, end):
 
 
 @triton.jit
+def _post_back(comm, transfer, signal, chunk):
+    """Ask the network for the transfer of my node's sums for a chunk, and for their signal at the tokens' rank."""
+    post(comm.context, transfer, signal, comm.epoch, COMPUTE)
+
+
+@triton.jit
 def relay_chunk(comm, routing, combine, batch, away, chunk):
     """Sum what my node made of a chunk of the tokens of my counterpart `away` nodes on, and send it. That
     node must have entered the epoch before this one."""
@@ -220,8 +232,15 @@ def relay_chunk(comm, routing, combine, batch, away, chunk):
             size = ((count - 1) * combine.send.row_stride + combine.columns) * element
             transfer = Transfer(source, segment, send_offset * element, segment, recv_offset * element, size)
             signal = word_of(batch.signals.back, comm.epoch, rank, chunk) * 8
-            post(comm.context, transfer, signal, comm.epoch, COMPUTE)
+            _post_back(comm, transfer, signal, chunk)
             trace(comm.context, TILES, SEND_CHUNK, source, chunk, since)
+
+
+@triton.jit
+def _wait_back(comm, signals, rank, peer, chunk):
+    """Wait for the sums of the peer's node for a chunk of my tokens; false if the group gave up. rank: mine."""
+    signal = signal_of(comm, rank, signals.back, peer, chunk)
+    return wait(comm.context, signal, comm.epoch, COMPUTE, BACK, peer, chunk)
 
 
 @triton.jit
@@ -234,8 +253,7 @@ def _wait_sums(comm, routing, batch, chunk, end):
         send_index = routing.tables.send_index + (away - 1) * batch.max_tokens
         if tl.max(tl.load(send_index + token, mask=token < end, other=-1)) >= 0:
             peer = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            signal = signal_of(comm, rank, batch.signals.back, peer, chunk)
-            here &= wait(comm.context, signal, comm.epoch, COMPUTE, BACK, peer, chunk)
+            here &= _wait_back(comm, batch.signals, rank, peer, chunk)
     return here
 
 

@@ -31,13 +31,14 @@ from mkernel.lang.context import SEGMENT, TABLE, rank_of, segment_of, state_of
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
-from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, ROUTED, notify, refuse, wait
+from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, ROUTED, refuse, wait
 from mkernel.ops.moe.protocol import (
     CAPACITY,
     EXPERTS,
     HEADER,
     TOKENS,
     holder_of,
+    notify_routed,
     signal_of,
     wait_node_entered,
     wait_other_nodes_entered,
@@ -170,6 +171,24 @@ def _write_words(table, words, count, K: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
+def _write_table(comm, routing, batch, table, ids, weights):
+    """Write a routing table: its header, then ids and weights, `Block`s or None. Returns how many words it has."""
+    word = tl.arange(0, 16)
+    header = tl.where(word == TOKENS, batch.tokens, 0) + tl.where(word == EXPERTS, batch.experts, 0)
+    tl.store(table + word, header + tl.where(word == CAPACITY, batch.capacity, 0))
+    size = HEADER + batch.tokens * routing.K
+    if routing.HAS_IDS:
+        _write_words(table + HEADER, ids, batch.tokens, routing.K, False)
+    if routing.HAS_WEIGHTS:
+        behind = table + HEADER
+        if routing.HAS_IDS:
+            behind += batch.max_tokens * routing.K
+            size += batch.max_tokens * routing.K
+        _write_words(behind, weights, batch.tokens, routing.K, True)
+    return size
+
+
+@triton.jit
 def publish(comm, routing, batch, ids, weights):
     """Write this rank's routing table and send it to my counterparts. ids, weights: `Block`s, or None."""
     rank = rank_of(comm.context)
@@ -178,19 +197,8 @@ def publish(comm, routing, batch, ids, weights):
     left &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
     if left:
         table = table_of(comm, routing, rank)
-        word = tl.arange(0, 16)
-        header = tl.where(word == TOKENS, batch.tokens, 0) + tl.where(word == EXPERTS, batch.experts, 0)
-        tl.store(table + word, header + tl.where(word == CAPACITY, batch.capacity, 0))
-        size = HEADER + batch.tokens * routing.K
-        if routing.HAS_IDS:
-            _write_words(table + HEADER, ids, batch.tokens, routing.K, False)
-        if routing.HAS_WEIGHTS:
-            behind = table + HEADER
-            if routing.HAS_IDS:
-                behind += batch.max_tokens * routing.K
-                size += batch.max_tokens * routing.K
-            _write_words(behind, weights, batch.tokens, routing.K, True)
-        notify(signal_of(comm, rank, batch.signals.routed, rank, 0), comm.epoch)
+        size = _write_table(comm, routing, batch, table, ids, weights)
+        notify_routed(comm, batch.signals, rank)
         signal = word_of(batch.signals.routed, comm.epoch, rank, 0) * 8
         place = row_of(routing.published, comm.epoch, rank) * 4
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
@@ -317,11 +325,17 @@ def count_rows(comm, routing, batch, worker, workers):
 
 
 @triton.jit
+def _count_counter(state):
+    """One more CTA has counted; returns how many had before. The last one knows what all others counted."""
+    return tl.atomic_add(state + COUNTERS_DONE, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
 def counted_last(context, workers):
     """Every CTA that counts calls this when it is done; true for the one that is the last."""
     state = state_of(context)
     tl.debug_barrier()
-    before = tl.atomic_add(state + COUNTERS_DONE, 1, sem="acq_rel", scope="gpu")
+    before = _count_counter(state)
     tl.debug_barrier()
     last = before == workers - 1
     if last:
@@ -352,6 +366,13 @@ def _find_status(comm, routing):
         needed = tl.sum(tl.where(i == full, rows, 0))
         refuse(comm.context, OVER_CAPACITY, full, needed, tl.sum(tl.where(i == full, capacity, 0)))
     return status
+
+
+@triton.jit
+def _take_none(summary):
+    """Hand out pieces and tiles from the first one on."""
+    tl.store(summary + PIECES_TAKEN, 0)
+    tl.store(summary + TILES_TAKEN, 0)
 
 
 @triton.jit
@@ -389,8 +410,7 @@ def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.cons
     tl.store(summary + STATUS, status)
     tl.store(summary + BLOCKS, blocks)
     tl.store(summary + FIRST_EXPERT, first)
-    tl.store(summary + PIECES_TAKEN, 0)
-    tl.store(summary + TILES_TAKEN, 0)
+    _take_none(summary)
     i = tl.arange(0, routing.RANKS)
     tokens = _headers(comm, routing, TOKENS)
     owned = _headers(comm, routing, EXPERTS)

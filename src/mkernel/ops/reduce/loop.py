@@ -25,8 +25,8 @@ import triton.language as tl
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_step
-from mkernel.lang.signals import notify_in_loop
 from mkernel.ops.reduce.operands import count_steps
+from mkernel.ops.reduce.protocol import notify_partial
 
 
 class Progress(NamedTuple):
@@ -57,7 +57,7 @@ def pace_progress(link, progress):
 def notify_due(comm, signal):
     """Raise the signal that is due, if there is one."""
     if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+        notify_partial(comm, signal, True)
 
 
 @triton.jit

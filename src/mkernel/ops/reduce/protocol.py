@@ -10,8 +10,9 @@ import triton.language as tl
 
 from mkernel.lang.context import rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, wait_again
+from mkernel.lang.signals import PARTIAL, notify, notify_in_loop, wait_again
 from mkernel.ops.reduce.partials import load_partial, prefetch_partial, store_partial
 
 
@@ -48,6 +49,22 @@ def push_partial(comm, exchange, total, distance, first, j):
     place = first + comm.RANKS_PER_NODE - 1 - distance
     store_partial(slot_at(comm, exchange.partials, adder, place, j), total, total.shape[0], total.shape[1])
     return signal_at(comm, exchange.partial, adder, place, j).to(tl.int64)
+
+
+@triton.jit
+def notify_partial(comm, signal, IN_LOOP: tl.constexpr):
+    """Raise the signal at an address that `push_partial` has returned. IN_LOOP: inside a loop that Triton shall
+    pipeline."""
+    if IN_LOOP:
+        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    else:
+        notify(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+
+
+@triton.jit
+def post_node_sum(comm, transfer, signal):
+    """Ask the network for the transfer of a node's sum of a tile, and for its signal at the peer."""
+    post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)
 
 
 @triton.jit

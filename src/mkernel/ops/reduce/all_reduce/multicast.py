@@ -38,7 +38,7 @@ from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import slot_of
 from mkernel.lang.matrix import Tile
-from mkernel.lang.signals import finish, notify_in_loop
+from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
 from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, locate, round_of, slot_number, take, tile_of
@@ -54,6 +54,7 @@ from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due
 from mkernel.ops.reduce.operands import count_tiles, with_matrices
 from mkernel.ops.reduce.partials import store_partial
 from mkernel.ops.reduce.protocol import (
+    notify_partial,
     push_partial,
     signal_at,
     slot_at,
@@ -86,7 +87,7 @@ def _add_in_switch(comm, exchange, total, block, tile):
     """The sum of all ranks' partials of this rank's own tile, made by the switch when all are there."""
     rank = rank_of(comm.context)
     signal = _keep(comm, exchange, total, rank, block)
-    notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+    notify_partial(comm, signal, True)
     missing = wait_partials(comm, exchange, 0, slot_number(block), tile)
     slot = _slot_everywhere(comm, exchange.partials, rank, slot_number(block))
     return load_sum(slot, total, total.shape[0], total.shape[1]) + missing
@@ -149,7 +150,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     signal = progress.signal
     trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
     if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+        notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
     if (taken.place % WORLD_SIZE == 0) & (block >= 1):
         # finished at the end of the block before

@@ -46,6 +46,12 @@ def _pieces(slot, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _pieces_behind_fence(slot, BYTES: tl.constexpr):
+    """The same, after `fence_aliases`."""
+    return _pieces(slot, BYTES) + fence_aliases()
+
+
+@triton.jit
 def _words(tile, DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """The first, second, third and fourth words of all pieces of a slot that holds the tile."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -106,7 +112,7 @@ def load_sum(slot, like, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """
     DTYPE: tl.constexpr = slot.dtype.element_ty
     BYTES: tl.constexpr = TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
-    pieces = _pieces(slot, BYTES) + fence_aliases()
+    pieces = _pieces_behind_fence(slot, BYTES)
     held, _, _, _ = _words(like, DTYPE, TILE_M, TILE_N)
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     if DTYPE == tl.bfloat16:

@@ -11,7 +11,7 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import slot_of, word_of
-from mkernel.lang.requests import Transfer, post
+from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_in_loop, wait_again
 from mkernel.ops.reduce.all_reduce.order import slot_number
@@ -21,6 +21,7 @@ from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.ops.reduce.protocol import (
     add_partials,
     peer_behind,
+    post_node_sum,
     prefetch_partials,
     signal_at,
     slot_at,
@@ -122,7 +123,7 @@ def send_node_sum(comm, exchange, total, block):
     for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
         peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
         transfer = Transfer(peer, segment, place, segment, place, slot_bytes(exchange.node_sums))
-        post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)
+        post_node_sum(comm, transfer, signal)
 
 
 @triton.jit
@@ -155,11 +156,17 @@ def prefetch(comm, call, taken):
 
 
 @triton.jit
+def finished_slot(comm, exchange, owner, block):
+    """Pointer to the slot in which its owner keeps its finished tile of a block."""
+    return slot_at(comm, exchange.finished_tiles, owner, 0, slot_number(block))
+
+
+@triton.jit
 def finish_tile(comm, call, total, tile, block):
     """Add bias and residual to a sum; store it into the result and, for the rest of the node, into its slot."""
     M: tl.constexpr = total.shape[0]
     HALF: tl.constexpr = total.shape[1] // 2
-    slot = slot_at(comm, call.exchange.finished_tiles, rank_of(comm.context), 0, slot_number(block))
+    slot = finished_slot(comm, call.exchange, rank_of(comm.context), block)
     left, right = halves(total)
     left = add_to_tile(call.result, tile, left)
     if comm.RANKS_PER_NODE > 1:

@@ -58,6 +58,18 @@ def _notify_peers(comm, words, tile):
 
 
 @triton.jit
+def _notify_partial(comm, exchange, tile):
+    """Tell every other rank that this rank's partial of its slice is there."""
+    _notify_peers(comm, exchange.partial, tile)
+
+
+@triton.jit
+def _notify_finished(comm, exchange, tile):
+    """Tell every other rank that this rank's slice of a tile is finished."""
+    _notify_peers(comm, exchange.finished, tile)
+
+
+@triton.jit
 def _wait_peers(comm, words, tile, KIND: tl.constexpr):
     """Wait for the signals of a tile of all other ranks; 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
@@ -135,11 +147,11 @@ def _run(comm, call):
         pushed = tl.cast(comm.WORLD_SIZE - 1, tl.int64) * slot_bytes(call.exchange.partials)
         pace(begun, pushed, call.link.nanoseconds_per_mib)
     trace(comm.context, TILES, PUSH_CHUNK, rank, tile, LAST)
-    _notify_peers(comm, call.exchange.partial, tile)
+    _notify_partial(comm, call.exchange, tile)
     mine = _add_slices(comm, call.exchange, mine, tile)
     finish_tile(comm, call, mine, move_right(place, rank * mine.shape[1]), 0)
     trace(comm.context, TILES, REDUCE, rank, tile, LAST)
-    _notify_peers(comm, call.exchange.finished, tile)
+    _notify_finished(comm, call.exchange, tile)
 
     _gather(comm, call, place, tile)
     trace(comm.context, TILES, GATHER, rank, tile, LAST)

@@ -11,12 +11,13 @@ import triton.language as tl
 from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.copy import pace
 from mkernel.lang.matrix import Tile
-from mkernel.lang.signals import finish, notify_in_loop
+from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, locate, round_of, slot_number, take, tile_of
 from mkernel.ops.reduce.all_reduce.protocol import (
     copy_finished,
     finish_tile,
+    finished_slot,
     notify_finished,
     prefetch,
     send_node_sum,
@@ -27,9 +28,9 @@ from mkernel.ops.reduce.all_reduce.protocol import (
 from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due, pace_progress
 from mkernel.ops.reduce.operands import count_tiles, with_matrices
 from mkernel.ops.reduce.protocol import (
+    notify_partial,
     peer_behind,
     push_partial,
-    slot_at,
     slot_bytes,
 )
 
@@ -38,6 +39,12 @@ from mkernel.ops.reduce.protocol import (
 def _lag(comm):
     """How many blocks later a tile is finished: the exchange between nodes takes one."""
     return 2 if comm.WORLD_SIZE > comm.RANKS_PER_NODE else 1
+
+
+@triton.jit
+def _notify_last_finished(comm, exchange, block):
+    """At the beginning of a block, tell the node of the tile that was finished at the end of the block before."""
+    notify_finished(comm, exchange, block - _lag(comm))
 
 
 @triton.jit
@@ -64,7 +71,7 @@ def _gather(comm, call, block, rounds):
         if round < rounds:
             tile, row, column = tile_of(call.product, round)
             missing = wait_finished(comm, call.exchange, i, block, tile)
-            slot = slot_at(comm, call.exchange.finished_tiles, owner, 0, slot_number(block))
+            slot = finished_slot(comm, call.exchange, owner, block)
             place = Tile(0, row, call.product.rows, column, call.product.n)
             copy_finished(call.result, slot, place, missing, M, N)
             count += 1
@@ -85,11 +92,10 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     trace(comm.context, TILES, TILE, rank - local + taken.owner, taken.tile, LAST)
     pace_progress(call.link, progress)
     if signal != 0:
-        notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+        notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
     if (taken.place % RANKS_PER_NODE == 0) & (block >= _lag(comm)):
-        # finished at the end of the block before
-        notify_finished(comm, call.exchange, block - _lag(comm))
+        _notify_last_finished(comm, call.exchange, block)
     is_pushed = False  # known to the compiler: it fails on code for peers that there are none of, if k is 1
     if RANKS_PER_NODE > 1:
         is_pushed = taken.owner != local

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
 from mkernel.lang.matrix import Tile
-from mkernel.lang.signals import finish, notify, notify_in_loop
+from mkernel.lang.signals import finish
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import store_result
@@ -24,7 +24,7 @@ from mkernel.ops.reduce.operands import (
     variant_of,
     with_matrices,
 )
-from mkernel.ops.reduce.protocol import add_partials, push_partial, slot_bytes, wait_partials
+from mkernel.ops.reduce.protocol import add_partials, notify_partial, push_partial, slot_bytes, wait_partials
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.ops.reduce.reduce_scatter.protocol import (
     add_node_sums,
@@ -120,7 +120,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     if comm.RANKS_PER_NODE > 1:
         if signal != 0:
             pace_progress(call.link, progress)
-            notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+            notify_partial(comm, signal, True)
             signal = tl.full((), 0, tl.int64)
         is_pushed = taken.rank_offset != 0
     if is_pushed:
@@ -144,7 +144,7 @@ def _run(comm, call):
     if comm.RANKS_PER_NODE > 1:
         if progress.signal != 0:
             pace_progress(call.link, progress)
-            notify(progress.signal.to(tl.pointer_type(tl.int64)), comm.epoch)
+            notify_partial(comm, progress.signal, False)
     finish(comm.context, comm.epoch, WORLD_SIZE)
 
 

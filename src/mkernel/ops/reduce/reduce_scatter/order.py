@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mkernel.lang.roles import this_cta
+
 
 @triton.jit
 def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
@@ -11,7 +13,7 @@ def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
 
     If the tiles that are left over go round once for all kinds together, CTA cta gets one of kind
     cta // left; kinds are numbered so that no CTA waits for a higher one (see `tile_at`)."""
-    cta = tl.program_id(0)
+    cta = this_cta()
     ctas = tl.num_programs(0)
     left = tiles % ctas
     apart = left * WORLD_SIZE <= ctas
@@ -25,7 +27,7 @@ def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
 def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
     """(node offset, rank offset, tile): which tile this CTA takes at a place of its sequence: one of the rows of
     the rank that is so many nodes and so many local ranks behind this one, cyclically."""
-    cta = tl.program_id(0)
+    cta = this_cta()
     ctas = tl.num_programs(0)
     PEERS: tl.constexpr = RANKS_PER_NODE - 1
     OTHERS: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE - 1  # nodes

@@ -10,12 +10,12 @@ import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
-from mkernel.lang.requests import Transfer, post
+from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, wait_again
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.partials import load_partial, prefetch_partial, store_partial
-from mkernel.ops.reduce.protocol import prefetch_partials, signal_at, slot_at, slot_bytes
+from mkernel.ops.reduce.protocol import post_node_sum, prefetch_partials, signal_at, slot_at, slot_bytes
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 
@@ -82,7 +82,7 @@ def send_node_sum(comm, exchange, total, node_offset, tile):
     owner = (rank + node_offset * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
     signal = word_of(exchange.node_sum, comm.epoch, place, tile) * 8
     transfer = Transfer(owner, segment, source * ELEMENT, segment, target * ELEMENT, slot_bytes(exchange.outgoing))
-    post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)
+    post_node_sum(comm, transfer, signal)
 
 
 @triton.jit

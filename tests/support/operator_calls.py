@@ -1,15 +1,15 @@
-"""What the tests of operators have in common."""
+"""Calls of operators on a simulated cluster, and checks of what they return and of memory around it."""
 
 import contextlib
 import signal
 from dataclasses import dataclass
 
 import torch
-from patience import HANG
 
 import mkernel as mk
 from mkernel.sim.scheduler import Options
 from mkernel.sim.world import SimWorld
+from support.patience import HANG
 
 SENTINEL = -77.0
 
@@ -69,12 +69,12 @@ class Case:
         return self._values(self.k, self.columns(rank), (2, rank, turn))
 
 
-def call(group, case, turn=0, *, a=None, b=None, op=None, **arguments):
+def call(group, case, turn=0, *, a=None, b=None, **arguments):
     """One call on this rank, with the case's values; the result and the inputs are checked."""
     a = case.rows(group.rank, turn) if a is None else a
     b = case.weights(group.rank, turn) if b is None else b
     before = a.clone(), b.clone()
-    y = (op or mk.all_gather_matmul)(a, b, group=group, **arguments)
+    y = mk.all_gather_matmul(a, b, group=group, **arguments)
     assert_same(a, before[0])
     assert_same(b, before[1])
     assert_product(y, case.gathered(group.size, turn), b)

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from patience import HANG
 
-TESTS = Path(__file__).parent
+from support.patience import HANG
+
+TESTS = Path(__file__).parents[1]
 SOURCE = str(TESTS.parent / "src")
-AND_TESTS = f"{SOURCE}{os.pathsep}{TESTS}"  # programs of ranks can import patience, too
+AND_TESTS = f"{SOURCE}{os.pathsep}{TESTS}"  # programs of ranks can import support, too
 NUMBER = struct.Struct("i")
 NOTHING = open(os.devnull, "r+")  # noqa: SIM115  # as long as the tests run
 
@@ -35,7 +36,7 @@ def _server(number):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, str(TESTS / "fork_server.py"), str(theirs.fileno())],
+            [sys.executable, str(TESTS / "support" / "fork_server.py"), str(theirs.fileno())],
             env=dict(os.environ, PYTHONPATH=AND_TESTS, OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="2"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

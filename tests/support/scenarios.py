@@ -6,17 +6,14 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import attention
-import helpers
-import sums
 import torch
-from broken import SimulatedCalls
-from experts import Layer, combine, dispatch, ffn
-from helpers import assert_product, assert_same
-from sums import WAYS
 
 import mkernel as mk
-from mkernel.ops import moe
+from support import attention_reference, operator_calls, reduce_reference
+from support.broken_variants import SimulatedCalls
+from support.moe_reference import Layer, combine, dispatch, ffn
+from support.operator_calls import assert_product, assert_same
+from support.reduce_reference import WAYS
 
 SCATTER, REDUCE, SHOT, SLICED, MULTICAST = WAYS
 
@@ -32,16 +29,16 @@ class Gathers(SimulatedCalls):
     chunk_rows: int = 4
     n: int | tuple[int, ...] = 5
 
-    def work(self, group, op):
-        case = helpers.Case(12, self.n, 8)
+    def work(self, group):
+        case = operator_calls.Case(12, self.n, 8)
         config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=self.chunk_rows)
         a = mk.empty(case.m, case.k, dtype=case.dtype) if self.heap else None
         for turn in range(self.calls):
             if a is None:
-                helpers.call(group, case, turn, op=op, config=config)
+                operator_calls.call(group, case, turn, config=config)
             else:
                 b = case.weights(group.rank, turn)
-                y = op(a.copy_(case.rows(group.rank, turn)), b, config=config)
+                y = mk.all_gather_matmul(a.copy_(case.rows(group.rank, turn)), b, config=config)
                 a.fill_(float("nan"))
                 assert_product(y, case.gathered(group.size, turn), b)
 
@@ -59,23 +56,22 @@ class Sums(SimulatedCalls):
 
     @property
     def op(self):
-        return sums.name_of(self.way)
+        return reduce_reference.name_of(self.way)
 
-    def prepare(self, module, patch):
-        sums.choose(self.way, patch)
-        sums.choose(self.way, patch, module)  # a copy has switches of its own
+    def prepare(self, patch):
+        reduce_reference.choose(self.way, patch)
 
-    def run(self, module, seed):
-        results = super().run(module, seed)
+    def run(self, seed, replace=None):
+        results = super().run(seed, replace)
         if self.way != SCATTER:
             for turns in zip(*results):
                 for other in turns[1:]:
                     assert_same(other, turns[0])
 
-    def work(self, group, op):
-        case = sums.Sum(self.rows, self.n, 8, self.dtype)
-        config = mk.Config(tile_m=16, tile_n=128, tile_k=16) if self.way == SLICED else sums.SMALL
-        return [sums.call(group, self.way, case, turn, op=op, config=config) for turn in range(self.calls)]
+    def work(self, group):
+        case = reduce_reference.Sum(self.rows, self.n, 8, self.dtype)
+        config = mk.Config(tile_m=16, tile_n=128, tile_k=16) if self.way == SLICED else reduce_reference.SMALL
+        return [reduce_reference.call(group, self.way, case, turn, config=config) for turn in range(self.calls)]
 
 
 @dataclass(frozen=True)
@@ -84,14 +80,14 @@ class Attends(SimulatedCalls):
     ends."""
 
     op: ClassVar = "ring_attention"
-    case: attention.Case
+    case: attention_reference.Case
     steps: int | None = None
     arrives: int = 0
 
-    def work(self, group, op):
+    def work(self, group):
         config = mk.Config(tile_m=16, tile_n=16, steps=self.steps)
         for turn in range(self.calls):
-            attention.call(group, self.case, turn, op=op, config=config)
+            attention_reference.call(group, self.case, turn, config=config)
             if group.rank == 0 and self.arrives:
                 assert group.world.traffic.network[1][0] == (turn + 1) * self.arrives
 
@@ -107,13 +103,10 @@ class Routes(SimulatedCalls):
     op: str
     layer: Layer = LITTLE
 
-    def prepare(self, module, patch):
-        patch.setattr(module.combine, "Handle", moe.Handle)  # what is combined comes from mkernel's own dispatch
-
-    def work(self, group, function):
+    def work(self, group):
         # with max_tokens ranks exchange nothing on the host, so that they may be a call ahead of each other
         arguments = dict(
             config=mk.Config(tile_m=16, tile_n=32, tile_k=16, chunk_rows=4), max_tokens=max(8, *self.layer.tokens)
         )
         for turn in range(self.calls):
-            EXPERT_CALLS[self.op](group, self.layer, turn, op=function, **arguments)
+            EXPERT_CALLS[self.op](group, self.layer, turn, **arguments)

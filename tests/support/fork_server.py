@@ -1,9 +1,9 @@
 """A process that has imported what ranks import, and forks them: importing takes seconds, forking does not.
 
-`processes.Fork` starts it with a socket and asks it for processes. Nothing is initialised here and no thread runs, so a
-child is what a new process would be that has done the same imports. It goes on behind the loop below: the program is
-executed as this one's last line, so that the interpreter ends it as any other, with its atexit handlers, its exit code
-and its traceback.
+`forked_processes.Fork` starts it with a socket and asks it for processes. Nothing is initialised here and no thread
+runs, so a child is what a new process would be that has done the same imports. It goes on behind the loop below: the
+program is executed as this one's last line, so that the interpreter ends it as any other, with its atexit handlers, its
+exit code and its traceback.
 """
 
 import contextlib

@@ -14,13 +14,10 @@ import random
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import attention
-import experts
-import helpers
-import sums
 import torch
 
 import mkernel as mk
+from support import attention_reference, moe_reference, operator_calls, reduce_reference
 
 SEED = "MKERNEL_TEST_SEED"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -37,7 +34,7 @@ def seeds(usual):
 
 @dataclass(frozen=True)
 class Gather:
-    case: helpers.Case
+    case: operator_calls.Case
     turn: int
     layouts: tuple[str, ...]
     config: mk.Config
@@ -47,9 +44,9 @@ class Gather:
     @staticmethod
     def draw(rng, size, turn):
         n = tuple(rng.randint(0, 40) for _ in range(size))
-        case = helpers.Case(rng.randint(1, 40), n, rng.randint(1, 40), rng.choice(DTYPES))
+        case = operator_calls.Case(rng.randint(1, 40), n, rng.randint(1, 40), rng.choice(DTYPES))
         config = mk.Config(chunk_rows=rng.choice([None, 1, 3, 16, 40]), tile_m=16, tile_n=rng.choice([16, 32]))
-        layouts = tuple(rng.choice(list(helpers.LAYOUTS)) for _ in range(3))
+        layouts = tuple(rng.choice(list(operator_calls.LAYOUTS)) for _ in range(3))
         return Gather(case, turn, layouts, config, rng.random() < 0.3, rng.random() < 0.2)
 
     def larger(self):
@@ -62,11 +59,11 @@ class Gather:
 
     def start(self, group, **wrong):
         case, rank = self.case, group.rank
-        a = helpers.lay_out(case.rows(rank, self.turn), self.layouts[0])
+        a = operator_calls.lay_out(case.rows(rank, self.turn), self.layouts[0])
         if self.in_heap and not wrong:
             a = mk.empty(case.m, case.k, dtype=case.dtype, group=group).copy_(a)
-        b = helpers.lay_out(case.weights(rank, self.turn), self.layouts[1])
-        canary = helpers.Canary(group.size * case.m, case.columns(rank), case.dtype, self.layouts[2])
+        b = operator_calls.lay_out(case.weights(rank, self.turn), self.layouts[1])
+        canary = operator_calls.Canary(group.size * case.m, case.columns(rank), case.dtype, self.layouts[2])
         canary.tensor.fill_(NAN)
         given = dict(a=a, b=b, out=canary.tensor, config=self.config, return_gathered=self.gathered) | wrong
         result = mk.all_gather_matmul(given.pop("a"), given.pop("b"), group=group, **given)
@@ -75,17 +72,17 @@ class Gather:
     def check(self, group, made):
         a, b, canary, result = made
         everyone = self.case.gathered(group.size, self.turn)
-        helpers.assert_same(a, self.case.rows(group.rank, self.turn))
-        helpers.assert_product(canary.tensor, everyone, b)
+        operator_calls.assert_same(a, self.case.rows(group.rank, self.turn))
+        operator_calls.assert_product(canary.tensor, everyone, b)
         canary.check()
         if self.gathered:
-            helpers.assert_same(result[1], everyone)
+            operator_calls.assert_same(result[1], everyone)
 
 
 @dataclass(frozen=True)
 class Reduce:
     way: str
-    case: sums.Sum
+    case: reduce_reference.Sum
     turn: int
     layouts: tuple[str, ...]
     config: mk.Config
@@ -97,9 +94,11 @@ class Reduce:
     def draw(rng, size, turn):
         way = rng.choice(["matmul_reduce_scatter", "matmul_all_reduce"])
         m = rng.randint(1, 10) * size if way == "matmul_reduce_scatter" else rng.randint(1, 40)
-        case = sums.Sum(m, rng.randint(1, 40), tuple(rng.randint(1, 40) for _ in range(size)), rng.choice(DTYPES))
+        case = reduce_reference.Sum(
+            m, rng.randint(1, 40), tuple(rng.randint(1, 40) for _ in range(size)), rng.choice(DTYPES)
+        )
         config = mk.Config(tile_m=16, tile_n=rng.choice([16, 32]), tile_k=rng.choice([16, 32]))
-        layouts = tuple(rng.choice(list(helpers.LAYOUTS)) for _ in range(3))
+        layouts = tuple(rng.choice(list(operator_calls.LAYOUTS)) for _ in range(3))
         bias, residual = rng.random() < 0.5, rng.random() < 0.5
         return Reduce(way, case, turn, layouts, config, bias, residual, rng.choice([None, torch.float32]))
 
@@ -113,31 +112,33 @@ class Reduce:
     def start(self, group, **wrong):
         case, rank = self.case, group.rank
         rows = case.m if self.way == "matmul_all_reduce" else case.m // group.size
-        canary = helpers.Canary(rows, case.n, case.dtype, self.layouts[2])
+        canary = operator_calls.Canary(rows, case.n, case.dtype, self.layouts[2])
         canary.tensor.fill_(NAN)
-        given = dict(a=helpers.lay_out(case.a(rank, self.turn), self.layouts[0]), out=canary.tensor,
-                     b=helpers.lay_out(case.b(rank, self.turn), self.layouts[1]), config=self.config,
+        given = dict(a=operator_calls.lay_out(case.a(rank, self.turn), self.layouts[0]), out=canary.tensor,
+                     b=operator_calls.lay_out(case.b(rank, self.turn), self.layouts[1]), config=self.config,
                      reduce_dtype=self.reduce_dtype)  # fmt: skip
         if self.bias:
             given["bias"] = case.bias(self.turn)
         if self.residual:
-            given["residual"] = sums.mine(group, self.way, case.residual(self.turn)).clone()
+            given["residual"] = reduce_reference.mine(group, self.way, case.residual(self.turn)).clone()
         given |= wrong
-        sums.op_of(self.way)(given.pop("a"), given.pop("b"), group=group, **given)
+        reduce_reference.op_of(self.way)(given.pop("a"), given.pop("b"), group=group, **given)
         return given, canary
 
     def check(self, group, made):
         _, canary = made
-        sums.check(group, self.way, self.case, canary.tensor, self.turn, bias=self.bias, residual=self.residual,
-                   reduce_dtype=self.reduce_dtype)  # fmt: skip
+        reduce_reference.check(
+            group, self.way, self.case, canary.tensor, self.turn, bias=self.bias, residual=self.residual,
+            reduce_dtype=self.reduce_dtype,
+        )  # fmt: skip
         canary.check()
         if self.way == "matmul_all_reduce":
-            return hashlib.sha256(helpers.bits(canary.tensor).numpy().tobytes()).hexdigest()[:16]
+            return hashlib.sha256(operator_calls.bits(canary.tensor).numpy().tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Attention:
-    case: attention.Case
+    case: attention_reference.Case
     turn: int
 
     @staticmethod
@@ -147,7 +148,7 @@ class Attention:
         if rng.random() < 0.3:
             inner = rng.sample(range(1, size * length), min(rng.randint(0, 3), size * length - 1))
             documents = (0, *sorted(inner), size * length)
-        case = attention.Case(
+        case = attention_reference.Case(
             length, kv_heads * rng.randint(1, 2), kv_heads, dtype=rng.choice(DTYPES), causal=rng.random() < 0.5,
             layout=rng.choice(["contiguous", "zigzag"]), documents=documents,
         )  # fmt: skip
@@ -170,13 +171,15 @@ class Attention:
 
     def check(self, group, made):
         _, (out, lse) = made
-        attention.assert_attention(out, lse, attention.exact(self.case, group.rank, group.size, self.turn), self.case)
+        attention_reference.assert_attention(
+            out, lse, attention_reference.exact(self.case, group.rank, group.size, self.turn), self.case
+        )
 
 
 @dataclass(frozen=True)
 class Experts:
     which: str  # dispatch, combine (after a dispatch) or ffn
-    layer: experts.Layer
+    layer: moe_reference.Layer
     turn: int
     max_tokens: int | None
 
@@ -184,7 +187,7 @@ class Experts:
     def draw(rng, size, turn):
         tokens = tuple(rng.choice([0, 1, rng.randint(2, 20)]) for _ in range(size))
         counts = tuple(rng.randint(0, 3) for _ in range(size))
-        layer = experts.Layer(
+        layer = moe_reference.Layer(
             tokens, counts, k=rng.randint(1, 4), hidden=rng.choice([16, 24, 33]), out=rng.choice([8, 20]),
             dtype=rng.choice(DTYPES),
             routing=rng.choice(["random", "zipf", "one", "twice", "none"] if sum(counts) else ["none"]),
@@ -201,7 +204,9 @@ class Experts:
 
     def start(self, group, combine=None, **wrong):
         layer, rank, turn = self.layer, group.rank, self.turn
-        given = dict(a=layer.x(rank, turn), ids=layer.ids(rank, turn), max_tokens=self.max_tokens, config=experts.SMALL)
+        given = dict(
+            a=layer.x(rank, turn), ids=layer.ids(rank, turn), max_tokens=self.max_tokens, config=moe_reference.SMALL
+        )
         weights = layer.weights(rank, turn)
         if self.which == "ffn":
             out = torch.full((layer.tokens[rank], layer.hidden), NAN, dtype=layer.dtype)
@@ -223,12 +228,12 @@ class Experts:
         layer, rank, turn = self.layer, group.rank, self.turn
         if self.which == "ffn":
             if layer.tokens[rank]:
-                experts.assert_sum(made[-1], *layer.ffn(rank, turn), layer.hidden + layer.out)
+                moe_reference.assert_sum(made[-1], *layer.ffn(rank, turn), layer.hidden + layer.out)
             return
         _, y, handle, _, z = made
-        experts.check_dispatch(layer, rank, y, handle, turn)
+        moe_reference.check_dispatch(layer, rank, y, handle, turn)
         if z is not None and layer.tokens[rank]:
-            experts.assert_sum(z, *layer.combined(rank, turn), layer.hidden)
+            moe_reference.assert_sum(z, *layer.combined(rank, turn), layer.hidden)
 
     def misrouted(self, rng):
         """A call that every rank refuses in its kernel, and the error."""

@@ -8,7 +8,8 @@ import shutil
 import tempfile
 
 import pytest
-from patience import HANG
+
+from support.patience import HANG
 
 FLAGS = (
     "--headless",

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from compiled import PROGRAMS, pretending
-from helpers import run
 
 from mkernel.ops.reduce import all_reduce, reduce_scatter
 from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.world import Links
+from support.compiled_launches import PROGRAMS, pretending
+from support.operator_calls import run
 
 MODULES = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import helpers
 import torch
-from helpers import assert_same
 
 import mkernel as mk
 from mkernel.ops.reduce import all_reduce
 from mkernel.sim.scheduler import Options
+from support import operator_calls
+from support.operator_calls import assert_same
 
 WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced", "multicast"]
 ONE_NODE = ("one shot", "multicast")  # these ways are for one node of several ranks
@@ -27,16 +27,16 @@ def op_of(way):
     return getattr(mk, name_of(way))
 
 
-def choose(way, monkeypatch, module=all_reduce):
+def choose(way, monkeypatch):
     """Small results are summed up in one shot, or sliced, by default, and large ones with multicast from 4 ranks on:
     choose which way is tested."""
     if way != "matmul_reduce_scatter":
-        monkeypatch.setattr(module.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
-        monkeypatch.setattr(module.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
-        monkeypatch.setattr(module.plan, "EXCHANGE_SECONDS", 1.0)
-        monkeypatch.setattr(module.plan, "FEWEST_FOR_MULTICAST", 2)
+        monkeypatch.setattr(all_reduce.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
+        monkeypatch.setattr(all_reduce.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
+        monkeypatch.setattr(all_reduce.plan, "EXCHANGE_SECONDS", 1.0)
+        monkeypatch.setattr(all_reduce.plan, "FEWEST_FOR_MULTICAST", 2)
     if way == "multicast":
-        monkeypatch.setattr(helpers, "Options", partial(Options, multicast=True))
+        monkeypatch.setattr(operator_calls, "Options", partial(Options, multicast=True))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def mine(group, way, tensor):
     return tensor[group.rank * rows : (group.rank + 1) * rows]
 
 
-def call(group, way, case, turn=0, *, a=None, b=None, op=None, bias=False, residual=False, **arguments):
+def call(group, way, case, turn=0, *, a=None, b=None, bias=False, residual=False, **arguments):
     """One call on this rank, with the case's values; the result and the inputs are checked. bias, residual:
     True for the case's, or the same values in another layout."""
     a = case.a(group.rank, turn) if a is None else a
@@ -108,7 +108,7 @@ def call(group, way, case, turn=0, *, a=None, b=None, op=None, bias=False, resid
     if residual is not False:
         more["residual"] = mine(group, way, case.residual(turn)).clone() if residual is True else residual
     before = {name: tensor.clone() for name, tensor in (more | {"a": a, "b": b}).items()}
-    y = (op or op_of(way))(a, b, group=group, **more, **arguments)
+    y = op_of(way)(a, b, group=group, **more, **arguments)
     for name, tensor in (more | {"a": a, "b": b}).items():
         if tensor is not arguments.get("out"):
             assert_same(tensor, before[name])

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel.bench import baselines, moe, nccl, ring_attention
 from mkernel.bench.peers import Peer
 from mkernel.bench.timing import Stopwatch
+from support.patience import HANG
 
 SPOILED = 14  # rows of a product for which one all-reduce is wrong, and another fails
 

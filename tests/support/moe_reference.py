@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from helpers import assert_close, assert_same
 
 import mkernel as mk
+from support.operator_calls import assert_close, assert_same
 
 SMALL = mk.Config(tile_m=16, tile_n=32, tile_k=16)
 
@@ -162,10 +162,10 @@ def assert_sum(y, exact, magnitude, depth):
     assert bool((error <= bound).all()), f"largest error {error.max()}, bound there {bound[error > bound][:1]}"
 
 
-def dispatch(group, layer, turn=0, *, op=None, check=True, **arguments):
+def dispatch(group, layer, turn=0, *, check=True, **arguments):
     """One checked call of moe_dispatch_matmul on this rank."""
     rank = group.rank
-    y, handle = (op or mk.moe_dispatch_matmul)(
+    y, handle = mk.moe_dispatch_matmul(
         layer.x(rank, turn), layer.ids(rank, turn), layer.w(rank, turn), group=group, **arguments
     )
     if check:
@@ -173,22 +173,22 @@ def dispatch(group, layer, turn=0, *, op=None, check=True, **arguments):
     return y, handle
 
 
-def combine(group, layer, turn=0, *, op=None, **arguments):
+def combine(group, layer, turn=0, **arguments):
     """A dispatch and a checked combine on this rank."""
     rank = group.rank
     y, handle = dispatch(group, layer, turn, **arguments)
-    z = (op or mk.moe_combine)(y, handle, layer.weights(rank, turn), group=group)
+    z = mk.moe_combine(y, handle, layer.weights(rank, turn), group=group)
     if layer.tokens[rank]:
         assert_sum(z, *layer.combined(rank, turn), layer.hidden)
     return z
 
 
-def ffn(group, layer, turn=0, *, op=None, **arguments):
+def ffn(group, layer, turn=0, **arguments):
     """One checked call of moe_ffn on this rank."""
     rank = group.rank
     before = layer.x(rank, turn)
     x = before.clone()
-    y = (op or mk.moe_ffn)(
+    y = mk.moe_ffn(
         x, layer.ids(rank, turn), layer.weights(rank, turn), layer.gate_up(rank, turn), layer.down(rank, turn),
         group=group, **arguments,
     )  # fmt: skip

@@ -9,7 +9,8 @@ import traceback
 from pathlib import Path
 
 import pytest
-from patience import HANG
+
+from support.patience import HANG
 
 SOMEBODY = 54321  # a user id that nobody here has
 VICTIM = 54322  # another one

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import torch
 import triton
-from helpers import run
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mkernel.ops import all_gather_matmul
 from mkernel.runtime.world import Links
+from support.operator_calls import run
 
 SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
 REGISTERS = 65536  # of an SM

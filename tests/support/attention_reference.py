@@ -116,12 +116,12 @@ def assert_attention(result, lse, expected, case):
         assert bool(((lse.double() - exact_lse).abs() <= 1e-5 * (1 + exact_lse.abs())).all())
 
 
-def call(group, case, turn=0, *, op=None, tensors=None, **arguments):
+def call(group, case, turn=0, *, tensors=None, **arguments):
     """One call on this rank, with the case's values; the result, the log-sum-exp and the inputs are checked."""
     names = ("query", "key", "value")
     given = tensors or [case.part(name, group.rank, turn) for name in names]
     before = [tensor.clone() for tensor in given]
-    result, lse = (op or mk.ring_attention)(*given, group=group, return_lse=True, **case.arguments(), **arguments)
+    result, lse = mk.ring_attention(*given, group=group, return_lse=True, **case.arguments(), **arguments)
     assert all(torch.equal(tensor, old) for tensor, old in zip(given, before))
     assert_attention(result, lse, exact(case, group.rank, group.size, turn), case)
     return result, lse

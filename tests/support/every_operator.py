@@ -1,6 +1,6 @@
 """Every operator in several processes, against float64 and the inputs of all ranks. A program for torchrun:
 
-    torchrun --nproc-per-node 4 tests/every_operator.py [--gpus-per-node 2] [OPERATOR...]
+    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/support/every_operator.py [--gpus-per-node 2] [OPERATOR...]
 
 On GPUs, which several processes may share, shapes are such that all kernels of an operator run: those for Hopper too.
 Without a GPU it runs on CPUs, with small shapes.
@@ -9,10 +9,10 @@ Without a GPU it runs on CPUs, with small shapes.
 import argparse
 
 import torch
-from attention import Case, assert_attention, exact
-from patience import WAIT
 
 import mkernel as mk
+from support.attention_reference import Case, assert_attention, exact
+from support.patience import WAIT
 
 BF16 = torch.bfloat16
 
