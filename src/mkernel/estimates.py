@@ -58,8 +58,7 @@ def _tiles(cost: Cost) -> float:
 
 def larger(workload: Workload, ranks: int) -> Shape:
     """A shape for the simulator with more steps to each tile."""
-    factors = {"ring_attention": (1, 1, 4, 1), "moe_combine": (1, 8)}.get(workload.op, (1, 1, 8))
-    return tuple(size * factor for size, factor in zip(workload.smallest(ranks), factors))
+    return tuple(size * factor for size, factor in zip(workload.smallest(ranks), workload.deeper))
 
 
 @functools.cache

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from mkernel.bench.reduction import bound_of
 
 import mkernel as mk
 from mkernel import bench, operators
 from mkernel.bench import baselines, shapes
-from mkernel.bench.reduction import bound_of
 
 SHOWN = (
     "fused_ms", "library_ms", "wire_ms", "network_ms", "host_driven_ms", "speedup", "floor_fraction",

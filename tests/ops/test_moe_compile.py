@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 from compiled import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, launched
+from mkernel.bench.moe import _gemm_alone_kernel, gemm_alone
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mkernel.bench.moe import _gemm_alone_kernel, gemm_alone
 from mkernel.ops.moe import combine, dispatch_matmul, ffn
 from mkernel.runtime.planning import default_tiles
 
