@@ -10,10 +10,11 @@ import torch
 
 import mkernel as mk
 from mkernel import demo, estimates, operators
-from mkernel.demo import cases
 from mkernel.estimates import Simulation, Speed
-from mkernel.workloads import WORKLOADS, Cost
+from mkernel.workloads import Cost, workload_of
 
+WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
+SHOWN = [operator.name for operator in demo.shown_operators()]
 SPEED = Speed(tile=0.01, step=0.001)
 EXACT = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention")
 
@@ -42,17 +43,17 @@ def test_a_cost_has_the_tile_steps_that_are_computed(op, ranks):
         assert 0.5 < expected / counted < 2
 
 
-@pytest.mark.parametrize("op", list(operators.here()))
+@pytest.mark.parametrize("op", SHOWN)
 def test_the_demo_knows_its_shapes(op):
     ranks = 2
 
     def on_rank(group):
-        operators.here()[op].case(group, large=False, seed=0).call()
+        operators.find(op).load("demo").on_rank(group, 0).call()
         group.barrier()
         return sum(group.world.traffic.multiplications)
 
     counted = mk.spawn(on_rank, gpus_per_node=ranks, device="cpu")[0]
-    expected = WORKLOADS[op].cost(cases.simulated_shape(op, ranks), ranks).dots
+    expected = WORKLOADS[op].cost(operators.find(op).load("demo").simulated(ranks), ranks).dots
     assert counted == expected if op in EXACT else 0.5 < expected / counted < 2
 
 

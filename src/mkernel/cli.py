@@ -24,6 +24,7 @@ except ImportError as missing:
 
 from mkernel import operators
 from mkernel.cli_checks import (
+    Dtype,
     Said,
     check_file,
     check_gpus,
@@ -33,6 +34,7 @@ from mkernel.cli_checks import (
     takes_options,
     workload_and_shapes,
 )
+from mkernel.cli_compile import compile_kernels
 from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
@@ -85,12 +87,6 @@ class Device(str, Enum):
 
 
 Yes = Annotated[bool, typer.Option("--yes", help="Simulate without asking, however long it will take.")]
-
-
-class Dtype(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 def _print_version(wanted: bool) -> None:
@@ -492,6 +488,9 @@ def check(
             raise typer.BadParameter(str(problem), param_hint=option) from problem
         code = checking.run(exploration, [*replay, "--schedule"], Console(highlight=False))
     raise typer.Exit(code)
+
+
+main.command("compile")(compile_kernels)
 
 
 @main.command()

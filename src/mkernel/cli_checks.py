@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,12 @@ def workload_and_shapes(
         return workload, [parse(text, operator, ranks) for text in shapes or []]
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+
+
+class Dtype(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
 
 
 Said = dict[str, int]  # options of operators that were given, by name

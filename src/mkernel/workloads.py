@@ -91,6 +91,11 @@ class Workload:
         )
 
 
+def workload_of(op: str) -> Workload:
+    """The workload of an operator; an error that names those that there are."""
+    return operators.find(op, "workload").load("workload")
+
+
 # -- inputs
 
 

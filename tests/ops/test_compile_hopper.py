@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
-from compiled import SHARED_MEMORY, compile_launch, gathers
+from compiled import gathers
+
+from mkernel.compiling import SHARED_MEMORY, compile_launch
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import SHARED_MEMORY, compile_launch, gathers
-from compiled_sums import reduces
+from compiled import gathers, reduces
 from mutation import OP, PACKAGES, module_name, mutated
 
 import mkernel
+from mkernel.compiling import SHARED_MEMORY, compile_launch
 
 CALL = re.compile(r"^ *((?:since = )?trace(?:_time)?\((?:comm\.)?context.*\))$", re.MULTILINE)
 

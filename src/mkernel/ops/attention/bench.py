@@ -57,7 +57,6 @@ def measure(
     out = torch.empty_like(query)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("parts", (query, key, value))
-
     sequences = Sequences(size, length, layout == "zigzag", causal, None)
     row_bytes = batch * heads * 2 * dim * query.element_size()
     sent = max(sum(sequences.keys_sent(s, r) for r in range(size) if r != s) for s in range(size)) * row_bytes
