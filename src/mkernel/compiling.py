@@ -71,7 +71,7 @@ class Compiled:
         source.write_text(self.ptx)
         architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
         program = PROGRAMS / ("ptxas-blackwell" if self._capability >= 100 else "ptxas")
-        command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
+        command = [str(program), "-v", f"--gpu-name={architecture}", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise MKernelError(f"{program.name} can not assemble it for {architecture}: {done.stderr.strip()}")
@@ -80,7 +80,7 @@ class Compiled:
     def _machine_code(self) -> str:
         with tempfile.TemporaryDirectory() as folder:
             _, cubin = self._assemble(Path(folder))
-            command = [PROGRAMS / "cuobjdump", "-sass", cubin]
+            command = [str(PROGRAMS / "cuobjdump"), "-sass", str(cubin)]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def instructions(self, name: str) -> int:
@@ -123,7 +123,7 @@ def pretending(capability: int) -> Iterator[None]:
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     try:
         yield
     finally:

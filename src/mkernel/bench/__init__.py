@@ -115,6 +115,9 @@ def main(
         here = published.place(nodes, ranks, torch.cuda.device_count())
         print(f"published: {published.figures()['source']}")
         print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
+        for op in dict.fromkeys(one.op for one in wanted if one.row):
+            if note := operators.find(op).load("bench").published.note:
+                print(f"  {note}")
     results: list[dict[str, Any]] = []
     console = Console(highlight=False)
     for op, some in itertools.groupby(wanted, key=lambda one: one.op):

@@ -19,11 +19,13 @@ class Published:
     shape: (the published size, ranks) -> the shape that gives each rank as much as it has there.
     traffic: size -> bytes that a rank sends inside its node and to the other one.
     needs_all_ranks: what a rank computes grows with the number of ranks, at the same size of each.
+    note: what else there is to know for who compares them.
     """
 
     shape: Callable[[int, int], Shape]
     traffic: Callable[[int], tuple[float, float]]
     needs_all_ranks: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,7 @@ NODES, GPUS = 2, 8
 RANKS = NODES * GPUS
 NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
 
-SAME = (
-    "the same: what a rank multiplies (bf16; in attention its queries and one block of keys, of which there are as "
-    "many as ranks), and the rates of links relative to the GPU's"
-)
+SAME = "the same: what a rank multiplies (bf16), and the rates of links relative to the GPU's"
 DIFFERENT = (
     "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
 )
@@ -57,7 +54,7 @@ def beside(how: Published, row: dict[str, Any], result: dict[str, Any], gpu: str
         "published_ms": row["mkernel"],
         "published_nccl_ms": row.get("nccl"),
         "published_floor_fraction": None,
-        "published_note": "",
+        "published_note": how.note,
     }
     if "H200" not in gpu:
         found["published_note"] = f"no floor: it needs the library's time on an H200, this is a {gpu}"

@@ -162,6 +162,9 @@ BENCHMARK = Benchmark(
     several_nodes=False,
     problem="mkernel.ops.attention.baselines:Attention",
     published=Published(
-        shape=lambda size, ranks: (4, 16, size // 16 * ranks, 128), traffic=_traffic, needs_all_ranks=True
+        shape=lambda size, ranks: (4, 16, size // 16 * ranks, 128),
+        traffic=_traffic,
+        needs_all_ranks=True,
+        note="the same in attention: a rank's queries and one block of keys, of which there are as many as ranks",
     ),
 )
