@@ -65,7 +65,7 @@ def wrong_when_slow(monkeypatch):
             y[3, 4] += 1000
         return y
 
-    monkeypatch.setattr(mk, "all_gather_matmul", wrong)
+    monkeypatch.setattr("mkernel.ops.all_gather_matmul.demo.all_gather_matmul", wrong)
 
 
 @pytest.mark.usefixtures("wrong_when_slow")

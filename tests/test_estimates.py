@@ -10,6 +10,7 @@ import torch
 
 import mkernel as mk
 from mkernel import demo, estimates, operators
+from mkernel.bench.shapes import parse
 from mkernel.estimates import Simulation, Speed
 from mkernel.workloads import Cost, workload_of
 
@@ -84,6 +85,23 @@ def test_a_speed_explains_the_calls_that_it_was_measured_with(op):
         assert found.step > 0
 
 
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [Cost(4, 0, 8, 0), Cost(8, 0, 16, 0)],  # an operator that multiplies nothing
+        [Cost(4, 4, 0, 0), Cost(8, 8, 0, 0)],  # whose larger shape has as many steps to a tile
+        [Cost(4, 4, 0, 0), Cost(4, 4, 0, 0)],
+    ],
+)
+def test_a_speed_is_found_where_tiles_and_steps_can_not_be_told_apart(costs):
+    times = [10 * cost.tiles + cost.dots for cost in costs]
+    found = estimates._solve(costs, times, 0)
+    assert found.tile > 0
+    assert found.step >= 0
+    for cost, time in zip(costs, times):
+        assert found.seconds(cost, 0) == pytest.approx(time, rel=0.02)
+
+
 @pytest.mark.measures
 def test_an_estimate_is_near_what_a_call_takes():
     workload, shape, ranks = WORKLOADS["matmul_reduce_scatter"], (256, 128, 1024), 4
@@ -131,7 +149,7 @@ def test_a_shorter_shape_is_one_and_is_short(op, ranks):
         for name, size in zip(workload.operator.dimensions, workload.operator.shapes[0])
     )
     found = estimates.shorter(workload, shape, ranks)
-    assert workload.parse("x".join(map(str, found)), ranks) == found
+    assert parse("x".join(map(str, found)), workload.operator, ranks) == found
     assert all(size <= given for size, given in zip(found, shape))
     seconds = SPEED.seconds(workload.cost(found, ranks), ranks)
     assert seconds <= estimates.SHORT or found == workload.smallest(ranks)
