@@ -13,7 +13,7 @@ from test_cli import run, words
 
 import mkernel as mk
 from mkernel import checking, estimates, operators
-from mkernel.demo import cases
+from mkernel.demo.case import Case, Demo
 from mkernel.sim.explore import Exploration, Report
 
 SMALL = ("--nodes", "1", "--shape", "32x16x16", "--calls", "1")
@@ -27,7 +27,7 @@ def test_an_operator_is_checked():
     assert "preemption points:" in result.stdout
 
 
-@pytest.mark.parametrize("op", list(operators.with_parts()))
+@pytest.mark.parametrize("op", list(operators.registered("demo", "workload")))
 @pytest.mark.thorough
 def test_every_operator_can_be_checked(op):
     """With the shape that is the default on two ranks."""
@@ -37,7 +37,7 @@ def test_every_operator_can_be_checked(op):
 
 
 def test_operators_whose_ctas_wait_for_each_other_have_no_schedule_with_one():
-    needs_all = {name for name, operator in operators.with_parts().items() if operator.co_resident}
+    needs_all = {name for name, operator in operators.registered().items() if operator.co_resident}
     assert needs_all == {"moe_dispatch_matmul", "moe_combine", "moe_ffn"}
     ran = []
 
@@ -65,7 +65,7 @@ def wrong_when_slow(monkeypatch):
             y[3, 4] += 1000
         return y
 
-    monkeypatch.setattr(mk, "all_gather_matmul", wrong)
+    monkeypatch.setattr("mkernel.ops.all_gather_matmul.demo.all_gather_matmul", wrong)
 
 
 @pytest.mark.usefixtures("wrong_when_slow")
@@ -86,30 +86,32 @@ def test_the_first_failure_ends_it_and_its_command_replays_it():
     assert "0 schedules" in again.stdout
 
 
-def test_other_bits_are_a_failure_too(monkeypatch):
-    def case(group, large, seed, shape):
+def shown_as(case):
+    """all_gather_matmul with another case."""
+    return dataclasses.replace(operators.find("all_gather_matmul"), demo=Demo(case, len, len))
+
+
+def test_other_bits_are_a_failure_too():
+    def case(group, shape, seed, large):
         schedule = group.world.options.schedule
         y = torch.ones(4) + (2**-20 if schedule == "slow:0" else 0)
         exact = torch.ones(4, dtype=torch.float64), 1e-3
-        return cases.Case("nothing", lambda: y, lambda: exact, lambda: None)
+        return Case("nothing", lambda: y, lambda: exact, lambda: None)
 
-    monkeypatch.setattr(cases, "all_gather_matmul", case)
-    on_rank = checking.calls_of(operators.here()["all_gather_matmul"], (32, 16, 16), 1)
+    on_rank = checking.calls_of(shown_as(case), (32, 16, 16), 1)
     with pytest.raises(checking.WrongResult, match="call 0: the result is right, but has other bits"):
         list(Exploration(on_rank, schedules=3))
 
 
-def test_calls_have_different_inputs(monkeypatch):
+def test_calls_have_different_inputs():
     seeds = []
-    real = cases.all_gather_matmul
+    real = operators.find("all_gather_matmul").load("demo").case
 
-    def noted(group, large, seed, shape):
+    def noted(group, shape, seed, large):
         seeds.append((group.rank, seed))
-        case = real(group, large, seed, shape)
-        return dataclasses.replace(case)
+        return real(group, shape, seed, large)
 
-    monkeypatch.setattr(cases, "all_gather_matmul", noted)
-    on_rank = checking.calls_of(operators.here()["all_gather_matmul"], (32, 16, 16), 3)
+    on_rank = checking.calls_of(shown_as(noted), (32, 16, 16), 3)
     list(Exploration(on_rank, schedules=1))
     assert sorted(seeds) == [(rank, seed) for rank in range(2) for seed in range(3)]
 

@@ -20,7 +20,7 @@ import mkernel.bench
 import mkernel.doctor
 from mkernel import cli, demo, estimates, operators
 from mkernel.bench.shapes import Wanted
-from mkernel.demo import cases
+from mkernel.demo.case import Demo
 from mkernel.doctor import Diagnosis, Finding
 
 ROOT = Path(__file__).parent.parent
@@ -42,14 +42,14 @@ def words(result):
 def small(monkeypatch):
     """One operator, two schedules, small matrices."""
     monkeypatch.setattr(demo, "SCHEDULES", 2)
-    monkeypatch.setattr(operators, "ALL", operators.ALL[:1])
-    monkeypatch.setattr(cases, "DTYPE", torch.float16)
-    real = cases.all_gather_matmul
-    monkeypatch.setattr(cases, "all_gather_matmul", lambda group, large, seed: small_case(real, group, seed))
+    operator = operators.find("all_gather_matmul")
+    real = operator.load("demo")
+    shown = Demo(lambda group, shape, seed, large: small_case(real, group, seed), real.simulated, real.large)
+    monkeypatch.setattr(demo, "shown_operators", lambda: [dataclasses.replace(operator, demo=shown)])
 
 
 def small_case(real, group, seed):
-    case = real(group, False, seed)
+    case = real.on_rank(group, seed)
     a = torch.randn(32, 32, generator=torch.Generator().manual_seed(group.rank))
     b = torch.eye(32)
     bytes_of_a = 32 * 32 * 4
@@ -322,11 +322,11 @@ def test_demo_shows_results_bytes_and_overlap(tmp_path):
 def test_demo_and_trace_mean_the_same_by_overlap(monkeypatch, op):
     """What the demo shows of an operator is what a trace of the same calls says."""
     monkeypatch.setattr(demo, "SCHEDULES", 2)
-    operator = operators.here()[op]
+    operator = operators.find(op)
 
     def on_rank(group):
         with mkernel.trace() as traced:
-            operator.case(group, large=False, seed=0).call()
+            operator.load("demo").on_rank(group, 0).call()
         return traced
 
     shown = demo._simulate(operator, 1, 2, 5, lambda group: None)
@@ -413,12 +413,12 @@ def test_an_error_of_the_package_is_one_line(monkeypatch):
     assert "mkernel: rank 0 waited for rank 1" in result.output
 
 
-@pytest.mark.parametrize("name", list(operators.with_parts()))
+@pytest.mark.parametrize("name", operators.registered("demo"))
 def test_every_operator_has_its_case(name):
     """One schedule of each; `make demo` runs more."""
 
     def on_rank(group):
-        case = operators.with_parts()[name].case(group, large=False, seed=0)
+        case = operators.find(name).load("demo").on_rank(group, 0)
         case.library()
         return demo.compare(case.result(case.call()), *case.exact())
 
@@ -506,7 +506,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 
     assert run("bench", "all_gather_matmul").exit_code == 3
     wanted, options = calls.pop()
-    assert [one.shape for one in wanted] == list(operators.ALL[0].shapes)
+    assert [one.shape for one in wanted] == list(operators.find("all_gather_matmul").shapes)
     assert options == default
 
     shapes = ["--shape", "64x32x16", "--shape", "128X8x8"]
@@ -523,7 +523,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
     assert calls.pop()[1] == default | dict(link=None, network=None)
     run("bench", "--against", "host, nccl,symm_mem")  # over links that are not paced, unless asked for
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.here())
+    assert {one.op for one in wanted} == set(operators.registered("bench"))
     assert options == default | dict(link=None, network=None, against=("host", "nccl", "symm_mem"))
     run("bench", "--against", "symm_mem", "--link", "100")
     assert calls.pop()[1] == default | dict(link=100.0, against=("symm_mem",))
@@ -538,7 +538,7 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 
     run("bench", "--shapes", "paper", "--ranks", "2")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.here())
+    assert {one.op for one in wanted} == set(operators.registered("bench"))
     assert all(one.row is not None for one in wanted)
 
     (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")

@@ -66,7 +66,7 @@ def test_python_is_marked_as_such():
 
 def test_every_operator_and_command_is_in_the_documentation():
     home, reference = (ROOT / "docs/index.md").read_text(), (ROOT / "docs/reference/python.md").read_text()
-    for name in operators.here():
+    for name in operators.registered():
         assert f"`mk.{name}`" in home, name
         assert f"::: mkernel.{name}" in reference, name
     commands = (ROOT / "docs/reference/command-line.md").read_text()

@@ -10,10 +10,12 @@ import torch
 
 import mkernel as mk
 from mkernel import demo, estimates, operators
-from mkernel.demo import cases
+from mkernel.bench.shapes import parse
 from mkernel.estimates import Simulation, Speed
-from mkernel.workloads import WORKLOADS, Cost
+from mkernel.workloads import Cost, workload_of
 
+WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
+SHOWN = [operator.name for operator in demo.shown_operators()]
 SPEED = Speed(tile=0.01, step=0.001)
 EXACT = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention")
 
@@ -42,17 +44,17 @@ def test_a_cost_has_the_tile_steps_that_are_computed(op, ranks):
         assert 0.5 < expected / counted < 2
 
 
-@pytest.mark.parametrize("op", list(operators.here()))
+@pytest.mark.parametrize("op", SHOWN)
 def test_the_demo_knows_its_shapes(op):
     ranks = 2
 
     def on_rank(group):
-        operators.here()[op].case(group, large=False, seed=0).call()
+        operators.find(op).load("demo").on_rank(group, 0).call()
         group.barrier()
         return sum(group.world.traffic.multiplications)
 
     counted = mk.spawn(on_rank, gpus_per_node=ranks, device="cpu")[0]
-    expected = WORKLOADS[op].cost(cases.simulated_shape(op, ranks), ranks).dots
+    expected = WORKLOADS[op].cost(operators.find(op).load("demo").simulated(ranks), ranks).dots
     assert counted == expected if op in EXACT else 0.5 < expected / counted < 2
 
 
@@ -81,6 +83,23 @@ def test_a_speed_explains_the_calls_that_it_was_measured_with(op):
         found = estimates._solve(costs, [times[0] * first, times[1] * second], 2)
         assert found.tile > 0
         assert found.step > 0
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [Cost(4, 0, 8, 0), Cost(8, 0, 16, 0)],  # an operator that multiplies nothing
+        [Cost(4, 4, 0, 0), Cost(8, 8, 0, 0)],  # whose larger shape has as many steps to a tile
+        [Cost(4, 4, 0, 0), Cost(4, 4, 0, 0)],
+    ],
+)
+def test_a_speed_is_found_where_tiles_and_steps_can_not_be_told_apart(costs):
+    times = [10 * cost.tiles + cost.dots for cost in costs]
+    found = estimates._solve(costs, times, 0)
+    assert found.tile > 0
+    assert found.step >= 0
+    for cost, seconds in zip(costs, times):
+        assert found.seconds(cost, 0) == pytest.approx(seconds, rel=0.02)
 
 
 @pytest.mark.measures
@@ -130,7 +149,7 @@ def test_a_shorter_shape_is_one_and_is_short(op, ranks):
         for name, size in zip(workload.operator.dimensions, workload.operator.shapes[0])
     )
     found = estimates.shorter(workload, shape, ranks)
-    assert workload.parse("x".join(map(str, found)), ranks) == found
+    assert parse("x".join(map(str, found)), workload.operator, ranks) == found
     assert all(size <= given for size, given in zip(found, shape))
     seconds = SPEED.seconds(workload.cost(found, ranks), ranks)
     assert seconds <= estimates.SHORT or found == workload.smallest(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def test_files_and_functions_are_short(file):
 
 
 # folder -> what it may import of mkernel; a module that is named here alone may be imported where its folder may not
-LEAVES = {"cache", "version"}  # modules that know nothing but errors
+LEAVES = {"cache", "operators", "version"}  # modules that know nothing but errors
+# modules of an operator's package that only the tools import, by the name that its entry in the registry has for them
+TOOLS = ("baselines", "bench", "demo", "tuning", "workload")
 BELOW = {
     "lang": {"lang"},
     "net": {"net", "runtime.errors", *LEAVES},
@@ -100,15 +103,54 @@ def imported(file):
             yield from ((node.lineno, f"{node.module}.{name}") for name in names or [""])
 
 
+def of_mkernel(file):
+    """(line, module) of what a file imports of mkernel."""
+    for line, module in imported(file):
+        if module.startswith("mkernel."):
+            yield line, module.removeprefix("mkernel.").rstrip(".")
+
+
+def test_the_registry_knows_nothing_but_errors():
+    """So whoever is above errors may ask it; and it is not worth importing anything for."""
+    assert {module for _, module in of_mkernel("operators.py")} == {"runtime.errors"}
+    outside = {module.split(".")[0] for _, module in imported("operators.py")} - {"mkernel"}
+    assert outside <= set(sys.stdlib_module_names) | {"__future__"}
+
+
+def test_operators_know_no_tool():
+    """What the tools need of an operator is in modules of its package that nothing else of it imports."""
+    below = {"lang", "ops", "runtime", *LEAVES}
+    found = []
+    for file in FILES:
+        path = Path(file)
+        if path.parts[0] != "ops" or path.stem in TOOLS:
+            continue
+        for line, name in of_mkernel(file):
+            of_tools = name.split(".")[0] == "ops" and set(name.split(".")) & set(TOOLS)
+            if name.split(".")[0] not in below or of_tools:
+                found.append(f"{file}:{line} imports mkernel.{name}")
+    assert not found
+
+
+def test_no_tool_imports_an_operator():
+    """Tools find operators in the registry. The public API has their functions."""
+    found = [
+        f"{file}:{line} imports mkernel.{name}"
+        for file in FILES
+        if not file.startswith("ops/") and file not in ("__init__.py", "api.py")
+        for line, name in of_mkernel(file)
+        if name.split(".")[0] == "ops"
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("folder", BELOW)
 def test_layers_know_only_those_below(folder):
     found = []
     for file in FILES:
         if not file.startswith(f"{folder}/"):
             continue
-        for line, module in imported(file):
-            if module.startswith("mkernel."):
-                name = module.removeprefix("mkernel.").rstrip(".")
-                if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in BELOW[folder]):
-                    found.append(f"{file}:{line} imports {module}")
+        for line, name in of_mkernel(file):
+            if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in BELOW[folder]):
+                found.append(f"{file}:{line} imports mkernel.{name}")
     assert not found

@@ -9,6 +9,7 @@ See `mk.spawn` for a cluster inside this process, and the documentation for ever
 from mkernel import environment as _environment  # noqa: F401  # before CUDA starts
 from mkernel.api import empty, explain, init
 from mkernel.doctor import diagnose
+from mkernel.operators import Operator, register
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
@@ -43,6 +44,7 @@ __all__ = [
     "Group",
     "Links",
     "MKernelError",
+    "Operator",
     "RaceError",
     "RankLost",
     "RoutingError",
@@ -62,6 +64,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch_matmul",
     "moe_ffn",
+    "register",
     "ring_attention",
     "spawn",
     "to_zigzag",

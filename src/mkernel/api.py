@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel import operators
 from mkernel.environment import one_of_several_processes
-from mkernel.ops import all_gather_matmul as _all_gather_matmul
-from mkernel.ops import attention as _ring_attention
-from mkernel.ops.moe import combine as _moe_combine
-from mkernel.ops.moe import dispatch_matmul as _moe_dispatch_matmul
-from mkernel.ops.moe import ffn as _moe_ffn
-from mkernel.ops.reduce import all_reduce as _matmul_all_reduce
-from mkernel.ops.reduce import reduce_scatter as _matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout
@@ -24,16 +18,6 @@ if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
 
 ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for nobody
-
-_EXPLAINERS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": _all_gather_matmul.explain,
-    "matmul_all_reduce": _matmul_all_reduce.explain,
-    "matmul_reduce_scatter": _matmul_reduce_scatter.explain,
-    "ring_attention": _ring_attention.explain,
-    "moe_combine": _moe_combine.explain,
-    "moe_dispatch_matmul": _moe_dispatch_matmul.explain,
-    "moe_ffn": _moe_ffn.explain,
-}
 
 
 def init(
@@ -114,6 +98,4 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Any:
 
     Nothing is launched, and the other ranks need not take part.
     """
-    if op not in _EXPLAINERS:
-        raise ArgumentError(f"there is no operator {op!r}; there are {', '.join(_EXPLAINERS)}")
-    return _EXPLAINERS[op](*args, **kwargs)
+    return operators.find(op).load("explain")(*args, **kwargs)

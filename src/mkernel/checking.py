@@ -37,7 +37,7 @@ def calls_of(operator: Operator, shape: Shape, calls: int) -> Callable[[Group], 
     first: dict[tuple[int, int], torch.Tensor] = {}
 
     def on_rank(group: Group) -> None:
-        cases = [operator.case(group, large=False, seed=call, shape=shape) for call in range(calls)]
+        cases = [operator.load("demo").on_rank(group, call, shape=shape) for call in range(calls)]
         given = [case.call() for case in cases]
         for call, case in enumerate(cases):
             y = case.result(given[call])

@@ -23,7 +23,18 @@ except ImportError as missing:
     ) from missing
 
 from mkernel import operators
-from mkernel.cli_checks import check_file, check_gpus, failures_in_words, shared_links, workload_and_shapes
+from mkernel.cli_checks import (
+    Dtype,
+    Said,
+    check_file,
+    check_gpus,
+    failures_in_words,
+    options_of,
+    shared_links,
+    takes_options,
+    workload_and_shapes,
+)
+from mkernel.cli_compile import compile_kernels
 from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
@@ -64,6 +75,11 @@ main = CommandLine(
 )
 
 
+def _names(*parts: str) -> str:
+    """The operators that have these, for the help."""
+    return ", ".join(operators.registered(*parts))
+
+
 class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -71,12 +87,6 @@ class Device(str, Enum):
 
 
 Yes = Annotated[bool, typer.Option("--yes", help="Simulate without asking, however long it will take.")]
-
-
-class Dtype(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 def _print_version(wanted: bool) -> None:
@@ -146,9 +156,11 @@ def demo(
 
 
 @main.command()
+@takes_options(bench=True)
 def bench(
     op: Annotated[
-        str | None, typer.Argument(show_default="all", help=f"The operator: {', '.join(operators.here())}.")
+        str | None,
+        typer.Argument(show_default="all", help=f"The operator: {_names('bench')}."),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -184,11 +196,11 @@ def bench(
         typer.Option(metavar="GB/S", show_default="50", help="The same for its way to other nodes, with 5 us latency."),
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with the causal mask.")] = False,
-    zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: the sequence laid out in zigzag.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
+    *,
+    said: Said,
 ) -> None:
     """Measure operators on the GPUs that are here, beside the library, the host-driven way and, on several GPUs, NCCL
     and PyTorch's symmetric memory.
@@ -204,11 +216,9 @@ def bench(
         check_file(path, option)
     ways = _ways(against)
     wanted = _wanted(op, shape, shapes, ranks * nodes)
-    options = tuple(name for name, on in (("causal", causal), ("zigzag", zigzag)) if on)
-    for one in {one.op: operators.here()[one.op] for one in wanted}.values():
-        for name in set(options) - set(one.options):
-            raise typer.BadParameter(f"{one.name} has no such option", param_hint=f"--{name}")
-        if nodes > 1 and not one.several_nodes:
+    for one in {one.op: operators.find(one.op) for one in wanted}.values():
+        options_of(one, said, bench=True)
+        if nodes > 1 and not one.load("bench").several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
     check_gpus(ranks, nodes, "--ranks")
     # the other ways go over the links that are there: what is compared with them should, too
@@ -224,7 +234,7 @@ def bench(
             link=None if unpaced else link or LINK,
             network=None if unpaced else network or NETWORK,
             against=ways,
-            options=options,
+            options=tuple(said),
             json_path=json,
             csv_path=csv,
             html_path=html,
@@ -244,7 +254,7 @@ def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: 
     """What to measure."""
     from mkernel.bench import shapes as known
 
-    all_of_them = operators.here()
+    all_of_them = operators.registered("bench")
     if op is not None and op not in all_of_them:
         raise typer.BadParameter(
             f"there is no operator {op!r} to measure; there are: {', '.join(all_of_them)}", param_hint="OP"
@@ -329,7 +339,7 @@ def why(
 
 @main.command()
 def trace(
-    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {_names('workload')}.")],
     shapes: Annotated[
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; a small one by default."),
@@ -410,7 +420,7 @@ def check(
         str,
         typer.Argument(
             metavar="OP|FILE.py:FUNCTION",
-            help=f"The operator: {', '.join(operators.with_parts())}. Or a function of yours, called as fn(group) on "
+            help=f"The operator: {_names('demo', 'workload')}. Or a function of yours, called as fn(group) on "
             "every rank, which raises if something is wrong.",
         ),
     ],
@@ -457,11 +467,11 @@ def check(
             except MKernelError as problem:
                 raise typer.BadParameter(str(problem), param_hint="OP") from problem
         else:
-            workload, parsed = workload_and_shapes(what, [shape] if shape is not None else None, nodes * gpus_per_node)
-            from mkernel.demo.cases import simulated_shape
+            asked = [shape] if shape is not None else None
+            workload, parsed = workload_and_shapes(what, asked, nodes * gpus_per_node, "demo")
             from mkernel.estimates import Simulation
 
-            chosen = parsed[0] if parsed else simulated_shape(what, nodes * gpus_per_node)
+            chosen = parsed[0] if parsed else workload.operator.load("demo").simulated(nodes * gpus_per_node)
             simulation = Simulation([(workload, chosen, calls or 2)], nodes * gpus_per_node)
             _estimate(simulation, yes, "--shape" if parsed else "--gpus-per-node", f"mkernel check {what}")
             leave_out += [ONE_CTA] if workload.operator.co_resident else []
@@ -480,9 +490,13 @@ def check(
     raise typer.Exit(code)
 
 
+main.command("compile")(compile_kernels)
+
+
 @main.command()
+@takes_options()
 def tune(
-    op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.with_parts())}.")],
+    op: Annotated[str, typer.Argument(help=f"The operator: {_names('workload', 'space')}.")],
     shapes: Annotated[
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; the first one of bench by default."),
@@ -495,17 +509,8 @@ def tune(
         bool,
         typer.Option("--unpaced", help="Do not pace links, though ranks share a GPU; for calls in the same place."),
     ] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="ring_attention: with the causal mask.")] = False,
-    zigzag: Annotated[bool, typer.Option("--zigzag", help="ring_attention: the sequence laid out in zigzag.")] = False,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, show_default="heads", help="ring_attention: heads of keys and values.")
-    ] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, show_default="16", help="Mixture of experts: experts of a rank.")
-    ] = None,
-    topk: Annotated[
-        int | None, typer.Option(min=1, max=16, show_default="8", help="Mixture of experts: experts of a token.")
-    ] = None,
+    *,
+    said: Said,
 ) -> None:
     """Measure configurations of an operator on the GPUs that are here, and keep the best: later calls take it.
 
@@ -515,11 +520,8 @@ def tune(
 
     from mkernel.workloads import DTYPES
 
-    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
-    said = dict(causal=causal, zigzag=zigzag, kv_heads=kv_heads, experts=experts, topk=topk)
-    for name, value in said.items():
-        if value and name not in workload.options:
-            raise typer.BadParameter(f"{op} has no such option", param_hint="--" + name.replace("_", "-"))
+    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes, "space")
+    options = options_of(workload.operator, said)
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
         raise typer.Exit(1)
@@ -537,7 +539,7 @@ def tune(
             dtype=DTYPES[dtype.value],
             links=shared_links(ranks, nodes, LINK if shared else None, NETWORK if shared else None),
             seconds=seconds,
-            options={name: value for name, value in said.items() if name in workload.options and value is not None},
+            options=options,
             console=Console(highlight=False),
         )
 

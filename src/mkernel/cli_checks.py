@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mkernel.runtime.errors import MKernelError
+from mkernel import operators
+from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.world import Links
 
 if TYPE_CHECKING:
@@ -33,18 +37,82 @@ def check_file(path: Path | None, option: str) -> None:
         raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
 
 
-def workload_and_shapes(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
-    """The workload of an operator, and the shapes that were asked for."""
-    from mkernel.workloads import workload_of
+def workload_and_shapes(
+    op: str, shapes: list[str] | None, ranks: int, *needs: str
+) -> tuple[Workload, list[tuple[int, ...]]]:
+    """The workload of an operator that also has what a command needs of it, and the shapes that were asked for."""
+    from mkernel.bench.shapes import parse
 
     try:
-        workload = workload_of(op)
+        operator = operators.find(op, "workload", *needs)
+        workload = operator.load("workload")
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="OP") from problem
     try:
-        return workload, [workload.parse(text, ranks) for text in shapes or []]
+        return workload, [parse(text, operator, ranks) for text in shapes or []]
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+
+
+class Dtype(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+Said = dict[str, int]  # options of operators that were given, by name
+
+
+def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For commands: gives one the options of all operators, or of all benchmarks, as its argument `said`. In place of
+    that argument it has theirs."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        known = {
+            option.name: option
+            for operator in operators.registered().values()
+            for option in operator.options
+            if option.bench or not bench
+        }
+
+        @functools.wraps(command)
+        def call(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in known}
+            command(**arguments, said={name: value for name, value in given.items() if value not in (None, False)})
+
+        own = inspect.signature(command, eval_str=True).parameters
+        if taken := set(own) & set(known):
+            raise ArgumentError(f"`mkernel {command.__name__}` has options that operators can not have: {taken}")
+        parameters = [parameter for name, parameter in own.items() if name != "said"]
+        parameters += [_parameter(option) for option in known.values()]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorate
+
+
+def _parameter(option: operators.Option) -> inspect.Parameter:
+    kind: Any = bool
+    told = typer.Option(option.flag, help=option.help)
+    if option.kind is int:
+        kind = int | None
+        told = typer.Option(option.flag, min=1, max=option.most, show_default=option.default or False, help=option.help)
+    default = False if option.kind is bool else None
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, told]
+    )
+
+
+def options_of(operator: operators.Operator, said: Said, *, bench: bool = False) -> Said:
+    """The options of an operator, or of its benchmark: what was said, and False for flags that were not given. Those
+    that it does not have are refused."""
+    own = {option.name: option for option in operator.options if option.bench or not bench}
+    for name in said:
+        if name not in own:
+            flag = "--" + name.replace("_", "-")
+            raise typer.BadParameter(f"{operator.name} has no such option", param_hint=flag)
+    return {name: False for name, option in own.items() if option.kind is bool} | said
 
 
 def check_gpus(ranks: int, nodes: int, option: str) -> None:

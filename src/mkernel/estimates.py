@@ -58,8 +58,7 @@ def _tiles(cost: Cost) -> float:
 
 def larger(workload: Workload, ranks: int) -> Shape:
     """A shape for the simulator with more steps to each tile."""
-    factors = {"ring_attention": (1, 1, 4, 1), "moe_combine": (1, 8)}.get(workload.op, (1, 1, 8))
-    return tuple(size * factor for size, factor in zip(workload.smallest(ranks), factors))
+    return tuple(size * factor for size, factor in zip(workload.smallest(ranks), workload.deeper))
 
 
 @functools.cache
@@ -89,10 +88,12 @@ def _solve(costs: Sequence[Cost], times: Sequence[float], ranks: int) -> Speed:
     """The speed that explains the times of two calls."""
     (small, large), (first, second) = (tuple(map(_tiles, costs)), (time / (1 + ranks / CROWD) for time in times))
     steps = [cost.dots for cost in costs]
-    tile = (first * steps[1] - second * steps[0]) / (small * steps[1] - large * steps[0])
+    apart = small * steps[1] - large * steps[0]
+    # 0 where both have as many steps to a tile, or none at all: then it is all in the tiles
+    tile = (first * steps[1] - second * steps[0]) / apart if apart else first / small
     # a pause of the machine may make nonsense of it: tiles take some part of the first call
     tile = min(max(tile, 0.1 * first / small), first / small)
-    return Speed(tile, max((second - tile * large) / steps[1], 0.01 * tile))
+    return Speed(tile, max((second - tile * large) / steps[1], 0.01 * tile) if steps[1] else 0.0)
 
 
 def text_of(seconds: float) -> str:

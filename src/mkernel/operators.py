@@ -1,143 +1,239 @@
-"""The operators that the demo, the benchmarks and the documentation show: an entry for each.
+"""The registry of operators: one entry for each, from which every tool takes what it knows about it.
 
-A new operator appears there when it has an entry here, a function of its name in `mkernel.demo.cases`, and, for
-`mkernel bench`, a function `measure(group, *shape, dtype, config, repeats)` that returns a dictionary of figures.
+This module knows no operator. A package registers its operators when it is imported:
+
+    register(Operator(name="shift", summary="gives each rank the vector of its neighbour", ...))
+
+and `mkernel demo`, `bench`, `trace`, `tune`, `check` and `compile`, `mk.explain`, wait records and traces find them
+here. A package that is installed beside this one names its module in the entry point group `mkernel.operators`; that
+module is imported when somebody first asks for all operators.
+
+An entry is light: what only a tool needs (inputs for the demo, a benchmark) is named, as "package.module:name", and
+imported when it is used.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import Any
 
-if TYPE_CHECKING:
-    from mkernel.demo.cases import Case
+from mkernel.runtime.errors import ArgumentError
+
+GROUP = "mkernel.operators"  # of entry points
+OWN_SIGNALS = 16  # kinds below are those that all operators have in common, see lang/signals.py
 
 Shape = tuple[int, ...]
+Reference = str | Callable[..., Any]  # "package.module:name", or the object itself
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A kind of signal that an operator waits for, as wait records and traces call it.
+
+    kind: what its kernels pass as KIND to `wait`; 16 or more.
+    awaited: what a rank waits for, as in "rank 1 waited for ..."; {peer} and {index} are those of the wait.
+    """
+
+    kind: int
+    name: str
+    awaited: str = "rank {peer} (index {index})"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Something that may be said of an operator's calls on the command line: `kv_heads` is --kv-heads.
+
+    kind: bool is a flag, int a number from 1 on. most: the largest number. default: what holds without it, in words.
+    bench: the benchmark takes it, too, not only tune and compile.
+    """
+
+    name: str
+    help: str
+    kind: type = bool
+    most: int | None = None
+    default: str = ""
+    bench: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Operator:
     """What there is to know about an operator without importing it.
 
+    name: of the public function, and in every table, trace and error.
     summary: what it does, in a line.
+    function, explain: the public function, and the one that gives its plan; both have the same parameters.
     dimensions: the numbers of a shape, in the order in which they are written on the command line.
     shared: those of them that are divided among the ranks.
-    shapes, small: what `mkernel bench` measures by default, and in a hurry.
-    of_paper: (the published size, ranks) -> the shape that gives each rank as much as it has there.
-    bench: the module and the function that measure it; by default `measure` in the module of its name.
-    options: what that function takes besides, yes or no, as the command line calls it.
-    several_nodes: can it be measured on several nodes?
+    shapes, small: shapes for GPUs: what `mkernel bench` measures by default, and in a hurry.
+    signals: those that it does not share with all operators.
+    options: what else may be said of a call on the command line.
+    workload: a `mkernel.workloads.Workload`: for trace, tune, check and compile.
+    space: (group, plan) -> `mkernel.tuning.spaces.Space`: which configurations tune tries.
+    demo: a `mkernel.demo.case.Demo`: for demo and check.
+    bench: a `mkernel.bench.benchmark.Benchmark`: for bench.
+    part_of: the operator in whose demo it is shown; "" if it has its own.
     co_resident: do CTAs of a launch wait for each other in both directions, so that all must be resident?
     """
 
     name: str
     summary: str
+    function: Reference
+    explain: Reference
     dimensions: tuple[str, ...]
     shared: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    small: tuple[Shape, ...]
-    of_paper: Callable[[int, int], Shape]
-    bench: str = ""
-    options: tuple[str, ...] = ()
-    several_nodes: bool = True
+    small: tuple[Shape, ...] = ()
+    signals: tuple[Signal, ...] = ()
+    options: tuple[Option, ...] = ()
+    workload: Reference | None = None
+    space: Reference | None = None
+    demo: Reference | None = None
+    bench: Reference | None = None
+    part_of: str = ""
     co_resident: bool = False
 
-    @property
-    def measure(self) -> Callable[..., dict[str, Any]]:
-        module, _, function = (self.bench or f"{self.name}:measure").partition(":")
-        return getattr(importlib.import_module(f"mkernel.bench.{module}"), function)
-
-    @property
-    def case(self) -> Callable[..., Case]:
-        return getattr(importlib.import_module("mkernel.demo.cases"), self.name)
-
-
-ALL = (
-    Operator(
-        "all_gather_matmul",
-        "gathers every rank's rows and multiplies them by this rank's matrix",
-        dimensions=("m_total", "n", "k"),
-        shared=("m_total",),
-        shapes=((16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)),
-        small=((4096, 1024, 2048),),
-        of_paper=lambda size, ranks: (size, size // 16, size),
-    ),
-    Operator(
-        "matmul_reduce_scatter",
-        "multiplies, adds the products of all ranks, and leaves each rank its rows of the sum",
-        dimensions=("m_total", "n", "k"),
-        shared=("m_total", "k"),
-        shapes=((16384, 8192, 8192), (4096, 8192, 8192)),
-        small=((4096, 2048, 2048),),
-        of_paper=lambda size, ranks: (size, size, size // 16 * ranks),
-    ),
-    Operator(
-        "matmul_all_reduce",
-        "multiplies, and adds the products of all ranks on every rank",
-        dimensions=("m_total", "n", "k"),
-        shared=("k",),
-        shapes=((16384, 8192, 8192), (128, 8192, 8192)),
-        small=((4096, 2048, 2048),),
-        of_paper=lambda size, ranks: (size, size, size // 16 * ranks),
-    ),
-    Operator(
-        "ring_attention",
-        "attention of this rank's queries over the keys and values of all ranks",
-        dimensions=("batch", "heads", "positions", "dim"),
-        shared=("positions",),
-        shapes=((4, 16, 12288, 128), (4, 16, 49152, 128)),
-        small=((1, 16, 8192, 128),),
-        of_paper=lambda size, ranks: (4, 16, size // 16 * ranks, 128),
-        options=("causal", "zigzag"),
-        several_nodes=False,
-    ),
-    Operator(
-        "moe_dispatch_matmul",
-        "brings tokens to the ranks of their experts and multiplies them there",
-        dimensions=("tokens", "out", "hidden"),
-        shared=("tokens",),
-        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
-        small=((2048, 1024, 2048),),
-        of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
-        bench="moe:measure_dispatch",
-        co_resident=True,
-    ),
-    Operator(
-        "moe_ffn",
-        "a mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back",
-        dimensions=("tokens", "inter", "hidden"),
-        shared=("tokens",),
-        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
-        small=((2048, 1024, 2048),),
-        of_paper=lambda size, ranks: (size // 16 * ranks, 2048, 7168),
-        bench="moe:measure_ffn",
-        co_resident=True,
-    ),
-)
+    def load(self, part: str) -> Any:
+        """What an entry names: its "function", "explain", "workload", "space", "demo" or "bench"."""
+        named = getattr(self, part)
+        if named is None:
+            raise ArgumentError(
+                f"{self.name} was registered without {part}; register it with Operator(..., {part}='module:name')"
+            )
+        try:
+            return resolve(named)
+        except ArgumentError as problem:
+            raise ArgumentError(f"{self.name} was registered with {part}={named!r}: {problem}") from problem
 
 
-# what is traced, tuned and checked by itself, too, but shown and measured only as a part of another one
-PARTS = (
-    Operator(
-        "moe_combine",
-        "brings the experts' rows back to their tokens' ranks, as weighted sums",
-        dimensions=("tokens", "columns"),
-        shared=("tokens",),
-        shapes=((8192, 7168), (32768, 7168)),
-        small=((2048, 2048),),
-        of_paper=lambda size, ranks: (size // 16 * ranks, 7168),
-        co_resident=True,
-    ),
-)
+def resolve(reference: Reference) -> Any:
+    """What a reference names, imported now if need be."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as problem:
+        if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
+            raise  # the module is there, but not what it needs
+        raise ArgumentError(f"there is no module {module!r}; write 'package.module:name'") from problem
+    if not name or not hasattr(found, name):
+        raise ArgumentError(f"module {module!r} has no {name!r}; write 'package.module:name'")
+    return getattr(found, name)
 
 
-def here() -> dict[str, Operator]:
-    """All of them, by name."""
-    return {operator.name: operator for operator in ALL}
+_registered: dict[str, Operator] = {}
+_lock = threading.RLock()  # ranks may be threads
+_discovered = False
 
 
-def with_parts() -> dict[str, Operator]:
-    """All of them, and their parts."""
-    return here() | {operator.name: operator for operator in PARTS}
+def register(operator: Operator) -> Operator:
+    """Make an operator known to all tools. To register the same entry again changes nothing."""
+    _check(operator)
+    with _lock:
+        known = _registered.get(operator.name)
+        if known is not None and known != operator:
+            raise ArgumentError(
+                f"there is an operator {operator.name!r} already, with another entry: take another name"
+            )
+        for option in operator.options:
+            for other in _registered.values():
+                if any(theirs.name == option.name and theirs != option for theirs in other.options):
+                    raise ArgumentError(
+                        f"{operator.name}: {other.name} has an option {option.flag} that says something else; take "
+                        f"another name, or the same Option"
+                    )
+        _registered[operator.name] = operator
+    return operator
+
+
+def unregister(name: str) -> None:
+    """Forget an operator."""
+    with _lock:
+        _registered.pop(name, None)
+
+
+def registered(*parts: str) -> dict[str, Operator]:
+    """All operators by name, in the order in which they were registered; with parts, those that have all of these."""
+    _discover()
+    with _lock:
+        return {
+            name: operator
+            for name, operator in _registered.items()
+            if all(getattr(operator, part) is not None for part in parts)
+        }
+
+
+def find(name: str, *parts: str) -> Operator:
+    """The operator of a name; an error that says which ones there are, with all of these parts."""
+    known = registered(*parts)
+    if name not in known:
+        if name in registered():
+            missing = next(part for part in parts if getattr(registered()[name], part) is None)
+            registered()[name].load(missing)  # raises
+        raise ArgumentError(f"there is no operator {name!r} here; there are: {', '.join(known)}")
+    return known[name]
+
+
+def signal_of(op: str, kind: int) -> Signal | None:
+    """A signal of an operator's own, by its number."""
+    return next((signal for signal in _signals(op) if signal.kind == kind), None)
+
+
+def signal_named(op: str, name: str) -> Signal | None:
+    """A signal of an operator's own, by its name."""
+    return next((signal for signal in _signals(op) if signal.name == name), None)
+
+
+def _signals(op: str) -> tuple[Signal, ...]:
+    operator = registered().get(op)
+    return operator.signals if operator is not None else ()
+
+
+def _check(operator: Operator) -> None:
+    """Refuse an entry that tools could not use."""
+    if not operator.name.isidentifier():
+        raise ArgumentError(f"an operator's name must be that of a Python function; got {operator.name!r}")
+    where = f"operator {operator.name}"
+    for name in set(operator.shared) - set(operator.dimensions):
+        raise ArgumentError(f"{where}: shared names {name!r}, which is none of the dimensions {operator.dimensions}")
+    if not operator.shapes:
+        raise ArgumentError(f"{where}: shapes must have a shape for a GPU, or more")
+    for shape in (*operator.shapes, *operator.small):
+        if len(shape) != len(operator.dimensions):
+            raise ArgumentError(f"{where}: the shape {shape} does not have a number for each of {operator.dimensions}")
+    kinds = [signal.kind for signal in operator.signals]
+    for kind in kinds:
+        if kind < OWN_SIGNALS or kinds.count(kind) > 1:
+            raise ArgumentError(f"{where}: signals must have different kinds, {OWN_SIGNALS} or more; got {kind}")
+    for option in operator.options:
+        if not option.name.isidentifier() or option.kind not in (bool, int):
+            raise ArgumentError(f"{where}: an option is a word, and a bool or an int; got {option}")
+
+
+def _discover() -> None:
+    """Import what other packages have installed. What can not be imported is told, once, and left out."""
+    global _discovered
+    with _lock:
+        if _discovered:
+            return
+        _discovered = True  # also for who is imported now
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            found = point.load()
+            if isinstance(found, Operator):
+                register(found)
+        except Exception as problem:
+            warnings.warn(
+                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are left out: "
+                f"{type(problem).__name__}: {problem}",
+                stacklevel=2,
+            )

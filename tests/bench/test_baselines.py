@@ -16,10 +16,13 @@ from support.bench_figures import result
 from support.patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from mkernel import bench
-from mkernel.bench import baselines, moe, nccl, peers
+from mkernel import bench, operators
+from mkernel.bench import baselines, nccl, peers
 from mkernel.bench import page as bench_page
+from mkernel.bench.benchmark import Benchmark
+from mkernel.bench.problems import Problem
 from mkernel.bench.shapes import Wanted
+from mkernel.ops.moe import bench as moe
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 EXPERTS = ("moe_dispatch_matmul", "moe_ffn")
@@ -51,12 +54,16 @@ def test_where_they_can_be_measured(monkeypatch, ranks, nodes, gpus, words):
         ("matmul_all_reduce", (64, 64, 64), torch.float16, "bf16 and fp32, not fp16"),
         ("matmul_all_reduce", (65, 63, 64), torch.bfloat16, "m x n must be even"),
         ("moe_ffn", (64, 64, 64), torch.bfloat16, "needs NVSHMEM"),
-        ("a_new_operator", (64, 64), torch.bfloat16, "does not know a_new_operator yet"),
+        ("a_new_operator", (64, 64), torch.bfloat16, "a_new_operator was not written for it yet"),
         ("all_gather_matmul", (65, 63, 64), torch.float16, None),
         ("matmul_all_reduce", (65, 63, 64), torch.float32, None),
     ],
 )
 def test_what_symmetric_memory_has_not(monkeypatch, op, shape, dtype, words):
+    new = operators.Operator(
+        "a_new_operator", "does nothing", len, len, ("rows", "columns"), (), ((64, 64),), bench=Benchmark(dict)
+    )
+    monkeypatch.setitem(operators._registered, new.name, new)
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     monkeypatch.setattr(peers, "run", lambda *_, **__: {"status": "measured", "ms": 1.5})
     figures = baselines.measure("symm_mem", op, shape, ranks=2, dtype=dtype, bound=1.0, fused_ms=1.0, repeats=4)
@@ -74,7 +81,7 @@ def test_what_symmetric_memory_has_not(monkeypatch, op, shape, dtype, words):
 
 def test_a_torch_without_nccl(monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert "without NCCL" in nccl.refusal("all_gather_matmul", (64, 64, 64), torch.bfloat16)
+    assert "without NCCL" in nccl.refusal(Problem, (64, 64, 64), torch.bfloat16)
 
 
 def test_no_process_reports(monkeypatch):
@@ -271,8 +278,10 @@ def test_the_table_and_the_files(gpus, monkeypatch, capsys, tmp_path, added, cod
     text = capsys.readouterr().out
     for each in words:
         assert text.count(each) == len(WANTED)
-    header, line = text.split("\nall_gather_matmul\n")[1].splitlines()[:2]
-    assert len(header) == len(line)
+    header, _, *lines = (line for line in text.split("\nall_gather_matmul\n")[1].splitlines()[:6] if line.strip())
+    for name, figure in (("fused", "3.000"), ("NCCL", "3.750" if added["nccl_ms"] else "-")):
+        for line in lines[: len(WANTED)]:
+            assert header.index(name) + len(name) == line.index(figure, header.index(name) - 8) + len(figure)
     written = json.loads(paths["json_path"].read_text())["results"]
     assert all(one.items() >= added.items() for one in written)
     with open(paths["csv_path"], newline="") as file:

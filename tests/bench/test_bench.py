@@ -15,7 +15,8 @@ from mkernel.bench import page as bench_page
 from mkernel.bench import published, shapes
 from mkernel.bench.shapes import Wanted
 
-GATHER, SCATTER = operators.ALL[:2]
+ALL = list(operators.registered("bench").values())
+GATHER, SCATTER, REDUCE = ALL[:3]
 BY_NAME = {GATHER.name: GATHER, SCATTER.name: SCATTER}
 
 
@@ -82,7 +83,7 @@ def test_no_file():
 
 
 @pytest.mark.parametrize("which", ["default", "small", "paper"])
-@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", ALL, ids=lambda operator: operator.name)
 def test_sets(operator, which):
     wanted = shapes.choose([operator], which, 4)
     assert wanted
@@ -98,7 +99,7 @@ def test_published_figures_have_their_source():
     known = published.figures()
     assert "UC Berkeley" in known["source"]
     assert "MIT" in known["licence"]
-    assert set(known["ops"]) == {operator.name for operator in operators.ALL}
+    assert set(known["ops"]) == {operator.name for operator in ALL}
     for name in known["ops"]:
         rows = published.rows(name)
         assert rows
@@ -110,58 +111,59 @@ def test_published_figures_have_their_source():
     [
         (GATHER, lambda m, n, k: 2 * m * n * k),
         (SCATTER, lambda m, n, k: 2 * m * n * k / 4),
-        (operators.ALL[2], lambda m, n, k: 2 * m * n * k / 4),
+        (REDUCE, lambda m, n, k: 2 * m * n * k / 4),
     ],
     ids=["gather", "scatter", "reduce"],
 )
 def test_a_rank_computes_as_much_as_there(operator, flops):
     """m = k = M and n = M/16, or m = n = M and k = M/16 per rank: 2*M^3/16 FLOPs in all three."""
     for row in published.rows(operator.name):
-        assert flops(*operator.of_paper(row["size"], 4)) == 2 * row["size"] ** 3 / 16
+        assert flops(*operator.load("bench").published.shape(row["size"], 4)) == 2 * row["size"] ** 3 / 16
 
 
 def test_a_published_figure_with_its_floor():
     """At the largest shape the floor is the library's: a quarter of what 4 ranks on one GPU took for theirs."""
-    row = published.rows("all_gather_matmul")[-1]
-    found = published.beside("all_gather_matmul", row, result(library_ms=25.0), "NVIDIA H200")
+    row, how = published.rows("all_gather_matmul")[-1], GATHER.load("bench").published
+    found = published.beside(how, row, result(library_ms=25.0), "NVIDIA H200")
     assert found["published_ms"] == 9.772
     assert found["published_nccl_ms"] == 11.811
     assert found["published_floor_fraction"] == pytest.approx(25.0 / 4 / 9.772)
     # with a fast library it is what 7 peers get over NVLink, from both nodes: 14 blocks of 2048 x 32768
-    found = published.beside("all_gather_matmul", row, result(library_ms=0.1), "NVIDIA H200")
+    found = published.beside(how, row, result(library_ms=0.1), "NVIDIA H200")
     assert found["published_floor_fraction"] == pytest.approx(14 * 2048 * 32768 * 2 / 450e9 * 1e3 / 9.772)
 
 
 def test_attention_has_fewer_blocks_of_keys():
     """4 ranks compute a quarter of what 16 do with each block; 4 of them share a GPU."""
-    row = published.rows("ring_attention")[-1]
-    found = published.beside("ring_attention", row, result("ring_attention", library_ms=100.0), "NVIDIA H200")
+    row, how = published.rows("ring_attention")[-1], operators.find("ring_attention").load("bench").published
+    found = published.beside(how, row, result("ring_attention", library_ms=100.0), "NVIDIA H200")
     assert found["published_floor_fraction"] == pytest.approx(100.0 / 4 * 4 / 134.909)
 
 
-@pytest.mark.parametrize("operator", operators.ALL, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", ALL, ids=lambda operator: operator.name)
 def test_every_operator_can_be_measured(operator):
     """What measures it takes a group, the numbers of a shape, what all of them take, and its options."""
-    names = list(inspect.signature(operator.measure).parameters)
+    names = list(inspect.signature(operator.load("bench").measure).parameters)
     assert names[0] == "group"
     count = 1 + len(operator.dimensions)
     assert names[count : count + 3] == ["dtype", "config", "repeats"]
-    assert names[count + 3 :] == list(operator.options)
+    assert names[count + 3 :] == [option.name for option in operator.options if option.bench]
 
 
 def test_no_floor_without_its_gpu():
-    row = published.rows("all_gather_matmul")[0]
-    found = published.beside("all_gather_matmul", row, result(), "NVIDIA A100")
+    row, how = published.rows("all_gather_matmul")[0], GATHER.load("bench").published
+    found = published.beside(how, row, result(), "NVIDIA A100")
     assert found["published_floor_fraction"] is None
     assert "A100" in found["published_note"]
 
 
 def test_no_floor_is_above_what_was_taken():
     """Links alone never take longer than a published call did."""
-    for name, traffic in published.TRAFFIC.items():
-        for row in published.rows(name):
-            nvlink, network = traffic(row["size"])
-            assert 0 < max(nvlink / published.NVLINK, network / published.NETWORK) * 1e3 < row["mkernel"], (name, row)
+    for operator in ALL:
+        for row in published.rows(operator.name):
+            nvlink, network = operator.load("bench").published.traffic(row["size"])
+            took = max(nvlink / published.NVLINK, network / published.NETWORK) * 1e3
+            assert 0 < took < row["mkernel"], (operator.name, row)
 
 
 # -- the run
@@ -195,7 +197,7 @@ def test_the_table(fake, capsys):
     assert text.count(" emulated") == 2
     for words in ("all_gather_matmul", "matmul_reduce_scatter", "m_total", "floor fraction", "0.900", "4.200"):
         assert words in text
-    header, line = text.split("\nall_gather_matmul\n")[1].splitlines()[:2]
+    header, _, line = (line for line in text.split("\nall_gather_matmul\n")[1].splitlines()[:6] if line.strip())
     assert header.index("floor fraction") + len("floor fraction") == line.index("0.900") + len("0.900")
 
 

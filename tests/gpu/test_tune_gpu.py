@@ -13,7 +13,7 @@ from harness import alone
 import mkernel as mk
 from mkernel.runtime import tuned
 from mkernel.tuning import tune
-from mkernel.workloads import WORKLOADS
+from mkernel.workloads import workload_of
 
 RANKS = 4
 LINKS = mk.Links(nvlink=450 / RANKS)
@@ -41,7 +41,9 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("op", "shape"), [(op, shape) for op, shapes in SHAPES.items() for shape in shapes])
 def test_at_least_as_good_as_the_default(op, shape):
     seconds = LATER if op in _compiled else FIRST.get(op, 10.0)
-    found = tune(WORKLOADS[op], shape, nodes=1, gpus_per_node=RANKS, dtype=torch.bfloat16, links=LINKS, seconds=seconds)
+    found = tune(
+        workload_of(op), shape, nodes=1, gpus_per_node=RANKS, dtype=torch.bfloat16, links=LINKS, seconds=seconds
+    )
     _compiled.add(op)
     result = found.result
     print(
@@ -52,7 +54,7 @@ def test_at_least_as_good_as_the_default(op, shape):
     assert result.best_time <= 0.9 * result.worst_time
 
     def on_rank(group):
-        call = WORKLOADS[op].make(group, shape, torch.bfloat16)
+        call = workload_of(op).make(group, shape, torch.bfloat16)
         assert str(call.tried.explain(None)).endswith("- configuration: tuned")
         default = call.run(mk.Config()).clone()
         chosen = call.run(None)
@@ -77,7 +79,7 @@ def test_a_group_takes_what_is_in_the_file_and_says_so(file):
     assert {line for line, _ in first} == {"- configuration: default"}
     place = first[0][1]
     assert torch.cuda.get_device_name() in place
-    tunable = WORKLOADS["all_gather_matmul"].tunable
+    tunable = workload_of("all_gather_matmul").tunable
     tuned.write(file, tunable.entries(place, torch.bfloat16, mk.Config(chunk_rows=32, group_m=4), {}, m=m, n=n, k=k))
     assert {line for line, _ in mk.spawn(on_rank, gpus_per_node=2, device="cuda")} == {"- configuration: tuned"}
     file.write_text("{ damaged")

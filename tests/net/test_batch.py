@@ -6,8 +6,8 @@ import struct
 import subprocess
 
 import pytest
-from support.machine_code import TOOLS
 
+from mkernel.compiling import PROGRAMS
 from mkernel.net.build import NATIVE
 
 from .ptx import Kernel, Run
@@ -23,7 +23,14 @@ BASE, COUNTER, DONE, SIGNALS, DATA = 1 << 33, 0, 8, 64, 1024
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_it_assembles(capability, tmp_path):
     (tmp_path / "batch.ptx").write_text(PTX)
-    command = [TOOLS / "ptxas", "-v", f"--gpu-name=sm_{capability}", tmp_path / "batch.ptx", "-o", tmp_path / "batch"]
+    command = [
+        PROGRAMS / "ptxas",
+        "-v",
+        f"--gpu-name=sm_{capability}",
+        tmp_path / "batch.ptx",
+        "-o",
+        tmp_path / "batch",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = done.stdout + done.stderr
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said

@@ -7,11 +7,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.compiled_launches import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, gathers
+from support.compiled_launches import NAMES, gathers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mkernel as mk
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.runtime.planning import least_shared_memory
 
 # What the ranks of such groups run, without the kernel that is for Hopper only.

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
-from support.compiled_launches import SHARED_MEMORY, compile_launch, gathers
+from support.compiled_launches import gathers
+
+from mkernel.compiling import SHARED_MEMORY, compile_launch
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.compiled_launches import compile_launch, pretending
-from support.operator_calls import run
 
+from mkernel.compiling import compile_launch, launched
 from mkernel.workloads import workload_of
 
 ALONE, LARGE = [(1, 1), (2, 1)], [(1, 1), (2, 2)]
@@ -23,13 +22,12 @@ CASES = [
 def launch_of(operator, cluster, shape):
     """What rank 0 of a cluster of Hopper GPUs would launch."""
 
-    def work(group):
-        call = workload_of(operator).make(group, shape, torch.bfloat16)
-        with pretending(90):
-            group.device = torch.device("cuda")
-            return call.tried.prepare(None)
+    options = dict(experts=2, topk=2) if operator.startswith("moe") else {}
 
-    return run(work, cluster=cluster)[0]
+    def prepare(group):
+        return workload_of(operator).make(group, shape, torch.bfloat16, **options).tried.prepare(None)
+
+    return launched(prepare, cluster, ctas=6)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from support.compiled_launches import REGISTERS, SHARED_MEMORY, compile_launch
-from support.sum_launches import instructions, reduces
+from support.compiled_launches import reduces
 
 import mkernel as mk
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.ops.reduce.all_reduce import plan
 
 TRITON = mk.Config(warps=8)  # not the kernel that is for Hopper only
@@ -106,7 +106,7 @@ def test_multicast(in_switch, reduce_dtype):
     assert made.ptx.count("multimem.st.relaxed.sys.global.v4.f32") == stored
     kind = "acc::f32.v4.bf16x2" if reduce_dtype == torch.bfloat16 else "v4.f32"
     assert made.ptx.count(f"multimem.ld_reduce.relaxed.sys.global.add.{kind}") == (partials if in_switch else 0)
-    assert instructions(made, "LDGMC") == (partials if in_switch else 0)
+    assert made.instructions("LDGMC") == (partials if in_switch else 0)
     # one before either place where finished tiles are announced, and one before the sum
     assert made.ptx.count("fence.proxy.alias;") == (3 if in_switch else 2)
     assert made.spilled <= 8  # some scalars
@@ -141,7 +141,7 @@ def test_the_switch_adds_once(case, size):
     launch = reduces(**dict(MULTICAST, **CASES[case]), **IN_SWITCH)
     made = build(MULTICAST, **CASES[case], **IN_SWITCH)
     rows, columns = size
-    assert instructions(made, "LDGMC") == rows * columns * 2 // (launch.options["num_warps"] * 32 * 16)
+    assert made.instructions("LDGMC") == rows * columns * 2 // (launch.options["num_warps"] * 32 * 16)
     assert made.spilled <= SPILLED.get(("multicast_kernel", case), 16)
     assert made.shared <= SHARED_MEMORY
 

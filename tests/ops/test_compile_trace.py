@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
-from support.compiled_launches import SHARED_MEMORY, compile_launch, gathers
+from support.compiled_launches import gathers, reduces
 from support.package_copies import copy_package, module_of
-from support.sum_launches import reduces
+
+from mkernel.compiling import SHARED_MEMORY, compile_launch
 
 
 def gathering(cluster):

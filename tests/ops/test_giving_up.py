@@ -23,13 +23,13 @@ def outcome(group, case, exact, bound):
     return "right"
 
 
-@pytest.mark.parametrize("name", operators.here())
+@pytest.mark.parametrize("name", operators.registered("bench"))
 @pytest.mark.parametrize(("cluster", "dead", "slow"), [((2, 2), 0, 3), ((2, 2), 1, 2), ((1, 3), 0, 2)])
 def test_nobody_is_deceived(name, cluster, dead, slow):
     """`slow` is late: what it waits for has been handed on by those that have given up when it looks."""
 
     def work(group):
-        case = operators.here()[name].case(group, False, 0)
+        case = operators.find(name).load("demo").on_rank(group, 0)
         exact, bound = case.exact()
         assert outcome(group, case, exact, bound) == "right"
         return "dead" if group.rank == dead else outcome(group, case, exact, bound)

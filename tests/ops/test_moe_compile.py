@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from support.compiled_launches import NAMES, REGISTERS, SHARED_MEMORY, compile_launch, launched
+from support.compiled_launches import NAMES, paced_links
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mkernel.bench.moe import _gemm_alone_kernel, gemm_alone
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, launched
 from mkernel.ops.moe import combine, dispatch_matmul, ffn
+from mkernel.ops.moe.bench import _gemm_alone_kernel, gemm_alone
 from mkernel.runtime.planning import default_tiles
 
 GROUPS = {"one rank": (1, 1), "four ranks": (1, 4), "two nodes": (2, 2)}
@@ -37,7 +38,7 @@ def launch_of(op, cluster, dtype, paced=False, transposed=False, described=True,
         launch, y, handle = dispatch_matmul.prepare(group, x, ids, w, sizes, None)
         return launch if op == "moe_dispatch_matmul" else combine.prepare(group, y, handle, weights, out, None)
 
-    return launched(prepare, cluster, paced=paced)
+    return launched(prepare, cluster, links=paced_links(paced))
 
 
 @cache

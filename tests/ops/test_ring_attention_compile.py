@@ -8,15 +8,14 @@ from functools import cache
 import pytest
 import torch
 from support.attention_reference import Case
-from support.compiled_launches import compile_launch, pretending
-from support.machine_code import REGISTERS, SHARED_MEMORY
-from support.operator_calls import run
+from support.compiled_launches import paced_links
 from triton.backends.nvidia.driver import make_launcher
 
 import mkernel as mk
+from mkernel import compiling
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, pretending
 from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
-from mkernel.runtime.world import Links
 
 LENGTH = 512
 
@@ -29,24 +28,20 @@ def launched(
         length, heads=heads, kv_heads=case.pop("kv_heads", heads), **{"dtype": torch.bfloat16, "dim": 128, **case}
     )
 
-    def work(group):
-        with pretending(capability):
-            group.device = torch.device("cuda")
-            group.world.links = Links(nvlink=100.0 if paced else None)
-            group.world.options = group.world.options.__class__(ctas=33)
-            tensors = [torch.empty(1, n, length, shape.dim, dtype=shape.dtype) for n in (heads, shape.kv_heads)]
-            query, key = tensors
-            if transposed:
-                key = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
-            out_lse = torch.empty(1, heads, length) if lse else None
-            launch = prepare(
-                group, query, key, key, torch.empty_like(query), out_lse, shape.causal, None, shape.layout,
-                shape.documents, config,
-            )  # fmt: skip
-            ((plan,),) = (plans.values() for plans in group._plans.values())
+    def prepared(group):
+        tensors = [torch.empty(1, n, length, shape.dim, dtype=shape.dtype) for n in (heads, shape.kv_heads)]
+        query, key = tensors
+        if transposed:
+            key = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
+        out_lse = torch.empty(1, heads, length) if lse else None
+        launch = prepare(
+            group, query, key, key, torch.empty_like(query), out_lse, shape.causal, None, shape.layout,
+            shape.documents, config,
+        )  # fmt: skip
+        ((plan,),) = (plans.values() for plans in group._plans.values())
         return launch, plan
 
-    return run(work, cluster=cluster)[0]
+    return compiling.launched(prepared, cluster, capability, links=paced_links(paced), ctas=33)
 
 
 @cache

@@ -57,7 +57,19 @@ def table_of(*rows: list[int]) -> torch.Tensor:
 
 
 def row(reason, cta, nanoseconds, kind=signals.ARRIVED, role=roles.INTRA, peer=1):
-    return [reason.value, 0, 2, role.value, cta, kind.value, peer, 40 + cta, 6, 7, nanoseconds]
+    return [
+        reason.value,
+        records.number_of("all_gather_matmul"),
+        2,
+        role.value,
+        cta,
+        kind.value,
+        peer,
+        40 + cta,
+        6,
+        7,
+        nanoseconds,
+    ]
 
 
 def test_an_empty_table_has_no_records():

@@ -12,16 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import moe_reference, operator_calls, other_users
-from support.compiled_launches import pretending
 from support.other_users import as_root
 
 import mkernel as mk
-from mkernel import cache
+from mkernel import cache, operators
+from mkernel.compiling import PretendedGpu, pretending
 from mkernel.runtime import tuned
 from mkernel.runtime.tuned import Table, Tunable, bucket
 from mkernel.tuning.spaces import families_of
-from mkernel.workloads import WORKLOADS, workload_of
+from mkernel.workloads import workload_of
 
+WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 PLACE = "some GPU, 1 x 2 ranks of 6 CTAs"
 ENTRY = {"config": {"group_m": 4}}
 
@@ -546,17 +547,6 @@ def test_nothing_is_tuned_in_the_simulator(file):
 # -- what is searched
 
 
-class Pretended:
-    """A GPU on which all tensors are."""
-
-    type = "cuda"
-
-    def __eq__(self, other):
-        return True
-
-    __hash__ = None
-
-
 # on four ranks of a Hopper GPU: those with a kernel for it take it
 ON_HOPPER = {
     "all_gather_matmul": (512, 256, 64),
@@ -579,10 +569,10 @@ def test_everything_that_is_searched_can_be_prepared(op):
         if group.rank:
             return
         with pretending(90):
-            group.device = Pretended()
+            group.device = PretendedGpu(90)
             group.world.options = replace(group.world.options, ctas=33)
             default = call.tried.explain(mk.Config())
-            families = families_of(op, group, default)
+            families = families_of(operators.find(op), group, default)
             hopper = getattr(default, "hopper", False)
             assert hopper == (op in ("all_gather_matmul", "matmul_reduce_scatter", "ring_attention"))
             assert len(families) == 1 + hopper

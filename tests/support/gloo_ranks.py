@@ -14,9 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from mkernel.bench import baselines, moe, nccl, ring_attention
+from mkernel import operators
+from mkernel.bench import baselines, nccl
 from mkernel.bench.peers import Peer
 from mkernel.bench.timing import Stopwatch
+from mkernel.ops.attention import bench as attention_bench
+from mkernel.ops.moe import bench as moe_bench
 from support.patience import HANG
 
 SPOILED = 14  # rows of a product for which one all-reduce is wrong, and another fails
@@ -116,8 +119,8 @@ def without_gpus():
         barrier=dist.barrier, multicast_ptr=int(memory.dtype == torch.float32)
     )
     nccl.BACKEND = "gloo"
-    moe.faster_layout = lambda rows, w, ends, counts: w
-    ring_attention.cudnn = lambda query, key, value, causal: F.scaled_dot_product_attention(query, key, value)
+    moe_bench.faster_layout = lambda rows, w, ends, counts: w
+    attention_bench.cudnn = lambda query, key, value, causal: F.scaled_dot_product_attention(query, key, value)
     baselines.device_of = lambda rank: torch.device("cpu")
     baselines.PeerStopwatch = WallClock
     return library
@@ -137,8 +140,8 @@ def measure_all(peer, cases):
     """Several measurements in one start of processes."""
     kept = without_gpus()
     collecting = Collecting(peer.rank, peer.size, peer.store)
-    for case in cases:
-        baselines.measure_on_rank(collecting, *case)
+    for name, op, *case in cases:
+        baselines.measure_on_rank(collecting, name, operators.find(op).load("bench").problem, *case)
     del kept
     peer.report(collecting.reports)
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.compiled_launches import pretending
 from typer.testing import CliRunner
 
 import mkernel as mk
-from mkernel import cli
+from mkernel import cli, operators
+from mkernel.compiling import pretending
 from mkernel.runtime import tuned
 from mkernel.runtime.config import Config
 from mkernel.tuning import measuring
 from mkernel.tuning.search import Search
-from mkernel.workloads import WORKLOADS
+from mkernel.workloads import workload_of
 
+WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 PLACE = "a GPU of paper"
 CTAS = 6  # that a simulated rank has
 SHAPES = {

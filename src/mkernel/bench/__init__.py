@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from mkernel import operators
 from mkernel.bench import baselines, published
@@ -22,6 +26,7 @@ from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.runtime.world import Links
+from mkernel.tables import growing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPEATS = 40
@@ -47,7 +52,7 @@ def run(
     NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
     share of its SMs. None does not pace. `against`: other ways to measure too, "nccl" and "symm_mem"; they go over
     the links that are really there. `options`: those of the operator that are on."""
-    measure = operators.here()[op].measure
+    measure = operators.find(op, "bench").load("bench").measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
         nvlink=link / sharing if link and ranks > 1 else None,
@@ -110,19 +115,32 @@ def main(
         here = published.place(nodes, ranks, torch.cuda.device_count())
         print(f"published: {published.figures()['source']}")
         print(f"  {published.SAME}\n  {published.DIFFERENT.format(here=here)}")
+        for op in dict.fromkeys(one.op for one in wanted if one.row):
+            if note := operators.find(op).load("bench").published.note:
+                print(f"  {note}")
     results: list[dict[str, Any]] = []
-    named = ""
-    for one in wanted:
-        if one.op != named:
-            named = one.op
-            print(f"\n{named}\n{_header(one, against)}", flush=True)
-        result = _figures_of(
-            one, ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
-            against=against, options=options,
-        )  # fmt: skip
-        results.append(result)
-        print(_line(one, result, against), flush=True)
-        _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
+    console = Console(highlight=False)
+    for op, some in itertools.groupby(wanted, key=lambda one: one.op):
+        console.print(f"\n[bold]{op}[/bold]")
+        shown = list(some)
+        columns = _columns(shown[0], against)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in (*operators.find(op).dimensions, *columns, ""):
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        remarks: list[str] = []
+        with growing(table, console) as grown:
+            for one in shown:
+                result = _figures_of(
+                    one, ranks=ranks, nodes=nodes, dtype=DTYPES[dtype], link=link, network=network,
+                    against=against, options=options,
+                )  # fmt: skip
+                results.append(result)
+                table.add_row(*_row(one, result, columns))
+                grown()
+                remarks += _remarks(one, result)
+                _write({"machine": machine(), "results": results}, json_path, csv_path, html_path)
+        for remark in remarks:
+            console.print(remark, markup=False, soft_wrap=True)
     return 0 if all(is_right(result) and baselines.is_right(result) for result in results) else 1
 
 
@@ -132,7 +150,8 @@ def _figures_of(one: Wanted, **how: Any) -> dict[str, Any]:
     try:
         result = run(one.op, [one.shape], **how)[0] | said
         if one.row is not None:
-            result |= published.beside(one.op, one.row, result, torch.cuda.get_device_name())
+            compared = operators.find(one.op).load("bench").published
+            result |= published.beside(compared, one.row, result, torch.cuda.get_device_name())
     except (MKernelError, torch.OutOfMemoryError) as problem:
         result = {"op": one.op, "failed": str(problem).partition("\n")[0]} | said
     return result
@@ -163,25 +182,27 @@ def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
     )
 
 
-def _header(one: Wanted, against: Sequence[str]) -> str:
-    dimensions = operators.here()[one.op].dimensions
-    return " ".join([*(f"{name:>8}" for name in dimensions), *(f"{name:>8}" for name in _columns(one, against))])
-
-
-def _line(one: Wanted, result: dict[str, Any], against: Sequence[str]) -> str:
-    numbers = [f"{number:>8}" for number in one.shape]
-    if "failed" in result:
-        return " ".join([*numbers, f" failed: {result['failed']}"])
-    for name, key in _columns(one, against).items():
+def _row(one: Wanted, result: dict[str, Any], columns: Mapping[str, str]) -> list[str]:
+    """The cells of a shape: its numbers, its figures, and a mark."""
+    cells = [str(number) for number in one.shape]
+    for key in columns.values():
         value = result.get(key)
-        text = "-" if value is None else f"{value:.2g}" if key in ("max_error", "error_bound") else f"{value:.3f}"
-        numbers.append(f"{text:>{max(len(name), 8)}}")
-    mark = " emulated" if result["emulated"] else ""
-    line = " ".join(numbers) + mark + ("" if is_right(result) else "  WRONG RESULT")
+        digits = ".2g" if key in ("max_error", "error_bound") else ".3f"
+        cells.append("-" if value is None else format(value, digits))
+    if "failed" in result:
+        return [*cells, "failed"]
+    return [*cells, " ".join(["emulated"] * result["emulated"] + ["WRONG RESULT"] * (not is_right(result)))]
+
+
+def _remarks(one: Wanted, result: dict[str, Any]) -> list[str]:
+    """What there is to say about a shape, below the table."""
+    said = list(baselines.remarks(result).values())
+    if "failed" in result:
+        said.insert(0, f"failed: {result['failed']}")
     if "gemm_ms" in result:
-        share = result["gemm_against_library"]
-        line += f"\n  the compute role alone, on rows in place: {result['gemm_ms']:.3f} ms, {share:.3f} of the library"
-    return "\n  ".join([line, *baselines.remarks(result).values()])
+        alone = f"{result['gemm_ms']:.3f} ms, {result['gemm_against_library']:.3f} of the library"
+        said.insert(0, f"the compute role alone, on rows in place: {alone}")
+    return [f"{'x'.join(map(str, one.shape))}: {words}" for words in said]
 
 
 # -- files

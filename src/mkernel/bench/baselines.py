@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from mkernel.bench import nccl, peers, problems, symm_mem
+from mkernel import operators
+from mkernel.bench import nccl, peers, symm_mem
 from mkernel.bench.peers import Peer, PeerFailure
+from mkernel.bench.problems import Problem
 from mkernel.bench.timing import Stopwatch
-from mkernel.operators import Shape
+from mkernel.operators import Reference, Shape
 
 LIBRARIES = {"nccl": nccl, "symm_mem": symm_mem}
 SECONDS = 300.0  # for the processes of one measurement: to start, check and time
@@ -52,16 +54,18 @@ def measure(
     NAME_ms, NAME_speedup (how much faster the fused one is), NAME_way, NAME_max_error, NAME_status ("measured", "not
     available", "failed" or "wrong") and, in words, NAME_note."""
     found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
-    if op not in problems.OPERATORS:
-        refused: str | None = f"bench/problems.py does not know {op} yet"
+    operator = operators.find(op, "bench")
+    problem = operator.load("bench").problem
+    if problem is None:
+        refused: str | None = f"{op} was not written for it yet: its Benchmark has no problem"
     else:
-        refused = LIBRARIES[name].refusal(op, shape, dtype)
+        refused = LIBRARIES[name].refusal(operators.resolve(problem), shape, dtype)
     if refused is not None:
         found["note"] = refused
     else:
         gc.collect()
         torch.cuda.empty_cache()  # the processes need what this one has only kept
-        arguments = (name, op, shape, dtype, bound, repeats, tuple(options))
+        arguments = (name, problem, shape, dtype, bound, repeats, tuple(options))
         try:
             found |= peers.run(measure_on_rank, ranks, *arguments, seconds=SECONDS)
         except PeerFailure as problem:
@@ -92,13 +96,13 @@ def remarks(result: dict[str, Any]) -> dict[str, str]:
 
 
 def measure_on_rank(
-    peer: Peer, name: str, op: str, shape: Shape, dtype: torch.dtype, bound: float, repeats: int,
+    peer: Peer, name: str, reference: Reference, shape: Shape, dtype: torch.dtype, bound: float, repeats: int,
     options: Sequence[str],
 ) -> None:  # fmt: skip
     """Check and time every way of a library; the fastest that is right is reported."""
     device = device_of(peer.rank)
     peer.say("making inputs")
-    problem = problems.make(op, peer.rank, peer.size, shape, dtype, device, options)
+    problem: Problem = operators.resolve(reference)(peer.rank, peer.size, shape, dtype, device, options)
     ways = LIBRARIES[name].prepare(problem, peer)
     notes, right, wrong = list(ways.notes), {}, False
     for way, call in ways.calls.items():

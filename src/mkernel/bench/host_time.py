@@ -8,12 +8,14 @@ with sooner than the host is with the next call.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
 import torch
 
 import mkernel as mk
+from mkernel import operators
 from mkernel.environment import one_of_several_processes
 
 M, N, K = 128, 512, 1024
@@ -25,12 +27,12 @@ def measure(group: mk.Group) -> dict[str, float]:
     """Microseconds a call, by operator."""
     a = torch.ones(M, K, device=group.device, dtype=torch.bfloat16)
     b = torch.ones(K, N, device=group.device, dtype=torch.bfloat16)
-    ways: dict[str, Callable[[], object]] = {
-        "all_gather_matmul": lambda: mk.all_gather_matmul(a, b, group=group),
-        "matmul_reduce_scatter": lambda: mk.matmul_reduce_scatter(a, b, group=group),
-        "matmul_all_reduce": lambda: mk.matmul_all_reduce(a, b, group=group),
-        "torch.mm": lambda: torch.mm(a, b),
-    }
+    ways: dict[str, Callable[[], object]] = {}
+    for operator in operators.registered("bench").values():
+        call = operator.load("bench").host_call
+        if call is not None:
+            ways[operator.name] = functools.partial(call, group, a, b)
+    ways["torch.mm"] = lambda: torch.mm(a, b)
     found = {}
     for name, call in ways.items():
         for _ in range(WARM_UP):

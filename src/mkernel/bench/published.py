@@ -12,19 +12,18 @@ out where the GPU here is no H200.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkernel.bench.benchmark import Published
 
 NODES, GPUS = 2, 8
 RANKS = NODES * GPUS
 NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
 
-SAME = (
-    "the same: what a rank multiplies (bf16; in attention its queries and one block of keys, of which there are as "
-    "many as ranks), and the rates of links relative to the GPU's"
-)
+SAME = "the same: what a rank multiplies (bf16), and the rates of links relative to the GPU's"
 DIFFERENT = (
     "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
 )
@@ -48,58 +47,21 @@ def rows(op: str) -> list[dict[str, Any]]:
     return [{**row, "size": next(iter(row.values()))} for row in found]
 
 
-def _gather(size: int) -> tuple[float, float]:
-    block = size // RANKS * size * 2
-    return NODES * (GPUS - 1) * block, (NODES - 1) * block
-
-
-def _all_reduce(size: int) -> tuple[float, float]:
-    # NVSwitch adds and spreads: what a GPU sends is its part of every other GPU's rows, and the sum of its own
-    return size * size * 2, 2 * (NODES - 1) * (size // RANKS * size * 2)
-
-
-def _attention(size: int) -> tuple[float, float]:
-    block = 2 * 4 * 16 * (size // RANKS) * 128 * 2
-    return NODES * (GPUS - 1) * block, (NODES - 1) * block
-
-
-def _dispatch(tokens: int) -> tuple[float, float]:
-    """Top 8 of 256 experts: a token goes to each rank that has one of them once, over the network once."""
-    sent = tokens / RANKS * 7168 * 2
-    ranks = GPUS * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
-    return NODES * ranks * (GPUS - 1) / GPUS * sent, (1 - 0.5**8) * sent
-
-
-def _ffn(tokens: int) -> tuple[float, float]:
-    return 2 * _dispatch(tokens)[0], 2 * _dispatch(tokens)[1]
-
-
-# bytes that a rank sends inside its node and to the other one
-TRAFFIC: dict[str, Callable[[int], tuple[float, float]]] = {
-    "all_gather_matmul": _gather,
-    "matmul_reduce_scatter": _gather,  # as many bytes, in the other direction
-    "matmul_all_reduce": _all_reduce,
-    "ring_attention": _attention,
-    "moe_dispatch_matmul": _dispatch,
-    "moe_ffn": _ffn,
-}
-
-
-def beside(op: str, row: dict[str, Any], result: dict[str, Any], gpu: str) -> dict[str, Any]:
+def beside(how: Published, row: dict[str, Any], result: dict[str, Any], gpu: str) -> dict[str, Any]:
     """What was published for a shape, with its floor fraction, for the result of the same shape here."""
     found = {
         "published_size": row["size"],
         "published_ms": row["mkernel"],
         "published_nccl_ms": row.get("nccl"),
         "published_floor_fraction": None,
-        "published_note": "",
+        "published_note": how.note,
     }
     if "H200" not in gpu:
         found["published_note"] = f"no floor: it needs the library's time on an H200, this is a {gpu}"
     else:
         sharing = max(-(-result["ranks"] // result["gpus"]), 1)
-        nvlink, network = TRAFFIC[op](row["size"])
-        library = result["library_ms"] / sharing * (RANKS / result["ranks"] if op == "ring_attention" else 1)
+        nvlink, network = how.traffic(row["size"])
+        library = result["library_ms"] / sharing * (RANKS / result["ranks"] if how.needs_all_ranks else 1)
         floor = max(library, nvlink / NVLINK * 1e3, network / NETWORK * 1e3)
         found["published_floor_fraction"] = floor / row["mkernel"]
     return found

@@ -90,15 +90,16 @@ def choose(chosen: Sequence[Operator], which: str, ranks: int) -> list[Wanted]:
     wanted = []
     for operator in chosen:
         if which == "paper":
-            found = [
-                Wanted(operator.name, operator.of_paper(row["size"], ranks), row)
-                for row in published.rows(operator.name)
-            ]
+            how = operator.load("bench").published
+            rows = published.rows(operator.name) if how is not None else []
+            found = [Wanted(operator.name, how.shape(row["size"], ranks), row) for row in rows]
         else:
-            found = [
-                Wanted(operator.name, shape) for shape in (operator.small if which == "small" else operator.shapes)
-            ]
+            small = operator.small or operator.shapes
+            found = [Wanted(operator.name, shape) for shape in (small if which == "small" else operator.shapes)]
         for one in found:
             check(one.shape, operator, ranks)
         wanted += found
+    if not wanted:
+        names = ", ".join(operator.name for operator in chosen)
+        raise ArgumentError(f"nothing was published of {names}; 'small', or a file with shapes, would work")
     return wanted

@@ -19,13 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mkernel import operators
-from mkernel.demo import cases
 from mkernel.estimates import Simulation
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.tracing.events import Share
 from mkernel.tracing.session import OVERLAP, trace
-from mkernel.workloads import workload_of
 
 SCHEDULES = 3  # seeds that the simulator runs each operator with
 CALLS = 10  # timed together on a GPU, back to back
@@ -94,10 +92,16 @@ class Shown:
 def simulation(ranks: int) -> Simulation:
     """What the demo simulates on so many ranks."""
     jobs = [
-        (workload_of(operator.name), cases.simulated_shape(operator.name, ranks), SCHEDULES)
-        for operator in operators.ALL
+        (operator.load("workload"), operator.load("demo").simulated(ranks), SCHEDULES)
+        for operator in shown_operators()
+        if operator.workload is not None
     ]
     return Simulation(jobs, ranks)
+
+
+def shown_operators() -> list[operators.Operator]:
+    """Those that have a demo of their own."""
+    return [operator for operator in operators.registered("demo").values() if not operator.part_of]
 
 
 def run(
@@ -111,7 +115,7 @@ def run(
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
     place = cluster if simulated else _gpus(size)
     console.print(f"[bold]mkernel[/bold] on {place}\n")
-    chosen = operators.ALL
+    chosen = shown_operators()
     shown = []
     if simulated:  # `begin` is there to show progress
         shown = [_simulate(operator, nodes, gpus_per_node, seed, begin) for operator in chosen]
@@ -189,7 +193,7 @@ def _on_simulated_rank(group: Group, operator: operators.Operator, begin: Callab
 
     begin(group)
     assert isinstance(group.world, SimWorld)
-    case = operator.case(group, large=False, seed=0)
+    case = operator.load("demo").on_rank(group, 0)
     with trace(group) as traced:
         given = case.call()
     y = case.result(given)
@@ -230,7 +234,7 @@ def _measure(operator: operators.Operator, ranks: int, seed: int, advance: Calla
 
 
 def _on_gpu_rank(group: Group, operator: operators.Operator, seed: int) -> tuple[Check, dict[str, float], str]:
-    case = operator.case(group, large=True, seed=seed)
+    case = operator.load("demo").on_rank(group, seed, large=True)
     # load every kernel before one of ours waits for another rank
     case.library()
     torch.cuda._sleep(1)

@@ -48,16 +48,16 @@ TOLD_TO_LEAVE = tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
 INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
-# What was waited for.
+# What was waited for. Those of all operators are below 16; operators.Signal names the others.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
+NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
+# ... by single operators.
 PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
 FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
-FREED = tl.constexpr(4)  # the peer reads nothing of that round any more
-NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
-# ... in the mixture of experts (ops/moe).
+FREED = tl.constexpr(18)  # the peer reads nothing of that round any more
 ROUTED = tl.constexpr(20)  # the routing table of the peer is here
 COUNTED = tl.constexpr(21)  # the CTAs of this rank have counted the rows
 SCHEDULED = tl.constexpr(22)  # the blocks of this rank have an order

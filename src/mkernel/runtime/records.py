@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mkernel import operators
 from mkernel.lang import context, roles, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
@@ -15,10 +16,7 @@ MAX_CTAS = 512  # of a launch: more than any GPU has SMs
 COUNT = 2 * MAX_CTAS  # records that a group has room for; every call looks at all of them
 WORDS = context.RECORD_WORDS.value
 
-OPS = [
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
-    "moe_dispatch_matmul", "moe_combine", "moe_ffn",
-]  # by number; `number_of` adds operators from outside the package  # fmt: skip
+OPS: list[str] = []  # by number, see `number_of`
 _lock = threading.Lock()  # ranks may be threads
 ROLES = {roles.SEND.value: "send", roles.INTRA.value: "intra", roles.COMPUTE.value: "compute"}
 SIGNALS = {
@@ -26,26 +24,20 @@ SIGNALS = {
     signals.ARRIVED.value: "arrived",
     signals.RING_SPACE.value: "ring space",
     signals.SENT.value: "sent",
-    signals.PARTIAL.value: "partial",
-    signals.FINISHED_TILE.value: "finished tile",
-    signals.FREED.value: "freed",
     signals.NOTHING.value: "nothing",
-    signals.ROUTED.value: "routed",
-    signals.COUNTED.value: "counted",
-    signals.SCHEDULED.value: "scheduled",
-    signals.HELD.value: "held",
-    signals.PLACED.value: "placed",
-    signals.SETTLED.value: "settled",
-    signals.COMPUTED.value: "computed",
-    signals.NUMBERED.value: "numbered",
-    signals.RETURNED.value: "returned",
-    signals.BACK.value: "back",
-}
+}  # of all operators; others have those of their entry in the registry
+
+
+def signal_name(op: str, kind: int) -> str:
+    """What people call a signal of an operator."""
+    if kind in SIGNALS:
+        return SIGNALS[kind]
+    own = operators.signal_of(op, kind)
+    return own.name if own is not None else f"signal {kind}"
 
 
 def number_of(op: str) -> int:
-    """The number by which the kernels of this process name an operator in their records. A new name gets the next
-    number: operators need not be listed here."""
+    """The number by which the kernels of this process name an operator in their records; a new name gets the next."""
     with _lock:
         if op not in OPS:
             OPS.append(op)
@@ -77,24 +69,8 @@ class WaitRecord:
             "arrived": f"chunk {self.index} of rank {self.peer}'s rows",
             "ring space": "the network proxy to take a request out of the full ring",
             "sent": "the network proxy to finish sending",
-            "partial": f"rank {self.peer}'s part of tile {self.index}",
-            "finished tile": f"tile {self.index}, which rank {self.peer} sums up",
-            "freed": f"rank {self.peer} to be done with round {self.index}",
-            "routed": f"the expert ids of rank {self.peer}",
-            "counted": "the other CTAs of this rank to count rows",
-            "scheduled": "the other CTAs of this rank to order blocks of rows",
-            "held": f"chunk {self.index} of rank {self.peer}'s tokens",
-            "returned": f"rank {self.peer} to sum its rows of chunk {self.index}",
-            "back": f"what the node of rank {self.peer} made of chunk {self.index}",
-            "settled": f"the places of chunk {self.index} of rank {self.peer}'s tokens",
-            "computed": f"the tiles of block {self.index}",
-            "numbered": "the numbers of the tokens that go to other nodes",
-            "placed": f"the rows of block {self.index}",
             "call": f"rank {self.peer} to make the same call",
-        }.get(
-            self.signal,  # of an operator of the user's own, or of another version
-            f"rank {self.peer} (index {self.index})" if self.peer >= 0 else f"another CTA (index {self.index})",
-        )
+        }.get(self.signal) or self._awaited()
         how = "timed out" if self.timed_out else "gave up with the group"
         if self.signal == "nothing":
             return f"{self.op}: rank {self.rank} ended its launch after the group had given up: its result may be wrong"
@@ -103,6 +79,14 @@ class WaitRecord:
             f"{self.op}: rank {self.rank}, {who} waited {self.seconds:.3g} s for {what}: "
             f"signal '{self.signal}' is {self.seen}, expected {self.expected} ({how})"
         )
+
+    def _awaited(self) -> str:
+        """What an operator's own signal stands for."""
+        own = operators.signal_named(self.op, self.signal)
+        if own is not None and (self.peer >= 0 or "{peer}" not in own.awaited):
+            return own.awaited.format(peer=self.peer, index=self.index)
+        # of an operator that is not registered here, or of another version
+        return f"rank {self.peer} (index {self.index})" if self.peer >= 0 else f"another CTA (index {self.index})"
 
 
 def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: float) -> CommTimeout:
@@ -132,7 +116,7 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
                 rank=rank,
                 role=ROLES.get(role, f"role {role}"),
                 cta=cta,
-                signal=SIGNALS.get(kind, f"signal {kind}"),  # operators may have their own
+                signal=signal_name(OPS[op], kind),
                 peer=peer,
                 index=index,
                 seen=seen,

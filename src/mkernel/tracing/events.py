@@ -72,11 +72,10 @@ def lane_name(lane: int) -> str:
     return records.ROLES.get(lane, f"role {lane}")
 
 
-def kind_of(code: int) -> str:
-    """The name of a kind of events."""
+def kind_of(code: int, op: str) -> str:
+    """The name of a kind of an operator's events."""
     if code >= words.WAIT.value:
-        signal = code - words.WAIT.value
-        return WAIT + records.SIGNALS.get(signal, f"signal {signal}")
+        return WAIT + records.signal_name(op, code - words.WAIT.value)
     return KINDS.get(code, f"kind {code}")
 
 
@@ -105,8 +104,8 @@ def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, in
             peer = what >> 16 & 0xFFFF
             found.append(
                 Event(
-                    rank, lane.cta, name, kind_of(what & 0xFFFF), -1 if peer == NOBODY else peer, index,
-                    start - ahead, end - ahead, call, launches[call][0],
+                    rank, lane.cta, name, kind_of(what & 0xFFFF, launches[call][0]), -1 if peer == NOBODY else peer,
+                    index, start - ahead, end - ahead, call, launches[call][0],
                 )
             )  # fmt: skip
     return sorted(found, key=lambda event: (event.start, event.end, event.cta))

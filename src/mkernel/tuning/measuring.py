@@ -55,6 +55,9 @@ def tune(
     """Search for the best configuration of a shape, for at most so many seconds (and what is being measured
     then), and keep it. `options`: what else the workload shall be told."""
     said = dict(options or {})
+    tunable = workload.tunable
+    if tunable is None:
+        raise ArgumentError(f"{workload.op} takes no configuration: its Workload has no tunable")
     tuned.write(tuned.path(), {})  # what could not be kept in the end is not measured
 
     def on_rank(group: Group) -> Found | None:
@@ -64,7 +67,7 @@ def tune(
         if group.rank:
             trial.follow()
             return None
-        families = families_of(workload.op, group, tried.explain(Config()))
+        families = families_of(workload.operator, group, tried.explain(Config()))
         try:
             result = Search(trial.measure, seconds, tell=tell, compile=trial.compile).run(families)
             trial.compare(result.best)
@@ -82,7 +85,7 @@ def tune(
             "triton": triton.__version__,
         }
         place = tuned.place_of(group)
-        entries = workload.tunable.entries(place, dtype, result.best, measured, **tried.sizes)
+        entries = tunable.entries(place, dtype, result.best, measured, **tried.sizes)
         return Found(workload.op, shape, dtype, result, entries)
 
     found = spawn(on_rank, nodes=nodes, gpus_per_node=gpus_per_node, device="cuda", links=links, timeout=TIMEOUT)[0]

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires
+from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.problems import draw
+from mkernel.bench.published import NODES, RANKS
 from mkernel.bench.timing import Link
 from mkernel.ops.reduce.all_reduce import explain, matmul_all_reduce, prepare
+from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, measure_together, wires
 from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -21,7 +24,7 @@ def measure(
     """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
     device, size, gpus = group.device, group.size, group.gpus_per_node
     k_local = k // size
-    a, w = operands("matmul_all_reduce", group.rank, size, (m, n, k), dtype, device)
+    a, w = draw(group.rank, m, n, k_local, dtype, device)
     out = torch.empty(m, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
@@ -74,3 +77,16 @@ def measure(
     bound = bound_of(k, k_local, size, dtype)
     plan = explain(a, w.t(), out=out, config=config)
     return figures("matmul_all_reduce", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
+
+
+def _traffic(size: int) -> tuple[float, float]:
+    # NVSwitch adds and spreads: what a GPU sends is its part of every other GPU's rows, and the sum of its own
+    return size * size * 2, 2 * (NODES - 1) * (size // RANKS * size * 2)
+
+
+BENCHMARK = Benchmark(
+    measure,
+    problem="mkernel.ops.reduce.baselines:AllReduce",
+    published=Published(shape=lambda size, ranks: (size, size, size // 16 * ranks), traffic=_traffic),
+    host_call=lambda group, a, b: matmul_all_reduce(a, b, group=group),
+)

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import OnRank, add_up, bound_of, figures, measure_together, operands, wires, worst_of
+from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.problems import draw, worst_of
+from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link
+from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, measure_together, wires
 from mkernel.ops.reduce.call import Sum
 from mkernel.ops.reduce.reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
@@ -21,7 +24,7 @@ def measure(
     """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
     device, size = group.device, group.size
     k_local, rows = k // size, m // size
-    a, w = operands("matmul_reduce_scatter", group.rank, size, (m, n, k), dtype, device)
+    a, w = draw(group.rank, m, n, k_local, dtype, device)
     out = torch.empty(rows, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
@@ -54,3 +57,17 @@ def measure(
     bound = bound_of(k, k_local, size, dtype)
     plan = explain(a, w.t(), out=out, config=config)
     return figures("matmul_reduce_scatter", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
+
+
+def _traffic(size: int) -> tuple[float, float]:
+    """As many bytes as all_gather_matmul, in the other direction."""
+    block = size // RANKS * size * 2
+    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+
+
+BENCHMARK = Benchmark(
+    measure,
+    problem="mkernel.ops.reduce.baselines:ReduceScatter",
+    published=Published(shape=lambda size, ranks: (size, size, size // 16 * ranks), traffic=_traffic),
+    host_call=lambda group, a, b: matmul_reduce_scatter(a, b, group=group),
+)

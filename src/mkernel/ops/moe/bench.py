@@ -23,18 +23,19 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.bench.reduction import worst_of
+from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.problems import worst_of
+from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.moe import dispatch_matmul as dispatch_op
 from mkernel.ops.moe import ffn as ffn_op
 from mkernel.ops.moe.grouped import Operands, Weights, multiply_block
 from mkernel.ops.moe.routing import BLOCKS
+from mkernel.ops.moe.workload import EXPERTS, SLOTS
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
-EXPERTS = 16  # of a rank
-SLOTS = 8
 LONE_WORLD = 16  # ranks of the world that a single rank is measured as a part of
 CHECKED_TOKENS = 64
 
@@ -76,9 +77,9 @@ def tokens_of(rank: int, size: int, tokens: int, hidden: int, dtype: torch.dtype
     return Tokens(x, torch.where(ids < size * EXPERTS, ids, -1), weights, generator)
 
 
-def matrix_shapes(op: str, n: int, hidden: int) -> list[tuple[int, int, int]]:
-    """Of the matrices of a rank, in the order in which they are drawn; n is out or inter."""
-    if op == "moe_ffn":
+def matrix_shapes(n: int, hidden: int, *, ffn: bool) -> list[tuple[int, int, int]]:
+    """Of the matrices of a rank, in the order in which they are drawn; n is out, or inter of the layer."""
+    if ffn:
         return [(EXPERTS, hidden, 2 * n), (EXPERTS, n, hidden)]
     return [(EXPERTS, hidden, n)]
 
@@ -95,11 +96,11 @@ def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, t
 class Inputs:
     """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
 
-    def __init__(self, op: str, group: Group, tokens: int, n: int, hidden: int, dtype: torch.dtype):
+    def __init__(self, group: Group, tokens: int, n: int, hidden: int, dtype: torch.dtype, *, ffn: bool):
         self.group = group
         self.mine = tokens_of(group.rank, group.size, tokens, hidden, dtype, group.device)
         self.x, self.ids, self.weights = self.mine.x, self.mine.ids, self.mine.weights
-        self.matrices = [self.mine.matrices(*shape) for shape in matrix_shapes(op, n, hidden)]
+        self.matrices = [self.mine.matrices(*shape) for shape in matrix_shapes(n, hidden, ffn=ffn)]
         torch.cuda.current_stream(group.device).synchronize()
         xs = group.exchange("x", self.x)
         self.all_ids = [ids.to(group.device) for ids in group.exchange("ids", self.ids)]
@@ -239,7 +240,7 @@ def measure_dispatch(
     group: Group, tokens_total: int, n: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_dispatch_matmul; runs on every rank, the same figures come back on each."""
-    inputs = Inputs("moe_dispatch_matmul", group, tokens_total // group.size, n, hidden, dtype)
+    inputs = Inputs(group, tokens_total // group.size, n, hidden, dtype, ffn=False)
     (w,) = inputs.matrices
     where, _, counts = rows_of(inputs.all_ids, group.rank)
     sizes = counts.tolist()
@@ -292,7 +293,7 @@ def measure_ffn(
     group: Group, tokens_total: int, inter: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """One shape of moe_ffn; runs on every rank, the same figures come back on each."""
-    inputs = Inputs("moe_ffn", group, tokens_total // group.size, inter, hidden, dtype)
+    inputs = Inputs(group, tokens_total // group.size, inter, hidden, dtype, ffn=True)
     gate_up, down = inputs.matrices
     where, slot, counts = rows_of(inputs.all_ids, group.rank)
     rows = inputs.parts[where]
@@ -370,3 +371,29 @@ def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tens
             magnitude += share * (inner.abs() @ matrix.abs())
     error = (out[:CHECKED_TOKENS].double() - total).abs() / magnitude.clamp_min(1e-12)
     return float(error.max().item()) if len(x) else 0.0
+
+
+def _traffic(tokens: int) -> tuple[float, float]:
+    """Top 8 of 256 experts: a token goes to each rank that has one of them once, over the network once."""
+    sent = tokens / RANKS * 7168 * 2
+    ranks = GPUS * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
+    return NODES * ranks * (GPUS - 1) / GPUS * sent, (1 - 0.5**8) * sent
+
+
+def _traffic_of_ffn(tokens: int) -> tuple[float, float]:
+    """There and back."""
+    return 2 * _traffic(tokens)[0], 2 * _traffic(tokens)[1]
+
+
+def _published_shape(size: int, ranks: int) -> tuple[int, int, int]:
+    return size // 16 * ranks, 2048, 7168
+
+
+DISPATCH_MATMUL = Benchmark(
+    measure_dispatch,
+    problem="mkernel.ops.moe.baselines:DispatchMatmul",
+    published=Published(_published_shape, _traffic),
+)
+FFN = Benchmark(
+    measure_ffn, problem="mkernel.ops.moe.baselines:Ffn", published=Published(_published_shape, _traffic_of_ffn)
+)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.attention import explain, prepare, ring_attention
 from mkernel.ops.attention.sequences import Sequences, from_zigzag
@@ -63,7 +65,6 @@ def measure(
     out = torch.empty_like(query)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("parts", (query, key, value))
-
     sequences = Sequences(size, length, layout == "zigzag", causal, None)
     rate = group.world.links.nvlink
     wire_ms = _wire_ms(group, sequences, row_bytes=batch * heads * 2 * dim * query.element_size())
@@ -155,3 +156,21 @@ def error_of(
             error = ((out[b, h, rows].double() - weights @ value).abs() / bound).max().item()
             worst = max(worst, error if error == error else float("inf"))
     return worst
+
+
+def _traffic(size: int) -> tuple[float, float]:
+    block = 2 * 4 * 16 * (size // RANKS) * 128 * 2
+    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+
+
+BENCHMARK = Benchmark(
+    measure,
+    several_nodes=False,
+    problem="mkernel.ops.attention.baselines:Attention",
+    published=Published(
+        shape=lambda size, ranks: (4, 16, size // 16 * ranks, 128),
+        traffic=_traffic,
+        needs_all_ranks=True,
+        note="the same in attention: a rank's queries and one block of keys, of which there are as many as ranks",
+    ),
+)

@@ -163,22 +163,6 @@ def figures(
     }
 
 
-def operands(
-    op: str, rank: int, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and w, the transposed b, of a rank; also of all_gather_matmul. A shape is that of all ranks together."""
-    m, n, k = shape
-    rows, depth = (m // size, k) if op == "all_gather_matmul" else (m, k // size)
-    generator = torch.Generator(device).manual_seed(rank)
-    a = torch.randn(rows, depth, device=device, dtype=dtype, generator=generator)
-    return a, torch.randn(n, depth, device=device, dtype=dtype, generator=generator)
-
-
-def worst_of(errors: Sequence[float]) -> float:
-    """The largest of all ranks' errors; infinite if one of them is NaN."""
-    return max(errors) if all(error == error for error in errors) else float("inf")
-
-
 def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
     """Largest error of an element of a sum over ranks of products of normally distributed numbers: that of
     one product, and a rounding of every rank's part, which is rarely over 5*sqrt(k_local)."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.reduction import operands, worst_of
+from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.problems import draw, worst_of
+from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
@@ -22,7 +24,7 @@ def measure(
     world = group.world
     assert isinstance(world, CudaWorld)
     rows = m_total // group.size
-    a, w = operands("all_gather_matmul", group.rank, group.size, (m_total, n, k), dtype, device)
+    a, w = draw(group.rank, rows, n, k, dtype, device)
     if group.nodes > 1:
         a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent from where it is
     out = torch.empty(m_total, n, device=device, dtype=dtype)
@@ -96,3 +98,16 @@ def measure(
         "error_bound": bound,
         "plan": str(explain(a, w.t(), out=out, config=config)),
     }
+
+
+def _traffic(size: int) -> tuple[float, float]:
+    block = size // RANKS * size * 2
+    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+
+
+BENCHMARK = Benchmark(
+    measure,
+    problem="mkernel.ops.all_gather_matmul.baselines:Gather",
+    published=Published(shape=lambda size, ranks: (size, size // 16, size), traffic=_traffic),
+    host_call=lambda group, a, b: all_gather_matmul(a, b, group=group),
+)

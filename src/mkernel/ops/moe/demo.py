@@ -1,0 +1,111 @@
+"""The mixture of experts in the demo."""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.demo.case import EPS, Case, Demo, everyones, random
+from mkernel.operators import Shape
+from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
+from mkernel.runtime.group import Group
+
+
+def _experts(large: bool) -> tuple[int, int]:
+    """Experts of a rank, and of a token."""
+    return (4, 4) if large else (2, 2)
+
+
+def _routing(group: Group, tokens: int, experts: int, top_k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(group.device).manual_seed(77 + 1000 * seed + group.rank)
+    scores = torch.rand(tokens, experts * group.size, generator=generator, device=group.device)
+    return scores.topk(top_k, dim=1).indices
+
+
+def _dispatch(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    everyones_tokens, out, hidden = shape
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
+    x = random(group, seed, tokens, hidden)
+    w = random(group, seed, experts, hidden, out, what=1)
+    ids = _routing(group, tokens, experts, top_k, seed)
+
+    def exact() -> tuple[torch.Tensor, float]:
+        everyone = torch.cat(everyones(group, "x", x)).double()
+        chosen = torch.cat(everyones(group, "ids", ids))
+        parts = []
+        for expert in range(experts):
+            token = (chosen == group.rank * experts + expert).nonzero()[:, 0]  # by source rank, then token
+            parts.append(everyone[token] @ w[expert].double())
+        return torch.cat(parts), 4 * hidden**0.5 * EPS
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {hidden} x {out}",
+        call=lambda: moe_dispatch_matmul(x, ids, w, max_tokens=tokens),
+        result=lambda given: given[0][: int(given[1].counts.sum())],
+        exact=exact,
+        library=lambda: x.repeat(top_k, 1).view(experts, -1, hidden) @ w,
+    )
+
+
+def _combine(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    """Its input is made by a dispatch, here."""
+    everyones_tokens, columns = shape
+    tokens, (experts, top_k), hidden = everyones_tokens // group.size, _experts(large), 32
+    x = random(group, seed, tokens, hidden)
+    w = random(group, seed, experts, hidden, columns, what=1) * hidden**-0.5
+    ids = _routing(group, tokens, experts, top_k, seed)
+    weights = random(group, seed, tokens, top_k, what=3).float().softmax(1)
+    y, handle = moe_dispatch_matmul(x, ids, w, max_tokens=tokens)
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        total = magnitude = torch.zeros(tokens, columns, dtype=torch.float64, device=group.device)
+        for expert, matrix in enumerate(torch.cat(everyones(group, "w", w))):
+            share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+            total = total + share * (x.double() @ matrix.double())
+            magnitude = magnitude + share * (x.double().abs() @ matrix.double().abs())
+        return total, 4 * EPS * magnitude + 1e-30  # as for moe_ffn
+
+    return Case(
+        inputs=f"the rows of {experts} experts, {columns} columns each, for {tokens} tokens, each with {top_k} experts",
+        call=lambda: moe_combine(y, handle, weights),
+        exact=exact,
+        library=lambda: (weights[:, :, None] * y[: ids.numel()].view(*ids.shape, columns)).sum(1),
+    )
+
+
+def _ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    everyones_tokens, inter, hidden = shape
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
+    x = random(group, seed, tokens, hidden)
+    gate_up = random(group, seed, experts, hidden, 2 * inter, what=1) * hidden**-0.5
+    down = random(group, seed, experts, inter, hidden, what=2) * inter**-0.5
+    ids = _routing(group, tokens, experts, top_k, seed)
+    weights = random(group, seed, tokens, top_k, what=3).float().softmax(1)
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        total = magnitude = torch.zeros(tokens, hidden, dtype=torch.float64, device=group.device)
+        pairs = zip(everyones(group, "gate_up", gate_up), everyones(group, "down", down))
+        for expert, (w1, w2) in enumerate((one, two) for first, second in pairs for one, two in zip(first, second)):
+            share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+            gate, up = (x.double() @ w1.double()).chunk(2, dim=1)
+            inner = torch.nn.functional.silu(gate) * up
+            total = total + share * (inner @ w2.double())
+            magnitude = magnitude + share * (inner.abs() @ w2.double().abs())
+        return total, 4 * EPS * magnitude + 1e-30  # values are rounded when they are handed on, a few times
+
+    def library() -> torch.Tensor:
+        gate, up = (x.repeat(top_k, 1).view(experts, -1, hidden) @ gate_up).chunk(2, dim=2)
+        return (torch.nn.functional.silu(gate) * up) @ down
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden}, each for {top_k} experts, and {experts} experts of {inter} inner columns",
+        call=lambda: moe_ffn(x, ids, weights, gate_up, down, max_tokens=tokens),
+        exact=exact,
+        library=library,
+    )
+
+
+DISPATCH_MATMUL = Demo(
+    _dispatch, simulated=lambda ranks: (48 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048)
+)
+COMBINE = Demo(_combine, simulated=lambda ranks: (16 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
+FFN = Demo(_ffn, simulated=lambda ranks: (16 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048))

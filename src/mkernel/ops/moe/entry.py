@@ -1,0 +1,84 @@
+"""What the tools know of moe_dispatch_matmul, moe_combine and moe_ffn."""
+
+from mkernel.lang import signals
+from mkernel.operators import Operator, Option, Signal, register
+
+PACKAGE = "mkernel.ops.moe"
+
+SIGNALS = (
+    Signal(signals.ROUTED.value, "routed", "the expert ids of rank {peer}"),
+    Signal(signals.COUNTED.value, "counted", "the other CTAs of this rank to count rows"),
+    Signal(signals.SCHEDULED.value, "scheduled", "the other CTAs of this rank to order blocks of rows"),
+    Signal(signals.HELD.value, "held", "chunk {index} of rank {peer}'s tokens"),
+    Signal(signals.PLACED.value, "placed", "the rows of block {index}"),
+    Signal(signals.SETTLED.value, "settled", "the places of chunk {index} of rank {peer}'s tokens"),
+    Signal(signals.COMPUTED.value, "computed", "the tiles of block {index}"),
+    Signal(signals.NUMBERED.value, "numbered", "the numbers of the tokens that go to other nodes"),
+    Signal(signals.RETURNED.value, "returned", "rank {peer} to sum its rows of chunk {index}"),
+    Signal(signals.BACK.value, "back", "what the node of rank {peer} made of chunk {index}"),
+)
+OPTIONS = (
+    Option("experts", "Mixture of experts: experts of a rank.", kind=int, default="16"),
+    Option("topk", "Mixture of experts: experts of a token.", kind=int, most=16, default="8"),
+)
+
+register(
+    Operator(
+        name="moe_dispatch_matmul",
+        summary="brings tokens to the ranks of their experts and multiplies them there",
+        function=f"{PACKAGE}:moe_dispatch_matmul",
+        explain=f"{PACKAGE}.dispatch_matmul:explain",
+        dimensions=("tokens", "out", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        signals=SIGNALS,
+        options=OPTIONS,
+        workload=f"{PACKAGE}.workload:DISPATCH_MATMUL",
+        space=f"{PACKAGE}.tuning:space",
+        demo=f"{PACKAGE}.demo:DISPATCH_MATMUL",
+        bench=f"{PACKAGE}.bench:DISPATCH_MATMUL",
+        co_resident=True,
+    )
+)
+
+register(
+    Operator(
+        name="moe_ffn",
+        summary="a mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back",
+        function=f"{PACKAGE}:moe_ffn",
+        explain=f"{PACKAGE}.ffn:explain",
+        dimensions=("tokens", "inter", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        signals=SIGNALS,
+        options=OPTIONS,
+        workload=f"{PACKAGE}.workload:FFN",
+        space=f"{PACKAGE}.tuning:space",
+        demo=f"{PACKAGE}.demo:FFN",
+        bench=f"{PACKAGE}.bench:FFN",
+        co_resident=True,
+    )
+)
+
+# measured and shown as a part of the layer
+register(
+    Operator(
+        name="moe_combine",
+        summary="brings the experts' rows back to their tokens' ranks, as weighted sums",
+        function=f"{PACKAGE}:moe_combine",
+        explain=f"{PACKAGE}.combine:explain",
+        dimensions=("tokens", "columns"),
+        shared=("tokens",),
+        shapes=((8192, 7168), (32768, 7168)),
+        small=((2048, 2048),),
+        signals=SIGNALS,
+        options=OPTIONS,
+        workload=f"{PACKAGE}.workload:COMBINE",
+        space=f"{PACKAGE}.tuning:space_of_combine",
+        demo=f"{PACKAGE}.demo:COMBINE",
+        part_of="moe_ffn",
+        co_resident=True,
+    )
+)

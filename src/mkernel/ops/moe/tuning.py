@@ -1,0 +1,29 @@
+"""Which configurations of the mixture of experts are worth a try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkernel.runtime.group import Group
+from mkernel.runtime.planning import common_ctas
+from mkernel.tuning.spaces import COPY_BYTES, Space, copiers_near, ctas_near, near
+
+
+def space(group: Group, plan: Any) -> Space:
+    """Of moe_dispatch_matmul and moe_ffn."""
+    c = plan.config
+    return Space(
+        dict(
+            ctas=ctas_near(group, plan, helpers=True),
+            intra_ctas=copiers_near(group, c.intra_ctas), send_ctas=copiers_near(group, c.send_ctas),
+            chunk_rows=near(c.chunk_rows, 8, plan.sizes.max_tokens),
+            tile_n=near(c.tile_n, 64, 256), tile_m=near(c.tile_m, 64, 128), stages=(2, 3, 4), warps=(4, 8),
+            group_m=(4, 8, 16), copy_bytes=COPY_BYTES,
+        )
+    )  # fmt: skip
+
+
+def space_of_combine(group: Group, plan: Any) -> Space:
+    most = common_ctas(group)
+    ctas = [most * quarters // 4 for quarters in (4, 3, 2, 1) if most * quarters // 4]
+    return Space(dict(ctas=ctas, warps=(4, 8, 16), copy_bytes=near(plan.copy_bytes, 1024, 32768)))

@@ -1,0 +1,45 @@
+"""What the tools know of matmul_reduce_scatter and matmul_all_reduce."""
+
+from mkernel.lang.signals import FINISHED_TILE, PARTIAL
+from mkernel.operators import Operator, Signal, register
+
+PACKAGE = "mkernel.ops.reduce"
+
+partial = Signal(PARTIAL.value, "partial", "rank {peer}'s part of tile {index}")
+finished_tile = Signal(FINISHED_TILE.value, "finished tile", "tile {index}, which rank {peer} sums up")
+
+register(
+    Operator(
+        name="matmul_reduce_scatter",
+        summary="multiplies, adds the products of all ranks, and leaves each rank its rows of the sum",
+        function=f"{PACKAGE}.reduce_scatter:matmul_reduce_scatter",
+        explain=f"{PACKAGE}.reduce_scatter:explain",
+        dimensions=("m_total", "n", "k"),
+        shared=("m_total", "k"),
+        shapes=((16384, 8192, 8192), (4096, 8192, 8192)),
+        small=((4096, 2048, 2048),),
+        signals=(partial,),
+        workload=f"{PACKAGE}.workload:REDUCE_SCATTER",
+        space=f"{PACKAGE}.tuning:space",
+        demo=f"{PACKAGE}.demo:REDUCE_SCATTER",
+        bench=f"{PACKAGE}.reduce_scatter.bench:BENCHMARK",
+    )
+)
+
+register(
+    Operator(
+        name="matmul_all_reduce",
+        summary="multiplies, and adds the products of all ranks on every rank",
+        function=f"{PACKAGE}.all_reduce:matmul_all_reduce",
+        explain=f"{PACKAGE}.all_reduce:explain",
+        dimensions=("m_total", "n", "k"),
+        shared=("k",),
+        shapes=((16384, 8192, 8192), (128, 8192, 8192)),
+        small=((4096, 2048, 2048),),
+        signals=(partial, finished_tile),
+        workload=f"{PACKAGE}.workload:ALL_REDUCE",
+        space=f"{PACKAGE}.tuning:space",
+        demo=f"{PACKAGE}.demo:ALL_REDUCE",
+        bench=f"{PACKAGE}.all_reduce.bench:BENCHMARK",
+    )
+)

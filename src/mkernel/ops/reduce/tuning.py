@@ -1,0 +1,16 @@
+"""Which configurations of sums over ranks are worth a try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkernel.runtime.group import Group
+from mkernel.tuning.spaces import TILES, Space, ctas_near
+
+
+def space(group: Group, plan: Any) -> Space:
+    ctas = ctas_near(group, plan, helpers=False)
+    return Space(
+        portable=dict(ctas=ctas, **TILES, group_m=(4, 8, 16), tile_k=(32, 64)),
+        hopper=dict(ctas=ctas, group_m=(4, 16)),
+    )
