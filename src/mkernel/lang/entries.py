@@ -25,7 +25,7 @@ def announce(context, epoch, SIZE: tl.constexpr, GPUS: tl.constexpr):
 
 @triton.jit
 def notify_entered(context, epoch, rank, GPUS: tl.constexpr):
-    """Tell the other ranks of my node."""
+    """Notify the other ranks of this node that this rank has entered the epoch."""
     node = rank // GPUS
     for i in range(1, GPUS):
         peer = node * GPUS + (rank + i) % GPUS
@@ -34,7 +34,7 @@ def notify_entered(context, epoch, rank, GPUS: tl.constexpr):
 
 @triton.jit
 def post_entered(context, epoch, rank, SIZE: tl.constexpr, GPUS: tl.constexpr):
-    """Tell my counterparts in the other nodes."""
+    """Post a request to each counterpart in the other nodes that raises its entry signal."""
     segment = tl.load(context + SEGMENT)
     for i in range(1, SIZE // GPUS):
         peer = (rank + i * GPUS) % SIZE

@@ -96,7 +96,7 @@ def wait_free(context, ring, posting, ticket, capacity, peer, ROLE: tl.constexpr
 
 @triton.jit
 def write_words(request, transfer, signal, value):
-    """Store the words of a request, but for its turn number."""
+    """Store the words of a request, all but its turn number."""
     addressee = (
         transfer.peer.to(tl.int64)
         | (transfer.segment.to(tl.int64) << 16)
@@ -121,7 +121,7 @@ def notify_proxy(request, turn, IN_LOOP: tl.constexpr):
 
 @triton.jit
 def write_request(request, transfer, signal, value, turn, IN_LOOP: tl.constexpr):
-    """Words first, then the turn number."""
+    """Write a request into its slot: the words first, then the turn number, which the proxy waits for."""
     write_words(request, transfer, signal, value)
     notify_proxy(request, turn, IN_LOOP)
 

@@ -119,19 +119,19 @@ def notify_each(signals, value, mask):
 
 @triton.jit
 def poll(signal):
-    """The value of a signal, with an acquire at system scope. (To add nothing is a load, to Triton.)"""
+    """Read a signal with an acquire at system scope. (Triton compiles an addition of zero to a load.)"""
     return tl.atomic_add(signal, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def poll_each(signals, mask, SCOPE: tl.constexpr):
-    """`poll` with many signals at once: those that the mask chooses, each by a thread of its own."""
+    """`poll` for a block of signals: those selected by the mask, each read by its own thread."""
     return tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope=SCOPE)
 
 
 @triton.jit
 def share_acquired():
-    """What one thread has acquired all may read."""
+    """Make what one thread has acquired visible to all threads of the CTA: a barrier."""
     tl.debug_barrier()
 
 
