@@ -98,8 +98,8 @@ def test_a_speed_is_found_where_tiles_and_steps_can_not_be_told_apart(costs):
     found = estimates._solve(costs, times, 0)
     assert found.tile > 0
     assert found.step >= 0
-    for cost, time in zip(costs, times):
-        assert found.seconds(cost, 0) == pytest.approx(time, rel=0.02)
+    for cost, took in zip(costs, times):
+        assert found.seconds(cost, 0) == pytest.approx(took, rel=0.02)
 
 
 @pytest.mark.measures
