@@ -194,8 +194,7 @@ def with_multicast(addresses, monkeypatch):
 
     monkeypatch.setattr(CudaWorld, "allocate", allocate)
     monkeypatch.setattr(CudaRanks, "multicast", multicast)
-    for name in ("LARGEST_ONE_SHOT", "LARGEST_SLICED"):
-        monkeypatch.setattr(all_reduce_plan, name, 0)
+    monkeypatch.setattr(all_reduce_plan, "LARGEST_SLICED", 0)
     return lambda fewest: monkeypatch.setattr(all_reduce_plan, "FEWEST_FOR_MULTICAST", fewest)
 
 

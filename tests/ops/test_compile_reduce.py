@@ -14,13 +14,11 @@ from mkernel.ops.reduce.all_reduce import plan
 TRITON = mk.Config(warps=8)  # not the kernel that is for Hopper only
 SCATTER = dict(op="reduce_scatter", cluster=(1, 4), config=TRITON)
 REDUCE = dict(op="all_reduce", cluster=(1, 4))
-ONE_SHOT = dict(REDUCE, m=16, n=4096)
 SLICED = dict(REDUCE, m=256, n=8192)
 MULTICAST = dict(REDUCE, multicast=True)
 KERNELS = {
     "matmul_reduce_scatter_kernel": SCATTER,
     "two_level_kernel": REDUCE,
-    "one_shot_kernel": ONE_SHOT,
     "sliced_kernel": SLICED,
     "multicast_kernel": MULTICAST,
 }
@@ -163,7 +161,6 @@ def test_a_rank_alone_has_nothing_to_wait_for():
     [
         *(("matmul_reduce_scatter_kernel", case) for case in CASES),
         *(("two_level_kernel", case) for case in ("partials in fp32", "fp32", "pointers", "128x64")),
-        *(("one_shot_kernel", case) for case in ("pointers", "128x64", "64x64")),
         *(("multicast_kernel", case) for case in ("partials in fp32", "fp32", "pointers", "128x64")),
     ],
 )
@@ -187,7 +184,6 @@ def test_fp32_as_tf32():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sizes_of_one(kernel, monkeypatch):
     """Triton makes constants of arguments that are 1: a kernel must not take them for tensors."""
-    monkeypatch.setattr(plan, "LARGEST_ONE_SHOT", 2**18 if kernel == "one_shot_kernel" else 0)
     monkeypatch.setattr(plan, "LARGEST_SLICED", 2**24 if kernel == "sliced_kernel" else 0)
     ones = dict(m=4 if kernel.startswith("matmul") else 1, n=1, k=1, residual=True, described=False)
     launch = reduces(**dict(KERNELS[kernel], **ones))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums
 
 SEEDS = int(os.environ.get("MKERNEL_TEST_SEEDS", "3"))
 CLUSTERS = [(1, 2), (2, 1), (2, 2)]
@@ -26,7 +26,7 @@ SCENARIOS = {
     "all_gather_matmul": [Gathers(cluster, calls=3, heap=cluster == (1, 2)) for cluster in CLUSTERS],
     "matmul_reduce_scatter": [Sums(cluster, SCATTER, calls=3) for cluster in CLUSTERS],
     "matmul_all_reduce": [Sums(cluster, REDUCE, calls=3) for cluster in CLUSTERS]
-    + [Sums((1, 2), way, calls=3) for way in (SHOT, SLICED, MULTICAST)],
+    + [Sums((1, 2), way, calls=3) for way in (SLICED, MULTICAST)],
     "ring_attention": [attends(cluster) for cluster in CLUSTERS],
     "moe_dispatch_matmul": [Routes(c, "moe_dispatch_matmul", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_combine": [Routes(c, "moe_combine", layer(c[0] * c[1])) for c in CLUSTERS],

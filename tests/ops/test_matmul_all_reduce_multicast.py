@@ -50,14 +50,16 @@ def assert_ranks_agree(results):
 
 # -- which way is taken
 
-LARGE = Sum(1024, 1024, 1, torch.bfloat16)  # too many tiles for one shot and for slices
+LARGE = Sum(1024, 1024, 1, torch.bfloat16)  # too many tiles for slices
 
 
 def reasons(cluster, case=LARGE, **options):
     """The last reasons of rank 0's plan, and whether the switch hands out and adds."""
 
     def on_rank(group):
-        plan = mk.explain(OP, case.a(0), case.b(0), fixed_order=options.get("fixed_order", True))
+        plan = mk.explain(
+            OP, case.a(0), case.b(0), fixed_order=options.get("fixed_order", True), config=options.get("config")
+        )
         return str(plan), plan.multicast, plan.in_switch
 
     return run(on_rank, cluster=cluster, multicast=options.get("multicast", True))[0]
@@ -82,7 +84,7 @@ def test_the_switch_adds_where_the_caller_allows_it():
         ((1, 4), dict(multicast=False), "there is none between CPUs"),
         ((2, 4), {}, "there is none between CPUs"),
         ((1, 3), {}, "with fewer than 4 ranks"),
-        ((1, 4), dict(case=Sum(16, 64, 8, torch.bfloat16)), "the result is small"),
+        ((1, 4), dict(case=Sum(16, 64, 8, torch.bfloat16), config=mk.Config(tile_n=64)), "the result is small"),
     ],
 )
 @pytest.mark.parametrize("fixed_order", [True, False])

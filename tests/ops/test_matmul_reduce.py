@@ -41,7 +41,7 @@ def rows_for(way, rows, cluster):
     return rows * size if name_of(way) == "matmul_reduce_scatter" else rows * size + 1
 
 
-def skip_one_shot(way, cluster):
+def skip_unless_it_suits(way, cluster):
     if way in ONE_NODE and (cluster[0] > 1 or cluster[1] == 1):
         pytest.skip(f"{way} is for one node of several ranks")
     if way == "sliced" and (cluster[0] > 1 or cluster[1] != 2):
@@ -57,7 +57,7 @@ SHAPES = [(33, 7, 17), (1, 1, 1), (7, 33, 5), (16, 16, 16), (2, 31, 33), (5, 17,
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 def test_schedules(way, cluster, seed):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     number = seed + sum(cluster)
     rows, n, k = SHAPES[number % len(SHAPES)]
     case = Sum(rows_for(way, rows, cluster), n, k, DTYPES[number % 3])
@@ -67,7 +67,7 @@ def test_schedules(way, cluster, seed):
 @pytest.mark.parametrize(("cluster", "ctas"), [((1, 3), 1), ((1, 3), 4), ((2, 2), 7), ((3, 1), 4)], ids=cluster_name)
 def test_many_tiles(way, cluster, ctas):
     """The tiles that are left for the last round go to few CTAs or to many."""
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 18, cluster), 34, 9, torch.bfloat16)
     run(lambda group: call(group, way, case, config=SMALL), cluster=cluster, seed=ctas, ctas=ctas)
 
@@ -75,7 +75,7 @@ def test_many_tiles(way, cluster, ctas):
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 def test_ctas_one_after_the_other(way, cluster):
     """Rule 4: no CTA waits for a later one of its rank."""
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 5 if cluster[0] * cluster[1] > 4 else 17, cluster), 20, 5)
 
     def work(group):
@@ -88,7 +88,7 @@ def test_ctas_one_after_the_other(way, cluster):
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"late": {0: 3000}, "slow": {1: 0.02}}])
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
 def test_stragglers(way, cluster, options):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 5, cluster), 10, 12)
 
     def work(group):
@@ -131,7 +131,7 @@ def test_ranks_of_an_all_reduce_have_the_same_bits(way):
 
 @pytest.mark.parametrize(("cluster", "dtype"), [*(((1, 2), dtype) for dtype in DTYPES), ((2, 2), torch.bfloat16)])
 def test_reduce_dtype(way, cluster, dtype):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 9, cluster), 18, 200, dtype)
 
     def work(group):
@@ -150,7 +150,7 @@ def test_reduce_dtype(way, cluster, dtype):
 @pytest.mark.parametrize("cluster", [*NODES, (1, 3)], ids=cluster_name)
 def test_what_moves(way, cluster):
     """One sum of a node crosses the network, once; parts go to the rank that adds them."""
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     nodes, gpus = cluster
     size = nodes * gpus
     tile = 16 * 16 * 2
@@ -170,7 +170,7 @@ def test_what_moves(way, cluster):
             counterparts = source % gpus == target % gpus and source // gpus != target // gpus
             assert traffic.network[source][target] == (tile if counterparts else 0)
             # all-reduce: a part is pushed to the owner, and a finished tile read back, or handed out by the switch
-            times = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 2, "one shot": gpus, "multicast": 1}
+            times = {"matmul_reduce_scatter": nodes, "matmul_all_reduce": 2, "multicast": 1}
             moved = times[way] * tile
             assert traffic.nvlink[source][target] == (moved if same_node else 0)
 
@@ -211,7 +211,7 @@ def test_layouts(way, layout):
 
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_out_may_be_the_residual(way, cluster):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 18, cluster), 20, 8, torch.bfloat16)
 
     def work(group):
@@ -226,7 +226,7 @@ def test_out_may_be_the_residual(way, cluster):
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 3), (2, 2)], ids=cluster_name)
 def test_nothing_beside_the_workspace_is_written(way, cluster, monkeypatch):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     guards = Guards(monkeypatch)
 
     def work(group):
@@ -242,7 +242,7 @@ def test_nothing_beside_the_workspace_is_written(way, cluster, monkeypatch):
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_empty(way, cluster):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
 
     def work(group):
         for m, n, k in ((0, 5, 6), (group.size * 5, 0, 6), (group.size * 5, 6, 0), (0, 0, 0)):
@@ -260,7 +260,7 @@ def test_empty(way, cluster):
 @pytest.mark.parametrize("k", [(0, 40, 7), (33, 0, 0)])
 @pytest.mark.parametrize("cluster", [(1, 3), (3, 1)], ids=cluster_name)
 def test_k_differs(way, cluster, k):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
 
     def work(group):
         for turn in range(2):
@@ -274,7 +274,7 @@ def test_k_differs(way, cluster, k):
 
 @pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 30), ((2, 1), 30)])
 def test_many_calls(way, cluster, calls):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(4, 6, 8, torch.bfloat16)
 
     def work(group):
@@ -287,7 +287,7 @@ def test_many_calls(way, cluster, calls):
 @pytest.mark.parametrize(("cluster", "slow"), [((1, 2), 0), ((2, 1), 1), ((2, 2), 1)], ids=cluster_name)
 def test_shapes_alternate(way, cluster, slow):
     """Numbers of tiles differ from call to call: slots and signals change their places, halves must not."""
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
 
     def work(group):
         for turn, (rows, n, dtype) in enumerate([(9, 20, 0), (1, 3, 1), (3, 33, 2), (1, 3, 0), (9, 20, 1)]):
@@ -297,20 +297,21 @@ def test_shapes_alternate(way, cluster, slow):
     run(work, cluster=cluster, seed=slow, slow={slow: 0.02})
 
 
-def test_one_shot_and_two_levels_alternate():
+def test_slices_and_two_levels_alternate():
     """Both keep to one workspace, with different signals."""
 
     def work(group):
-        for turn, n in enumerate([100, 5, 100, 5, 5, 100]):
+        for turn, n in enumerate([200, 32, 200, 32, 32, 200]):
             case = Sum(3, n, 4)
-            one_shot = mk.explain("matmul_all_reduce", case.a(0), case.b(0), config=SMALL).one_shot
-            assert one_shot == (n == 5)
-            call(group, "matmul_all_reduce", case, turn, config=SMALL)
+            config = mk.Config(tile_m=16, tile_n=32, tile_k=16)
+            sliced = mk.explain("matmul_all_reduce", case.a(0), case.b(0), config=config).sliced
+            assert sliced == (n == 32)
+            call(group, "matmul_all_reduce", case, turn, config=config)
 
     for seed in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(all_reduce_plan, "LARGEST_ONE_SHOT", 1000)
-            run(work, cluster=(1, 3), seed=seed, slow={seed: 0.05})
+            patch.setattr(all_reduce_plan, "LARGEST_SLICED", 1000)
+            run(work, cluster=(1, 2), seed=seed, slow={seed: 0.05})
 
 
 # -- several groups and streams
@@ -377,7 +378,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: ", ".join(f"{n}={v}" for n, v in vars(c).items() if v))
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_config(way, cluster, config):
-    skip_one_shot(way, cluster)
+    skip_unless_it_suits(way, cluster)
     case = Sum(rows_for(way, 20, cluster), 40, 17)
     run(lambda group: call(group, way, case, config=config), cluster=cluster, seed=1)
 
@@ -407,7 +408,6 @@ def test_explain(way):
     plain, strided, chosen, empty = run(work, cluster=(1, 2))[0]
     for plan in (plain, strided, chosen, empty):
         assert plan.startswith(f"{name_of(way)}: tiles")
-        assert ("in one shot" in plan) == (way == "one shot") or plan is empty
         multicast = way == "multicast" and plan is not empty
         assert ("multicast is not used" in plan) == (name_of(way) == "matmul_all_reduce" and not multicast)
         assert "elements go over NVLink" in plan
@@ -419,15 +419,16 @@ def test_explain(way):
     assert "travel as float32" in chosen
 
 
-def test_small_results_go_in_one_shot():
+def test_small_results_are_cut_into_slices():
     def work(group):
-        def one_shot(m, n):
+        def sliced(m, n):
             a, b = torch.zeros(m, 8, dtype=torch.bfloat16), torch.zeros(8, n, dtype=torch.bfloat16)
-            return mk.explain("matmul_all_reduce", a, b).one_shot
+            return mk.explain("matmul_all_reduce", a, b).sliced
 
-        return one_shot(1, 8192), one_shot(128, 8192)
+        return sliced(1, 128), sliced(1024, 8192)
 
-    assert run(work, cluster=(1, 4))[0] == (True, False)
+    assert run(work, cluster=(1, 2))[0] == (True, False)
+    assert run(work, cluster=(1, 3))[0] == (False, False)  # slices of 2, 4 or 8
     assert run(work, cluster=(2, 2))[0] == (False, False)
     assert run(work, cluster=(1, 1))[0] == (False, False)
 

@@ -25,7 +25,7 @@ from support.broken_variants import (
 )
 from support.operator_calls import Canary, run
 from support.reduce_reference import ONE_NODE, SMALL, WAYS, Sum, call, check, choose, mine, name_of
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SHOT, Sums
+from support.scenarios import MULTICAST, REDUCE, SCATTER, Sums
 
 import mkernel as mk
 from mkernel.lang import gemm, layout, requests, roles
@@ -35,10 +35,9 @@ from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL, notify_in_loop, wait_again
 from mkernel.ops.reduce import protocol
-from mkernel.ops.reduce.all_reduce import one_shot, two_level
 from mkernel.ops.reduce.all_reduce import order as all_reduce_order
 from mkernel.ops.reduce.all_reduce import protocol as all_reduce
-from mkernel.ops.reduce.all_reduce.one_shot import _add_all
+from mkernel.ops.reduce.all_reduce import two_level
 from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.all_reduce.protocol import notify_finished, sum_nodes, wait_finished
 from mkernel.ops.reduce.all_reduce.two_level import _lag
@@ -65,7 +64,6 @@ TWO_LEVELS = Sums((2, 2), SCATTER, calls=2, rows=40)
 AR_NODE = Sums((1, 2), REDUCE, rows=70, n=20)
 AR_NETWORK = Sums((2, 1), REDUCE, rows=40, ctas=1)
 AR_TWO_LEVELS = Sums((2, 2), REDUCE, rows=50, n=40, ctas=1, calls=2)
-ONE_SHOT = Sums((1, 3), SHOT, rows=24)
 
 
 @triton.jit
@@ -116,11 +114,6 @@ def sum_nodes_too_early(comm, exchange, block, tile, M: tl.constexpr, N: tl.cons
 
 
 @triton.jit
-def add_all_too_early(comm, exchange, tile, M: tl.constexpr, N: tl.constexpr):
-    return _add_all(Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, tile, M, N)
-
-
-@triton.jit
 def forget_finished(comm, exchange, block):
     pass
 
@@ -128,11 +121,6 @@ def forget_finished(comm, exchange, block):
 @triton.jit
 def notify_next_finished(comm, exchange, block):
     notify_finished(comm, exchange, block - _lag(comm) + 1)
-
-
-@triton.jit
-def forget_all(comm, exchange, tile):
-    pass
 
 
 @triton.jit
@@ -198,19 +186,6 @@ def sum_nodes_from_own(comm, exchange, block, tile, M: tl.constexpr, N: tl.const
 
 
 @triton.jit
-def add_all_from_own(comm, exchange, tile, M: tl.constexpr, N: tl.constexpr):
-    rank = rank_of(comm.context)
-    for source in range(comm.WORLD_SIZE):
-        if source != rank:
-            signal = signal_at(comm, exchange.partial, rank, source, tile)
-            wait_again(comm.context, signal, comm.epoch, COMPUTE, PARTIAL, source, tile)
-    total = tl.zeros((M, N), tl.float32)
-    for i in range(comm.WORLD_SIZE):
-        total += load_partial(slot_at(comm, exchange.partials, rank, (rank + i) % comm.WORLD_SIZE, tile), M, N)
-    return total
-
-
-@triton.jit
 def finished_far_away(comm, exchange, owner, block):
     return slot_at(comm, exchange.finished_tiles, owner, 1 << 30, slot_number(block))
 
@@ -242,10 +217,6 @@ BROKEN = {
     ),
     "all-reduce: sums of nodes are added too early": Broken(AR_NETWORK, {all_reduce.sum_nodes: sum_nodes_too_early}),
     "all-reduce: the epoch does not advance": Broken(AR_NODE, EPOCH_STAYS),
-    "one shot: a part is not signalled": Broken(
-        ONE_SHOT, {one_shot._notify_all: forget_all}, mk.CommTimeout, {"signal": "partial"}
-    ),
-    "one shot: parts are added too early": Broken(ONE_SHOT, {one_shot._add_all: add_all_too_early}),
     # rule 2: data first, then signal
     "a signal before its part": Broken(NODE, {protocol.push_partial: notify_before_push}),
     "a request before its sum is stored": Broken(NETWORK, {reduce_scatter.send_node_sum: post_before_store}),
@@ -259,13 +230,10 @@ BROKEN = {
     "all-reduce: no barrier before the release": Broken(AR_NODE, NO_BARRIER_IN_LOOP),
     "all-reduce: no acquire": Broken(AR_NODE, RELAXED_WAIT),
     "all-reduce: no release before the network": Broken(AR_NETWORK, RELAXED_NOTIFY),
-    "one shot: no release": Broken(ONE_SHOT, RELAXED_NOTIFY),
-    "one shot: no acquire": Broken(ONE_SHOT, RELAXED_WAIT),
     # rule 3: buffers are reused when their readers are done
     "one half for all epochs": Broken(Sums((1, 2), SCATTER, calls=2), ONE_HALF),
     "one half for all epochs, over the network": Broken(Sums((2, 1), SCATTER, calls=2), ONE_HALF),
     "all-reduce: one half for all epochs": Broken(Sums((2, 1), REDUCE, calls=2), ONE_HALF),
-    "one shot: one half for all epochs": Broken(Sums((1, 2), SHOT, calls=2), ONE_HALF),
     "multicast: one half for all epochs": Broken(Sums((1, 3), MULTICAST, calls=4, rows=60, n=20), ONE_HALF_OF_SLOTS),
     "a slot of the ring is reused before it was taken": Broken(
         Sums((2, 1), SCATTER, ring=2, rows=128), {requests.wait_free: take_slot_at_once}
@@ -285,9 +253,6 @@ BROKEN = {
     # sums in a fixed order: the same bits on every rank
     "all-reduce: every node begins with itself": Broken(
         Sums((3, 1), REDUCE, ctas=1, dtype=torch.float32), {all_reduce.sum_nodes: sum_nodes_from_own}, WRONG
-    ),
-    "one shot: every rank begins with itself": Broken(
-        Sums((1, 3), SHOT, rows=24, dtype=torch.float32), {one_shot._add_all: add_all_from_own}, WRONG
     ),
     # memory
     "a tile is stored beyond out": Broken(NODE, {gemm.store_tile: store_tall_tile}, mk.SimulatorError),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SHOT, SLICED, Attends, Gathers, Routes, Sums
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import memory
@@ -16,8 +16,8 @@ KEYS = attention_reference.Case(64, heads=4, kv_heads=4, dim=64, dtype=torch.flo
 SCENARIOS = {
     "all_gather_matmul": Gathers((2, 2), calls=2),
     "matmul_reduce_scatter": Sums((2, 2), SCATTER, calls=2),
-    **{way: Sums((1, 2) if way in (SHOT, SLICED, MULTICAST) else (2, 2), way, calls=2)
-       for way in (REDUCE, SHOT, SLICED, MULTICAST)},
+    **{way: Sums((1, 2) if way in (SLICED, MULTICAST) else (2, 2), way, calls=2)
+       for way in (REDUCE, SLICED, MULTICAST)},
     "ring_attention": Attends((2, 2), KEYS, calls=2),
     "moe_dispatch_matmul": Routes((1, 2), "moe_dispatch_matmul", LAYER, calls=2),
     "moe_combine": Routes((1, 2), "moe_combine", LAYER, calls=2),

@@ -74,7 +74,7 @@ def matmul_reduce_scatter(group):
 
 
 def matmul_all_reduce(group):
-    # in one node: in one shot; in slices; with owners of tiles
+    # in one node: in slices; with owners of tiles
     small = [((36, 20, 17), None)]
     shapes = [((64, 128, 96), None), ((512, 1024, 128), None), ((300, 264, 72), mk.Config(ctas=8))]
     for seed, ((m, n, k), config) in enumerate(on_gpu(group, shapes, small)):

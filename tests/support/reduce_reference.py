@@ -14,8 +14,8 @@ from mkernel.sim.scheduler import Options
 from support import operator_calls
 from support.operator_calls import assert_same
 
-WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "one shot", "sliced", "multicast"]
-ONE_NODE = ("one shot", "multicast")  # these ways are for one node of several ranks
+WAYS = ["matmul_reduce_scatter", "matmul_all_reduce", "sliced", "multicast"]
+ONE_NODE = ("multicast",)  # ways that are for one node of several ranks
 SMALL = mk.Config(tile_m=16, tile_n=16, tile_k=16)
 
 
@@ -28,12 +28,10 @@ def op_of(way):
 
 
 def choose(way, monkeypatch):
-    """Small results are summed up in one shot, or sliced, by default, and large ones with multicast from 4 ranks on:
-    choose which way is tested."""
+    """Small results are cut into slices by default, and large ones take multicast from 4 ranks on: choose which way is
+    tested."""
     if way != "matmul_reduce_scatter":
-        monkeypatch.setattr(all_reduce.plan, "LARGEST_ONE_SHOT", 2**30 if way == "one shot" else 0)
         monkeypatch.setattr(all_reduce.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
-        monkeypatch.setattr(all_reduce.plan, "EXCHANGE_SECONDS", 1.0)
         monkeypatch.setattr(all_reduce.plan, "FEWEST_FOR_MULTICAST", 2)
     if way == "multicast":
         monkeypatch.setattr(operator_calls, "Options", partial(Options, multicast=True))

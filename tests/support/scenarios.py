@@ -15,7 +15,7 @@ from support.moe_reference import Layer, combine, dispatch, ffn
 from support.operator_calls import assert_product, assert_same
 from support.reduce_reference import WAYS
 
-SCATTER, REDUCE, SHOT, SLICED, MULTICAST = WAYS
+SCATTER, REDUCE, SLICED, MULTICAST = WAYS
 
 
 @dataclass(frozen=True)

@@ -266,10 +266,7 @@ def test_operators_that_sum_over_ranks(op, cluster):
         )
 
 
-def test_a_sum_in_slices(monkeypatch):
-    module = importlib.import_module("mkernel.ops.reduce.all_reduce.plan")
-    monkeypatch.setattr(module, "takes_one_shot", lambda *_: False)
-
+def test_a_sum_in_slices():
     def on_rank(group):
         call = workload_of("matmul_all_reduce").make(group, (64, 64, 32), torch.bfloat16)
         assert call.tried.explain(None).sliced
@@ -286,7 +283,6 @@ def test_a_sum_in_slices(monkeypatch):
 @pytest.mark.parametrize("fixed_order", [True, False])
 def test_a_sum_with_multicast(monkeypatch, fixed_order):
     module = importlib.import_module("mkernel.ops.reduce.all_reduce.plan")
-    monkeypatch.setattr(module, "takes_one_shot", lambda *_: False)
     monkeypatch.setattr(module, "LARGEST_SLICED", 0)
 
     def on_rank(group):

@@ -107,7 +107,6 @@ class Plan:
     head: str
     config: Settings
     tiles: int  # that travel as parts: of one rank's rows, or of all
-    one_shot: bool
     a_uses_tma: bool
     right: RhsLayout
     out_uses_tma: bool
@@ -125,7 +124,7 @@ class Plan:
 
 def plan_of(
     op: str, group: Group, call: Sum, *, tile: tuple[int, int], tiles: int, computed: int, ctas: int,
-    one_shot: bool, pushed: int, sent: int, reasons: tuple[str, ...] = (),
+    pushed: int, sent: int, reasons: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan of a call that is cut into `tiles` of `tile`, of which a rank computes `computed`, and
     that pushes and sends so many elements."""
@@ -148,10 +147,9 @@ def plan_of(
     )
     return Plan(
         head=f"{op}: tiles {tile[0]}x{tile[1]}x{settings.tile_k}, {computed} of them on {settings.ctas} CTAs; "
-        f"parts travel as {dtype}{', in one shot' if one_shot else ''}",
+        f"parts travel as {dtype}",
         config=settings,
         tiles=tiles,
-        one_shot=one_shot,
         a_uses_tma=uses_tma["a"],
         right=right,
         out_uses_tma=uses_tma["out"],

@@ -24,15 +24,12 @@ through a CTA on its way into the result anyhow: pushed, it would be written and
 Results of few tiles in one node take the kernel in sliced.py, which cuts tiles into slices.
 Where there is multicast, see below, larger ones in one node take another one, too.
 
-The smallest results (one_shot.py: one node, chosen by size): every rank pushes its part of every tile to all ranks
-of the node, and every rank sums up everything. One exchange instead of two, for gpus/2 times the bytes.
-
 What is signalled. `partial`: a slot holds what a rank of the node has pushed; `node_sum`: it holds the sum of another
 node; `finished`: the owner has a finished tile in its slot (`layout` in protocol.py). All hold epochs and only grow.
 
 Sums and rounding. The order is fixed: within the node the owner's own part, which
 is not rounded, then those of the ranks behind it, in turn; then the nodes' sums, from node 0 on, the own
-one rounded like the others. In one shot: the ranks' parts from rank 0 on, all rounded. So the same inputs
+one rounded like the others. So the same inputs
 give the same bits on every run, and on every rank. The error, beside that of one product with all of k in
 fp32, is at most u * (the sum over all parts and node sums of their absolute values), u = eps/2 of
 reduce_dtype, and eps/2 of the result's dtype times the result.
@@ -46,9 +43,9 @@ ranks have the same number of CTAs (they agree on it). A full request ring is em
 waits for no kernel. Waits have a timeout all the same.
 
 What it costs. FLOPs 2*m*n*k_local. Over NVLink each rank writes (gpus-1)/gpus*m*n elements of reduce_dtype
-and reads as many of the result's; in one shot it writes (gpus-1)*m*n. Over the network it sends
+and reads as many of the result's. Over the network it sends
 (nodes-1)/gpus*m*n. Workspace: 2*m*n*(gpus-1 + nodes)/gpus elements of reduce_dtype (nodes only if there are
-several) and 2*m*n/gpus of the result's; in one shot 2*m*n*gpus.
+several) and 2*m*n/gpus of the result's.
 
 Multicast. Where symmetric memory has a multicast object (ranks on GPUs of their own in one node, as processes, with
 NVSwitch), results that are not small take the kernel in multicast.py from 4 ranks on, by
@@ -153,10 +150,6 @@ def _call_of(
 
 def _kernel(decided: Plan) -> Any:
     # imported where it is needed: most calls need one of them
-    if decided.one_shot:
-        from mkernel.ops.reduce.all_reduce.one_shot import one_shot_kernel
-
-        return one_shot_kernel
     if decided.sliced:
         from mkernel.ops.reduce.all_reduce.sliced import sliced_kernel
 

@@ -14,27 +14,11 @@ from mkernel.runtime.group import Group
 
 OP = "matmul_all_reduce"
 
-# An exchange inside a node costs about this: a release, a signal seen, a tile read. Assumed, not measured.
-EXCHANGE_SECONDS = 5e-6
-# bytes; above, every rank summing up everything takes longer than it saves: with 4 ranks one shot took 94 us for
-# 2 MB where two levels took 78; where they meet was not measured
-LARGEST_ONE_SHOT = 2**18
 LARGEST_SLICED = 2**24  # bytes: more than one large tile for each CTA of a GPU
 LEAST_COLUMNS = 16  # of a slice
 # ranks: with multicast each takes in its own tiles, too, 1/4 of the result with 4 ranks and 1/2 with 2; that 4 are
 # enough to make up for it follows from what moves, and was not measured
 FEWEST_FOR_MULTICAST = 4
-
-
-def takes_one_shot(group: Group, m: int, n: int, dtype: torch.dtype) -> bool:
-    """One exchange with all parts to all ranks, or two with a share each: what takes less time on the link."""
-    gpus = group.gpus_per_node
-    if group.nodes > 1 or gpus == 1:
-        return False
-    nbytes = m * n * dtype.itemsize
-    link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
-    more = (gpus - 1) * (1 - 2 / gpus) * nbytes / link
-    return nbytes <= LARGEST_ONE_SHOT and more <= EXCHANGE_SECONDS
 
 
 def why_no_multicast(group: Group, small: bool) -> str | None:
@@ -61,7 +45,7 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
     gpus = group.gpus_per_node
     if group.nodes > 1 or gpus not in (2, 4, 8) or (config is not None and config.ctas is not None):
         return None
-    if m * n * dtype.itemsize > LARGEST_SLICED or takes_one_shot(group, m, n, dtype):
+    if not 0 < m * n * dtype.itemsize <= LARGEST_SLICED:
         return None
     choose = planning.chooser(config)
     default = planning.default_tiles(group.device, dtype, n, described=True)
@@ -96,14 +80,13 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     tile_m, tile_n, ctas = cut(group, m, n, call.a.dtype, call.config)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
-    one_shot = takes_one_shot(group, m, n, call.a.dtype)
     sliced = sliced_tile(group, m, n, call.a.dtype, call.config) is not None
     how = "every tile is cut into slices, one for each rank: there is one tile for each CTA"
-    missing = why_no_multicast(group, one_shot or sliced) if try_multicast else "the workspace got none"
+    missing = why_no_multicast(group, small=sliced or tiles == 0) if try_multicast else "the workspace got none"
     multicast = missing is None
     # a sum is loaded once only if the tensor cores say how threads hold it, see multimem.py
     in_switch = multicast and not call.fixed_order and call.a.dtype != torch.float32
-    pushed = elements * (gpus - 1) if one_shot else 2 * elements * (gpus - 1) // gpus
+    pushed = 2 * elements * (gpus - 1) // gpus
     if multicast:
         pushed = elements * (gpus + 1) // gpus if in_switch else elements
     decided = plan_of(
@@ -114,7 +97,6 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         tiles=tiles,
         computed=tiles,
         ctas=ctas,
-        one_shot=one_shot,
         pushed=pushed,
         sent=elements * (group.nodes - 1) // gpus,
         reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),

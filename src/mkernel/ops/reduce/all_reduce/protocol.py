@@ -50,19 +50,15 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
     """The workspace of a call. Signals hold epochs. A rank's slots are numbered like the tiles that it owns
     (`slot_number`); each holds a tile, or a slice of one.
 
-    partial[place, number]: the slot of `partials` is filled, by the rank that is place + 1 behind its owner. In one
-        shot, [source, tile]: by that rank. If the switch adds, every rank keeps its own partials: partials[owner,
-        number], and own_partial[0, number] is the owner's signal to itself.
+    partial[place, number]: the slot of `partials` is filled, by the rank that is place + 1 behind its owner. If the
+        switch adds, every rank keeps its own partials: partials[owner, number], and own_partial[0, number] is the
+        owner's signal to itself.
     node_sum[node, number]: the slot of `node_sums` is filled; that of the own node is sent from there.
     finished[place, number]: the rank that is place + 1 behind this one has finished its tile. It is in the owner's
         finished_tiles[0, number]; with multicast in every rank's finished_tiles[owner, number].
     """
     c, gpus, nodes = plan.config, group.gpus_per_node, group.nodes
     memory = Layout("matmul_all_reduce")
-    if plan.one_shot:
-        memory.signals("partial", gpus, plan.tiles)
-        memory.buffer("partials", call.travels, gpus, plan.tiles, c.tile_m * c.tile_n)
-        return memory
     size = c.tile_m * c.tile_n // (gpus if plan.sliced else 1)
     owned = math.ceil(math.ceil(plan.tiles / c.ctas) / gpus) * c.ctas
     memory.signals("partial", gpus - 1, owned)

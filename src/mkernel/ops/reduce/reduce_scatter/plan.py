@@ -37,7 +37,6 @@ def decide(group: Group, call: Sum) -> Plan:
         tiles=tiles,
         computed=tiles * group.size,
         ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
-        one_shot=False,
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
     )
