@@ -92,7 +92,7 @@ def launched(prepare, cluster, capability=90, paced=False):
         with pretending(capability):
             group.device = torch.device("cuda")
             group.world.links = Links(nvlink=100.0 if paced else None)
-            group.world.options = group.world.options.__class__(ctas=132)
+            group.world.simulator.options = group.world.options.__class__(ctas=132)
             return prepare(group)
 
     # nothing is launched, so nobody needs to know what happens to memory, which would take half as much again

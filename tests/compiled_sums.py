@@ -30,7 +30,7 @@ def reduces(
         with pretending(capability):
             group.device = torch.device("cuda")
             group.world.links = Links(nvlink=100.0 if paced else None)
-            group.world.options = group.world.options.__class__(ctas=132, multicast=multicast)
+            group.world.simulator.options = group.world.options.__class__(ctas=132, multicast=multicast)
             rows = m // group.size if op == "reduce_scatter" else m
             call = Sum(
                 a=tensor(m, k),

@@ -81,10 +81,10 @@ def init(
     elif transport != "auto" or gpus_per_node not in (None, 1):
         raise ArgumentError("transport and gpus_per_node are for groups of several processes")
     elif torch.cuda.is_available():
-        from mkernel.runtime.cuda import CudaWorld
+        from mkernel.runtime.cuda_threads import CudaThreads
         from mkernel.runtime.world import Links
 
-        group = Group(CudaWorld(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
+        group = Group(CudaThreads(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
     else:
         with simulator_is_there():
             from mkernel.sim.world import single_rank

@@ -21,7 +21,7 @@ PROGRAM = """
         ffn(group, layer, capacity=1, max_tokens=10)
         sys.exit("nobody noticed")
     except mk.CapacityError as refusal:
-        assert "which has room for 1" in str(refusal), refusal
+        assert "whose capacity is 1" in str(refusal), refusal
     ffn(group, layer, 3, max_tokens=10)
     group.close()
     print("right on rank", group.rank)

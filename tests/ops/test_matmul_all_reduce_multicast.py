@@ -13,7 +13,7 @@ from sums import SMALL, Sum, call, choose
 
 import mkernel as mk
 from mkernel.ops.reduce.all_reduce import multicast, multimem
-from mkernel.sim.world import SimWorld
+from mkernel.sim.backend import SimMemory
 
 OP = "matmul_all_reduce"
 
@@ -114,12 +114,12 @@ def test_ranks_must_agree_on_the_order(chosen):
 
 def test_a_workspace_without_multicast(chosen, monkeypatch):
     """There are only so many multicast objects: the group got one, and its workspace none."""
-    given = SimWorld.multicast
+    given = SimMemory.map_multicast
 
-    def few(world, group, memory, addresses):
-        return given(world, group, memory, addresses) if memory.numel() <= 1024 else 0
+    def few(backend, group, memory, addresses):
+        return given(backend, group, memory, addresses) if memory.numel() <= 1024 else 0
 
-    monkeypatch.setattr(SimWorld, "multicast", few)
+    monkeypatch.setattr(SimMemory, "map_multicast", few)
 
     def on_rank(group):
         assert group.multicast

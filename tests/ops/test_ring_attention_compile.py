@@ -33,7 +33,7 @@ def launched(
         with pretending(capability):
             group.device = torch.device("cuda")
             group.world.links = Links(nvlink=100.0 if paced else None)
-            group.world.options = group.world.options.__class__(ctas=33)
+            group.world.simulator.options = group.world.options.__class__(ctas=33)
             tensors = [torch.empty(1, n, length, shape.dim, dtype=shape.dtype) for n in (heads, shape.kv_heads)]
             query, key = tensors
             if transposed:

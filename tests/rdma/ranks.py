@@ -63,7 +63,7 @@ def rank_main(rank: int) -> None:
         del x
     group.close()
     auto = mk.init(timeout=WAIT, gpus_per_node=1)  # both devices, as two rails
-    transport = auto.world.connection(auto).transport
+    transport = auto.world.network.connection(auto).transport
     assert transport.kind == "verbs"
     assert [port[0] for port in transport.ports] == ["rxe0", "rxe1"]
     assert [port[2] for port in transport.ports] == [1, 1]

@@ -7,8 +7,8 @@ import torch
 
 import mkernel as mk
 from mkernel.runtime.group import current, set_current
+from mkernel.sim.backend import SimLauncher
 from mkernel.sim.scheduler import Options
-from mkernel.sim.world import SimWorld
 
 SOON = 1e-3
 
@@ -344,7 +344,7 @@ def test_agreements_are_forgotten_together(monkeypatch):
 def test_a_captured_workspace_is_kept_when_a_larger_one_is_made(monkeypatch):
     """A graph that is replayed later writes into it, on all ranks."""
     capturing = []
-    monkeypatch.setattr(SimWorld, "capturing", lambda world, rank: bool(capturing))
+    monkeypatch.setattr(SimLauncher, "capturing", lambda launcher, rank: bool(capturing))
 
     def rank(group):
         small = group.workspace("all_gather_matmul", 8, 64)

@@ -582,7 +582,7 @@ def test_everything_that_is_searched_can_be_prepared(op):
             return
         with pretending(90):
             group.device = Pretended()
-            group.world.options = replace(group.world.options, ctas=33)
+            group.world.simulator.options = replace(group.world.options, ctas=33)
             default = call.tried.explain(mk.Config())
             families = families_of(op, group, default)
             hopper = getattr(default, "hopper", False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mkernel as mk
-from mkernel.sim import interrupts, world
+from mkernel.sim import interrupts, launches
 
 
 class Swallows:
@@ -83,13 +83,13 @@ def test_an_interrupt_ends_a_launch_and_breaks_its_group(monkeypatch):
     group = mk.init()
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
-    launch_done = world.SimWorld._launch_done
+    launch_done = launches.Execution._launch_done
 
     def interrupted(self, running):
         os.kill(os.getpid(), signal.SIGINT)
         launch_done(self, running)
 
-    monkeypatch.setattr(world.SimWorld, "_launch_done", interrupted)
+    monkeypatch.setattr(launches.Execution, "_launch_done", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mk.all_gather_matmul(a, a)
     monkeypatch.undo()

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -17,6 +18,7 @@ from rich.console import Console
 
 import mkernel as mk
 from mkernel.runtime import clocks
+from mkernel.sim.backend import SimLauncher
 from mkernel.tracing import chrome
 from mkernel.tracing.command import WIDE, bars, show, show_account
 from mkernel.tracing.links import arrivals
@@ -439,12 +441,11 @@ def test_offsets_of_ranks_with_several_clocks(monkeypatch):
     def on_rank(group):
         return clocks.offsets(group)
 
-    monkeypatch.setattr(helpers.SimWorld, "clock", lambda world, rank: rank // 2)
-    monkeypatch.setattr(
-        helpers.SimWorld,
-        "compare_clocks",
-        lambda world, rank: [(0, ahead[rank], 900), (2000, ahead[rank] + 2100, 2200)],
-    )
+    def clock(_, rank):
+        readings = [(0, ahead[rank], 900), (2000, ahead[rank] + 2100, 2200)]
+        return SimpleNamespace(name=rank // 2, compare=lambda: readings)
+
+    monkeypatch.setattr(SimLauncher, "clock", clock)
     for found in helpers.run(on_rank, cluster=(1, 4)):
         assert found[0] == found[1] == clocks.Offset(0, 0)
         assert found[2] == found[3] == clocks.Offset(70_000, 200)

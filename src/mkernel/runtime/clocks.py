@@ -44,12 +44,13 @@ def hosts_between(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, i
 
 def offsets(group: Group) -> list[Offset]:
     """By rank: how its clock differs from rank 0's. Collective."""
-    clocks = group.exchange("clocks", group.world.clock(group.world_rank))
+    clock_here = group.world.launcher.clock(group.world_rank)
+    clocks = group.exchange("clocks", clock_here.name)
     if len(set(clocks)) == 1:
         return [Offset(0, 0)] * group.size
     from mkernel.runtime.processes import host_name
 
-    own = between(group.world.compare_clocks(group.world_rank))
+    own = between(clock_here.compare())
     barriers = []
     for _ in range(BARRIERS):
         came = time.monotonic_ns()

@@ -93,13 +93,15 @@ class Group:
         self.name = name
         self.timeout = timeout
         self.rank = self.members.index(world_rank)
-        self.topology = Topology.of([world.node_of(member) for member in self.members])
-        self.device = world.device(world_rank)
+        self.topology = Topology.of([world.node_ids[member] for member in self.members])
+        self.device = world.devices[world_rank]
+        self._launcher = world.launcher  # looked up once: every call uses it
         self._process = os.getpid()
+        self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels
         self._exchanges = 0
         self._call: Any = None  # what the ranks agreed on for the next launch
         self._confirmed = False  # all ranks are about to launch it
-        self._differs: Sequence[Any] | None = None
+        self._different_calls: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
         self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
@@ -117,23 +119,25 @@ class Group:
             raise
 
     def _open(self) -> None:
-        world, world_rank = self.world, self.world_rank
-        self._records = world.host_words(world_rank, records.COUNT * records.WORDS)
+        world, world_rank, memory = self.world, self.world_rank, self.world.memory
+        self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
-            ring = world.host_words(
+            ring = memory.host_words(
                 world_rank, requests.HEADER_WORDS.value + RING_CAPACITY * requests.REQUEST_WORDS.value
             )
             ring[requests.CAPACITY.value] = RING_CAPACITY
             self._ring = ring
-            self._posting = world.upload(world_rank, [0, RING_CAPACITY, RING_CAPACITY])  # see lang/requests.py
+            self._posting = memory.upload(world_rank, [0, RING_CAPACITY, RING_CAPACITY])  # see lang/requests.py
         self._control = self.heap.allocate(ALIGNMENT)
+        self.abort_flag = self._control.memory[:8].view(torch.int64)
+        world.launcher.open(self)
+        world.exchange.join(self)
         if self._ring is not None:
-            world.start_proxy(self, self._ring)
+            world.network.start_proxy(self, self._ring)
         self.tuned = tuned.table_of(self)
-        world.opened(self)
 
     # -- what a user asks for
 
@@ -208,14 +212,14 @@ class Group:
 
     def synchronize(self) -> None:
         """Wait for everything this rank has queued, and raise if any of it gave up."""
-        self.world.synchronize(self.world_rank)
+        self._launcher.synchronize(self.world_rank)
         self.check()
 
     def quiet(self) -> None:
         """Wait for everything this rank has queued, and for what that asked of the network."""
-        self.world.synchronize(self.world_rank)
+        self._launcher.synchronize(self.world_rank)
         if self._ring is not None:
-            self.world.drain(self.world_rank, self._ring, self.timeout)
+            self.world.network.wait_until_drained(self._ring, self.timeout)
 
     def check(self) -> None:
         """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout (RankLost if a rank has ended), or
@@ -225,7 +229,7 @@ class Group:
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
-                self._breaks(self._cause(found))
+                self._mark_broken(self._cause(found))
             refusal = records.take_refusal(self._records)
             if self._broken is None and refusal is not None:
                 raise refusal
@@ -234,15 +238,16 @@ class Group:
 
     def check_calls(self) -> None:
         """Raise if this rank launched something that the others did not call."""
-        if self._differs is not None:
-            called, self._differs = self._differs, None
+        if self._different_calls is not None:
+            called, self._different_calls = self._different_calls, None
             self.compare(called)
 
     def _cause(self, found: Sequence[records.WaitRecord]) -> MKernelError:
         """Why waits were given up."""
         more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
         unusable = "The group can not be used any more."
-        rank, why = self.world.lost(self, any(record.timed_out for record in found)) or (-1, "")
+        timed_out = any(record.timed_out for record in found)
+        rank, why = self.world.exchange.wait_for_lost_rank(self, timed_out) or (-1, "")
         if rank >= 0:
             message = f"rank {rank} is lost: {why}. What was given up: {found[0]}{more}. {unusable}"
             timeout: CommTimeout = RankLost(message, found, rank, why)
@@ -251,7 +256,12 @@ class Group:
         else:
             timeout = CommTimeout(f"{found[0]}{more}. {unusable}", found)
         timeout.group = self.name
-        return self.world.cause_of(self, timeout)
+        error = self.world.network.error(self)
+        if error is None:
+            return timeout
+        failure = TransportError(f"{error}. What waited for it: {timeout}")
+        failure.__cause__ = timeout
+        return failure
 
     @property
     def broken(self) -> bool:
@@ -271,7 +281,8 @@ class Group:
                 self.heap.close()  # raises, and nothing is given back, if the others call something else
                 self._workspaces.clear()
             self._closed = True
-            self.world.closed(self)
+            self.world.network.disconnect(self)
+            self.world.exchange.leave(self)
 
     # -- what operators ask for
 
@@ -294,23 +305,25 @@ class Group:
             call = (f"{what} of {self._call[0]}", self._call[1])
         told = (call or what, value)
         try:
-            given = self.world.exchange(self.world_rank, self.members, self.next_exchange(), what, told, self.timeout)
+            given = self.world.exchange.all_gather(
+                self.world_rank, self.members, self.next_exchange(), what, told, self.timeout
+            )
         except (CommTimeout, TransportError) as late:
-            self.out_of_step(late)
+            self.mark_out_of_sync(late)
             raise
         self.compare([called for called, _ in given])
         return [value for _, value in given]
 
-    def out_of_step(self, late: CommTimeout | TransportError) -> None:
+    def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
         """Ranks do not count alike any more: what one told late would be taken for something else."""
         if isinstance(late, CommTimeout):
             late.group = self.name
         if self._broken is None:
-            self._breaks(late)
+            self._mark_broken(late)
 
-    def _breaks(self, failure: MKernelError) -> None:
+    def _mark_broken(self, failure: MKernelError) -> None:
         self._broken = failure
-        self.world.broke(self, failure)
+        self.world.exchange.report_failure(self, failure)
 
     def compare(self, called: Sequence[Any]) -> None:
         """Raise, on all ranks, unless all of them called the same."""
@@ -331,7 +344,7 @@ class Group:
 
     def _refused_by(self, rank: int, what: str, why: str) -> MKernelError:
         """What to raise when another rank has refused its call."""
-        self.world.synchronize(self.world_rank)
+        self._launcher.synchronize(self.world_rank)
         refusal: MKernelError | None = records.take_refusal(self._records)  # its reason may be ours, too
         if refusal is None:
             refusal = ArgumentError(
@@ -350,11 +363,11 @@ class Group:
         if not isinstance(failure, Exception) or (self._confirmed and not known):
             why = f"{what} on {type(failure).__name__}" + (f" ({failure})" if str(failure) else "")
             self._broken = MKernelError(f"this rank left {why}. The group can not be used any more.")
-            self.world.leave(self, f"it left {why}")
+            self.world.exchange.abandon(self, f"it left {why}")
         elif not getattr(failure, "on_every_rank", False):
             reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
             refusal = ((REFUSED, what, reason if reason.endswith(".") else f"{reason}."), None)
-            self.world.publish(self.world_rank, self.members, self.next_exchange(), refusal)
+            self.world.exchange.publish(self.world_rank, self.members, self.next_exchange(), refusal)
         self._call, self._confirmed = None, False
 
     def agree(self, what: str, **values: Hashable) -> None:
@@ -364,23 +377,24 @@ class Group:
         if key in self._agreed:
             self._call = key
         else:
-            self.tell(what, None, **values)
+            self.all_gather_checked(what, None, **values)
 
     def confirm(self) -> None:
         """Raise, on all ranks, unless all of them are ready for the call that they agreed on: then nothing is launched.
         The last thing that a rank does before its launch; a call that has nothing to launch does it, too."""
         try:
-            self.world.confirm(self, self._call)
+            self.world.exchange.confirm(self, self._call)
         except CommTimeout as late:
-            self.out_of_step(late)
+            self.mark_out_of_sync(late)
             raise
         self._confirmed = True
 
-    def differs(self, called: Sequence[Any]) -> None:
-        """What this rank launched ended, because others called something else: it is told at its next look."""
-        self._differs = called
+    def set_different_calls(self, called: Sequence[Any]) -> None:
+        """What this rank launched was rolled back, because other ranks called something else: its next check raises.
+        `called`: what each rank called."""
+        self._different_calls = called
 
-    def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
+    def all_gather_checked(self, what: str, value: Any, **values: Hashable) -> list[Any]:
         """What each rank told. Raise unless all of them give the same other values, as `agree` does."""
         key = (what, tuple(values.items()))
         told = self.exchange(what, value, call=key)
@@ -406,14 +420,14 @@ class Group:
     def workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
         """The operator's workspace on the current stream, at least this large. Collective when it
         is new or must grow."""
-        key = (op, self.world.stream_key(self.world_rank))
+        key = (op, self._launcher.stream_key(self.world_rank))
         have = self._workspaces.get(key)
         if have is not None and not self.heap.holds(have.segment):
             have = None  # it was given back for a larger one, which a rank could not allocate then
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
             self.keep_if_captured(have)
             return have
-        if self.world.capturing(self.world_rank):
+        if self._launcher.capturing(self.world_rank):
             raise ArgumentError(
                 f"{op}: the first call of a size on a stream allocates memory, which can not be captured into a graph. "
                 f"Call it once on the same stream before: torch.cuda.graph(graph, stream=that_stream)"
@@ -428,7 +442,7 @@ class Group:
 
     def keep_if_captured(self, used: Any) -> None:
         """Keep what a launch uses for as long as the group lives, if the launch is being captured into a graph."""
-        if self.world.capturing(self.world_rank) and used not in self._captured:
+        if self._launcher.capturing(self.world_rank) and used not in self._captured:
             self._captured.append(used)
 
     @torch.inference_mode(False)
@@ -441,7 +455,7 @@ class Group:
         for parity, begin in enumerate((start, start + half_bytes)):
             parts.append(Part(f"half {parity} of the workspace of {op}", begin, begin + half_bytes, "buffer"))
         segment = self.heap.allocate(nbytes, cut, replaces, parts)
-        state = self.world.upload(self.world_rank, [0] * 8)
+        state = self.world.memory.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank
         table[words.SIZE.value] = self.size
@@ -455,7 +469,7 @@ class Group:
         table[words.MULTICAST.value] = segment.multicast
         table[words.ABORTED.value] = self._control.addresses[self.rank]
         table += segment.addresses + self._control.addresses
-        context = self.world.upload(self.world_rank, table)
+        context = self.world.memory.upload(self.world_rank, table)
         return Workspace(segment, signal_words, half_bytes, state, context)
 
     def launch(self, launch: Launch) -> None:
@@ -467,7 +481,7 @@ class Group:
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self._confirmed = False
-        self.world.launch(self.world_rank, launch)
+        self._launcher.launch(self.world_rank, launch)
         self._call, self._confirmed = None, False
 
     def _check_process(self) -> None:

@@ -71,13 +71,13 @@ class Heap:
         number, self._next = self._next, self._next + 1
         self._dropped |= dropped
         self._give_back(set.intersection(*(set(theirs) for _, theirs in wishes)))
-        memory = group.world.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
-        if parts:
-            group.world.name(memory, parts)
-        addresses = group.world.map(group, memory)
-        segment = Segment(number, memory, addresses, group.world.multicast(group, memory, addresses))
-        self._segments[segment.number] = segment
-        group.world.register(group, segment.number, memory)
+        world = group.world
+        memory = world.memory.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
+        world.memory.describe(group, number, memory, parts)
+        addresses = world.memory.map(group, memory)
+        segment = Segment(number, memory, addresses, world.memory.map_multicast(group, memory, addresses))
+        self._segments[number] = segment
+        world.network.register(group, number, memory)
         group.barrier()
         return segment
 
@@ -124,8 +124,8 @@ class Heap:
         self._group.quiet()
         self._group.barrier()
         for number in sorted(numbers):
-            self._group.world.register(self._group, number, None)
-            del self._segments[number]
+            self._group.world.network.register(self._group, number, None)
+            self._group.world.memory.unmap(self._segments.pop(number).memory)
         self._dropped -= numbers
 
 

@@ -82,11 +82,11 @@ class Presence:
             self._page.write({"left": self._left})
 
     def _end(self) -> None:
-        if os.getpid() == self.process and all(world.idle() for world in self.worlds):
+        if os.getpid() == self.process and all(world.launcher.poll_idle(world.rank) for world in self.worlds):
             for world in self.worlds:
-                for group in world.broken_groups():
+                for group in world.exchange.lost.broken_groups():
                     self.leave(group, "its process has ended, after the group had broken")
-                world.say_goodbye()
+                world.network.shut_down()
             self._page.write({"left": self._left, "ended": True})
 
 

@@ -82,7 +82,7 @@ def chooser(config: Config | None) -> Callable[[str, int], int]:
 
 def common_ctas(group: Group) -> int:
     """CTAs that every rank of the group can have: the same number on all of them."""
-    return min(group.world.ctas(member) for member in group.members)
+    return min(group.world.launcher.ctas(member) for member in group.members)
 
 
 def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[str]:

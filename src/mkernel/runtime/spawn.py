@@ -62,7 +62,7 @@ def spawn(
             from mkernel.sim.world import spawn as simulate
         return simulate(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, seed=seed, timeout=timeout, options=sim)
     if device == "cuda":
-        from mkernel.runtime.cuda import spawn as run_on_gpus
+        from mkernel.runtime.cuda_threads import spawn as run_on_gpus
 
         return run_on_gpus(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, timeout=timeout, links=links or Links())
     raise ArgumentError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")

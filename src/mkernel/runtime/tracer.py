@@ -43,9 +43,9 @@ class Tracer:
 
     def __init__(self, group: Group, events: int):
         self._world, self._rank = group.world, group.world_rank
-        self._ctas = self._world.ctas(self._rank)
+        self._ctas = self._world.launcher.ctas(self._rank)
         self._lane_words = (1 + events) * WORDS
-        memory = self._world.allocate(self._rank, self._ctas * LANES * self._lane_words * 8)
+        memory = self._world.memory.allocate(self._rank, self._ctas * LANES * self._lane_words * 8)
         self._buffer = memory.view(torch.int64)
         # by address; the plain ones are kept so that their addresses stay theirs
         self._contexts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -53,7 +53,7 @@ class Tracer:
 
     def traced(self, launch: Launch) -> Launch:
         """The same launch, writing its events."""
-        if self._world.capturing(self._rank):
+        if self._world.launcher.capturing(self._rank):
             raise ArgumentError(
                 f"{launch.op}: a traced call can not be captured into a graph, whose replays would write on after "
                 f"the trace has ended; trace calls that are not captured"
@@ -72,7 +72,7 @@ class Tracer:
             table = plain.tolist()
             table[words.TRACE.value] = self._buffer.data_ptr()
             table[words.LANE_WORDS.value] = self._lane_words
-            self._contexts[address] = (plain, self._world.upload(self._rank, table).view(torch.uint64))
+            self._contexts[address] = (plain, self._world.memory.upload(self._rank, table).view(torch.uint64))
         return self._contexts[address][1]
 
     def clear(self) -> None:

@@ -181,7 +181,7 @@ def _work(
         blocks=blocks,
         tiles=batch * heads * len(costs),
         block_seconds=block_seconds,
-        compute_seconds=blocks * block_seconds / group.world.ctas(group.world_rank),
+        compute_seconds=blocks * block_seconds / group.world.launcher.ctas(group.world_rank),
         pushed=keys * 2 * dim * query.element_size(),
         link=group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE,
     )
@@ -191,7 +191,7 @@ def _resolve(
     group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None
 ) -> tuple[Settings, float]:  # fmt: skip
     """(settings, seconds that the pushing takes): how many CTAs have which role. chunks: in all rounds together."""
-    most, nodes, gpus = group.world.ctas(group.world_rank), group.nodes, group.gpus_per_node
+    most, nodes, gpus = group.world.launcher.ctas(group.world_rank), group.nodes, group.gpus_per_node
     pick = planning.chooser(config)
     send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
     if hopper:  # a warp of each CTA pushes, beside those that compute
@@ -229,7 +229,7 @@ def _spans(group: Group, sequences: Sequences) -> torch.Tensor | None:
         return None
     ranges = [edge for rank in range(sequences.size) for edge in sequences.span(rank)]
     starts, ends = sequences.seen(group.rank)
-    return group.world.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
+    return group.world.memory.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
 
 
 def plan(
@@ -274,7 +274,7 @@ def plan(
         resolved, query.dtype, uses_tma, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
     )
     planning.check(
-        resolved, max_ctas=group.world.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
+        resolved, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
         least_intra=1 if gpus > 1 else 0, copiers_compute=hopper,
     )  # fmt: skip
     # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
@@ -296,6 +296,6 @@ def plan(
     return Plan(
         config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,
         slots=slots, parts=parts, part_rows=part_rows, window=window, rounds=rounds, chunks=chunks,
-        precision=matmul_precision(query.dtype), schedule=group.world.upload(group.world_rank, schedule),
+        precision=matmul_precision(query.dtype), schedule=group.world.memory.upload(group.world_rank, schedule),
         syncs_grid=syncs_grid, spans=_spans(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip

@@ -100,7 +100,7 @@ def _describable(w: torch.Tensor) -> bool:
 
 def empty_rows(group: Group, rows: int, columns: int, dtype: torch.dtype, tile_m: int) -> torch.Tensor:
     """A result of the grouped GEMM, [rows, columns]: rows are aligned, and tile_m more lie in front of the first."""
-    whole = group.world.empty(group.world_rank, (tile_m + rows, row_stride_of(columns, dtype)), dtype)
+    whole = group.world.memory.empty(group.world_rank, (tile_m + rows, row_stride_of(columns, dtype)), dtype)
     return whole[tile_m:, :columns]
 
 
