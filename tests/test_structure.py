@@ -181,3 +181,16 @@ def test_no_layer_below_knows_an_operator(folder):
         or (isinstance(node, ast.ImportFrom) and node.module == "mkernel" and "ops" in [a.name for a in node.names])
     ]  # fmt: skip
     assert not found
+
+
+@pytest.mark.parametrize(
+    "name", ["describable", "check_tensor", "check_plain", "check_out", "overlap", "overlaps_itself"]
+)
+def test_what_operators_check_alike_is_checked_in_one_place(name):
+    found = [
+        f"{file}:{node.lineno}"
+        for file in FILES if file.startswith(("ops/", "runtime/"))
+        for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef) and node.name.strip("_") == name
+    ]  # fmt: skip
+    assert len(found) == 1, found
+    assert found[0].startswith("runtime/")

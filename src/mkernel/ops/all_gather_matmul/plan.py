@@ -44,13 +44,7 @@ class Access:
         )
 
     def reasons(self, nodes: int) -> list[str]:
-        reasons = []
-        if not self.descriptors:
-            reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
-        else:
-            for name, good in (("b", self.right.uses_tma), ("out", self.out_uses_tma)):
-                if not good:
-                    reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
+        reasons = planning.reasons_of_access(self.descriptors, dict(b=self.right.uses_tma, out=self.out_uses_tma))
         if self.staged:
             reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
         if nodes > 1:

@@ -14,7 +14,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import BYTES, has_descriptors, matmul_precision
+from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
 
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
@@ -105,16 +105,6 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
         warps=warps if given.warps is None else given.warps,
         chunk_rows=_round_up(chunk_rows, tile_n),
         steps=max(2, math.ceil(min(2, units) * slots / max(units, 1))) if given.steps is None else given.steps,
-    )
-
-
-def _describable(tensor: torch.Tensor) -> bool:
-    """Can a descriptor be made of a [batch, heads, length, dim] tensor?"""
-    size = tensor.element_size()
-    return (
-        tensor.stride(3) == 1
-        and tensor.data_ptr() % BYTES == 0
-        and all(n == 1 or (s > 0 and s * size % BYTES == 0) for n, s in zip(tensor.shape[:3], tensor.stride()[:3]))
     )
 
 
@@ -216,7 +206,7 @@ def _how_read(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, lis
     """(are all tensors read and written through tensor descriptors, why not)"""
     if not has_descriptors(group.device):
         return False, ["the device has no tensor descriptors (TMA): tensors are read through pointers"]
-    uneven = [name for name, tensor in tensors.items() if not _describable(tensor)]
+    uneven = [name for name, tensor in tensors.items() if tensor.numel() and not describable(tensor)]
     if uneven:
         rule = "rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
         return False, [f"{', '.join(uneven)}: {rule}"]
