@@ -18,7 +18,7 @@ from mkernel.ops.reduce import reduce_scatter as _matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout
-from mkernel.runtime.spawn import simulator_is_there
+from mkernel.runtime.spawn import require_simulator
 
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
@@ -86,7 +86,7 @@ def init(
 
         group = Group(CudaThreads(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
     else:
-        with simulator_is_there():
+        with require_simulator():
             from mkernel.sim.world import single_rank
         group = single_rank(timeout or ALONE_SECONDS)
     set_current(group)

@@ -3,7 +3,7 @@
 All of it is read from sysfs, so it needs no library, and a test can give it a tree of its own.
 
 Which ports: of the active ones those nearest to the GPU, of these the fastest, and all of them if there
-are several alike: each is a rail. Near is what shares the longest way down the PCIe tree with the GPU (the
+are several alike: each is a rail. Near is what shares the longest path down the PCIe tree with the GPU (the
 same switch before the same host bridge), then what is on the GPU's NUMA node.
 
 Which GID, for RoCE: the address that packets carry. Version 2 goes over routers and is what networks are
@@ -35,10 +35,10 @@ class Gid:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a PCIe device is."""
 
-    way: tuple[str, ...] = ()  # from the host bridge down to the device
+    path: tuple[str, ...] = ()  # from the host bridge down to the device
     numa_node: int = -1
 
 
@@ -54,7 +54,7 @@ class Port:
     driver: str
     rate: float  # Gb/s
     gids: tuple[Gid, ...]
-    place: Place
+    location: Location
 
     @property
     def name(self) -> str:
@@ -82,19 +82,19 @@ def _number(text: str, otherwise: float) -> float:
     return otherwise
 
 
-def _place(device: Path, sysfs: Path) -> Place:
+def _location(device: Path, sysfs: Path) -> Location:
     real = device.resolve()
     root = (sysfs / "devices").resolve()
     if not real.is_relative_to(root) or not real.exists():
-        return Place()
-    way = real.relative_to(root).parts
-    on_pci = way[:1] and way[0].startswith("pci")
-    return Place(way if on_pci else (), int(_number(_text(real / "numa_node"), -1)))
+        return Location()
+    path = real.relative_to(root).parts
+    on_pci = path[:1] and path[0].startswith("pci")
+    return Location(path if on_pci else (), int(_number(_text(real / "numa_node"), -1)))
 
 
-def gpu_place(address: str, sysfs: Path = SYSFS) -> Place:
+def gpu_location(address: str, sysfs: Path = SYSFS) -> Location:
     """Where the GPU with this PCI address (such as 0000:41:00.0) is."""
-    return _place(sysfs / "bus/pci/devices" / address.lower(), sysfs)
+    return _location(sysfs / "bus/pci/devices" / address.lower(), sysfs)
 
 
 def _gids(port: Path) -> tuple[Gid, ...]:
@@ -122,7 +122,7 @@ def find_ports(sysfs: Path = SYSFS) -> list[Port]:
                     driver=(device / "device/driver").resolve().name if (device / "device/driver").exists() else "",
                     rate=_number(_text(port / "rate"), 0.0),
                     gids=_gids(port),
-                    place=_place(device / "device", sysfs),
+                    location=_location(device / "device", sysfs),
                 )
             )
     return found
@@ -138,7 +138,7 @@ def choose_gid(port: Port) -> int:
     if port.link_layer != "Ethernet":
         return port.gids[0].index
 
-    def goodness(gid: Gid) -> tuple[bool, int, int]:
+    def preference(gid: Gid) -> tuple[bool, int, int]:
         four = gid.address.ipv4_mapped
         if four is not None:
             scope = 1 if four.is_link_local else 3
@@ -146,23 +146,23 @@ def choose_gid(port: Port) -> int:
             scope = 0 if gid.address.is_link_local else 2
         return gid.kind == "RoCE v2", scope, -gid.index
 
-    return max(port.gids, key=goodness).index
+    return max(port.gids, key=preference).index
 
 
-def nearness(port: Port, gpu: Place | None) -> tuple[int, bool]:
+def proximity(port: Port, gpu: Location | None) -> tuple[int, bool]:
     """Larger is nearer."""
     if gpu is None:
         return 0, False
     common = 0
-    for ours, theirs in zip(port.place.way, gpu.way):
+    for ours, theirs in zip(port.location.path, gpu.path):
         if ours != theirs:
             break
         common += 1
-    return common, gpu.numa_node >= 0 and port.place.numa_node == gpu.numa_node
+    return common, gpu.numa_node >= 0 and port.location.numa_node == gpu.numa_node
 
 
 def choose_ports(
-    ports: Sequence[Port], *, efa: bool = False, gpu: Place | None = None, names: Sequence[str] | None = None
+    ports: Sequence[Port], *, efa: bool = False, gpu: Location | None = None, names: Sequence[str] | None = None
 ) -> list[Port]:
     """The ports that a rank should use, one for each rail.
 
@@ -192,10 +192,12 @@ def choose_ports(
     usable = [port for port in usable if port.gids or port.link_layer == "InfiniBand"]
     if not usable:
         raise TransportError(f"there is no active {kind} device on this machine; RDMA devices: {known or 'none'}")
-    best = max(usable, key=lambda port: (nearness(port, gpu), port.rate, port.link_layer == "InfiniBand"))
+    best = max(usable, key=lambda port: (proximity(port, gpu), port.rate, port.link_layer == "InfiniBand"))
     alike = [
         port
         for port in usable
-        if nearness(port, gpu) == nearness(best, gpu) and port.rate == best.rate and port.link_layer == best.link_layer
+        if proximity(port, gpu) == proximity(best, gpu)
+        and port.rate == best.rate
+        and port.link_layer == best.link_layer
     ]
     return alike[:MOST_RAILS]

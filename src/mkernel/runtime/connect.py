@@ -26,8 +26,8 @@ from mkernel.runtime.printable import printable
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
-TRIAL_SEGMENT = (1 << 23) - 1  # the heap counts from 0
-TRIAL_SECONDS = 10.0
+TEST_SEGMENT = (1 << 23) - 1  # the heap counts from 0
+TEST_SECONDS = 10.0
 PEER_SECONDS = 30.0  # that a machine may be silent; a rank that is late, but alive, is not
 
 
@@ -51,7 +51,7 @@ def open_transport(group: Group, config: TransportConfig, address: Callable[[], 
     try:
         return _open_rdma(group, Verbs() if isinstance(config, Auto) else config)
     except TransportError:
-        if isinstance(config, Auto):  # all ranks come here together, see _together
+        if isinstance(config, Auto):  # all ranks come here together, see _raise_on_all_ranks
             return _open_tcp(group, Tcp(), address(), secret)
         raise
 
@@ -66,7 +66,7 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
     except MKernelError as error:
         problem = error
     if isinstance(transport, RdmaTransport):
-        _together(group, problem)
+        _raise_on_all_ranks(group, problem)
         described = group.exchange("network", {number: transport.describe_segment(number) for number in segments})
         for peer in counterparts(group):
             for number, description in described[peer].items():
@@ -75,7 +75,7 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
         raise problem
 
 
-def drop(transport: Transport, segment: int) -> None:
+def detach(transport: Transport, segment: int) -> None:
     """All ranks are done with the segment, and all of their requests were completed."""
     if isinstance(transport, VerbsTransport):
         transport.detach(segment)  # completed means written, so nothing more can come
@@ -83,10 +83,12 @@ def drop(transport: Transport, segment: int) -> None:
 
 
 def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
-    patience = min(group.timeout, PEER_SECONDS)
-    transport = TcpTransport(group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=patience)
-    doors = group.exchange("network", (here, transport.port))
-    transport.connect({rank: doors[rank] for rank in counterparts(group)}, group.timeout)
+    peer_timeout = min(group.timeout, PEER_SECONDS)
+    transport = TcpTransport(
+        group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=peer_timeout
+    )
+    endpoints = group.exchange("network", (here, transport.port))
+    transport.connect({rank: endpoints[rank] for rank in counterparts(group)}, group.timeout)
     return transport
 
 
@@ -100,7 +102,7 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
             descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
         except MKernelError as error:
             problem = error
-        _together(group, problem)
+        _raise_on_all_ranks(group, problem)
         assert transport is not None
         told = group.exchange("network", descriptions)
         try:
@@ -108,8 +110,8 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
                 transport.connect(peer, told[peer][group.rank])
         except MKernelError as error:
             problem = error
-        _together(group, problem)
-        _try_out(group, transport)
+        _raise_on_all_ranks(group, problem)
+        _test_transport(group, transport)
     except BaseException:
         if transport is not None:
             transport.close(timeout=0)
@@ -117,20 +119,20 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
     return transport
 
 
-def _try_out(group: Group, transport: RdmaTransport) -> None:
+def _test_transport(group: Group, transport: RdmaTransport) -> None:
     """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each
     other: then it is told here, and not in the middle of the first operator. Collective."""
     peers = counterparts(group)
     ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
     ring[requests.CAPACITY.value] = len(peers)
     for slot, peer in zip(ring[requests.HEADER_WORDS.value :].view(-1, requests.REQUEST_WORDS.value), peers):
-        slot[requests.PEER_AND_SEGMENTS.value] = peer | TRIAL_SEGMENT << 16 | TRIAL_SEGMENT << 40
+        slot[requests.PEER_AND_SEGMENTS.value] = peer | TEST_SEGMENT << 16 | TEST_SEGMENT << 40
         slot[requests.SIGNAL.value] = 8 * group.rank
         slot[requests.VALUE.value] = slot[requests.TURN.value] = 1
     signals = torch.zeros(group.size, dtype=torch.int64)
-    attach(group, transport, {TRIAL_SEGMENT: signals})
+    attach(group, transport, {TEST_SEGMENT: signals})
     proxy = Proxy(ring, transport)
-    deadline = time.monotonic() + min(group.timeout, TRIAL_SECONDS)
+    deadline = time.monotonic() + min(group.timeout, TEST_SECONDS)
     while not all(signals[peer] for peer in peers) and proxy.error is None and time.monotonic() < deadline:
         time.sleep(1e-3)
     served = proxy.stop(max(deadline - time.monotonic(), 0.0))
@@ -142,18 +144,18 @@ def _try_out(group: Group, transport: RdmaTransport) -> None:
         who = ", ".join(f"rank {peer}" for peer in silent or peers)
         problem = TransportError(
             f"over {', '.join(name for name, _, _ in transport.ports)} nothing came from {who} within "
-            f"{TRIAL_SECONDS:g} s; are these devices on one network, with addresses (GIDs) of one kind?"
+            f"{TEST_SECONDS:g} s; are these devices on one network, with addresses (GIDs) of one kind?"
         )
-    _together(group, problem)
-    transport.detach(TRIAL_SEGMENT)
+    _raise_on_all_ranks(group, problem)
+    transport.detach(TEST_SEGMENT)
 
 
 def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
-    patience = min(group.timeout, PEER_SECONDS)
+    peer_timeout = min(group.timeout, PEER_SECONDS)
     efa = isinstance(config, Efa)
-    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=config.devices)
+    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_location(group.device), names=config.devices)
     if isinstance(config, Efa):
-        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=patience)
+        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=peer_timeout)
     rails = [
         (port.device, port.number, devices.choose_gid(port) if config.gid_index is None else config.gid_index)
         for port in ports
@@ -163,11 +165,11 @@ def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
         rails,
         queues=config.queues,
         traffic_class=config.traffic_class,
-        peer_timeout=patience,
+        peer_timeout=peer_timeout,
     )
 
 
-def _together(group: Group, problem: MKernelError | None) -> None:
+def _raise_on_all_ranks(group: Group, problem: MKernelError | None) -> None:
     """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
     for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
         if reason is not None:
@@ -176,9 +178,9 @@ def _together(group: Group, problem: MKernelError | None) -> None:
             raise failure from problem
 
 
-def _gpu_place(device: torch.device) -> devices.Place | None:
+def _gpu_location(device: torch.device) -> devices.Location | None:
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
     domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    return devices.gpu_place(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+    return devices.gpu_location(f"{domain:04x}:{bus:02x}:{slot:02x}.0")

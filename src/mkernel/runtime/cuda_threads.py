@@ -119,7 +119,7 @@ class ThreadExchange:
                 raise
             mail.release(key, box, box["count"])
         if not box["alike"]:
-            group.compare([box[member][0] if member in box else call for member in members])
+            group.check_same_call([box[member][0] if member in box else call for member in members])
         if "failure" in box:
             box["failure"].on_every_rank = True
             raise box["failure"]

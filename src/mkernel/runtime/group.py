@@ -203,7 +203,7 @@ class Group:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """A tensor in the symmetric heap. Collective; see `mkernel.empty`."""
-        self._usable()
+        self._check_usable()
         return self.heap.tensor(shape, dtype)
 
     def barrier(self) -> None:
@@ -240,7 +240,7 @@ class Group:
         """Raise if this rank launched something that the others did not call."""
         if self._different_calls is not None:
             called, self._different_calls = self._different_calls, None
-            self.compare(called)
+            self.check_same_call(called)
 
     def _cause(self, found: Sequence[records.WaitRecord]) -> MKernelError:
         """Why waits were given up."""
@@ -311,7 +311,7 @@ class Group:
         except (CommTimeout, TransportError) as late:
             self.mark_out_of_sync(late)
             raise
-        self.compare([called for called, _ in given])
+        self.check_same_call([called for called, _ in given])
         return [value for _, value in given]
 
     def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
@@ -325,24 +325,24 @@ class Group:
         self._broken = failure
         self.world.exchange.report_failure(self, failure)
 
-    def compare(self, called: Sequence[Any]) -> None:
+    def check_same_call(self, called: Sequence[Any]) -> None:
         """Raise, on all ranks, unless all of them called the same."""
         for rank, theirs in enumerate(called):
             if isinstance(theirs, tuple) and theirs[0] == REFUSED:
-                raise self._refused_by(rank, *theirs[1:])
+                raise self._refusal_of(rank, *theirs[1:])
         mine = called[self.rank]
         for rank, theirs in enumerate(called):
             if theirs != mine:
                 same = not isinstance(mine, str) and not isinstance(theirs, str) and mine[0] == theirs[0]
                 rule = "call it alike" if same else "make the same calls in the same order"
                 problem = ArgumentError(
-                    f"all ranks of the group must {rule}; rank {self.rank} has {_words(mine)}, rank {rank} has "
-                    f"{_words(theirs)}. Nothing was launched, and the group can be used again."
+                    f"all ranks of the group must {rule}; rank {self.rank} has {_format_call(mine)}, rank {rank} has "
+                    f"{_format_call(theirs)}. Nothing was launched, and the group can be used again."
                 )
                 problem.on_every_rank = True
                 raise problem
 
-    def _refused_by(self, rank: int, what: str, why: str) -> MKernelError:
+    def _refusal_of(self, rank: int, what: str, why: str) -> MKernelError:
         """What to raise when another rank has refused its call."""
         self._launcher.synchronize(self.world_rank)
         refusal: MKernelError | None = records.take_refusal(self._records)  # its reason may be ours, too
@@ -492,14 +492,14 @@ class Group:
                 f"not use its parent's group: start workers with the start method 'spawn', or keep operators out"
             )
 
-    def _usable(self) -> None:
+    def _check_usable(self) -> None:
         self._check_process()
         if self._closed:
             raise MKernelError("this group was closed")
         self.check()
 
 
-def _words(call: Any) -> str:
+def _format_call(call: Any) -> str:
     """A call, for people."""
     if isinstance(call, str):
         return call
@@ -513,9 +513,9 @@ def collective(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, group: Group | None = None, **kwargs: Any) -> Any:
-        group = _given(group)
+        group = _resolve(group)
         try:
-            group._usable()
+            group._check_usable()
             return function(*args, group=group, **kwargs)
         except BaseException as failure:
             group.failed(function.__name__, failure)
@@ -531,12 +531,12 @@ def set_current(group: Group | None) -> None:
 
 def current(group: Group | None = None) -> Group:
     """The given group, or the current one; usable."""
-    group = _given(group)
-    group._usable()
+    group = _resolve(group)
+    group._check_usable()
     return group
 
 
-def _given(group: Group | None) -> Group:
+def _resolve(group: Group | None) -> Group:
     group = group if group is not None else _current.get()
     if group is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")

@@ -70,7 +70,7 @@ class Heap:
         # whatever fails on one rank from here on, all have numbered and dropped alike
         number, self._next = self._next, self._next + 1
         self._dropped |= dropped
-        self._give_back(set.intersection(*(set(theirs) for _, theirs in wishes)))
+        self._free(set.intersection(*(set(theirs) for _, theirs in wishes)))
         world = group.world
         memory = world.memory.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
         world.memory.describe(group, number, memory, parts)
@@ -116,9 +116,9 @@ class Heap:
 
     def close(self) -> None:
         """Give everything back. All ranks must be done with it."""
-        self._give_back(set(self._segments))
+        self._free(set(self._segments))
 
-    def _give_back(self, numbers: set[int]) -> None:
+    def _free(self, numbers: set[int]) -> None:
         if not numbers:
             return
         self._group.quiet()

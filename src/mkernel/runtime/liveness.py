@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 PAGE_BYTES = 4096
-LOOK_SECONDS = 0.25  # between two looks at the pages
+POLL_SECONDS = 0.25  # between two looks at the pages
 LONGEST_REASON = 200  # characters
 ENDED = "its process has ended"
-_HEAD = struct.Struct("<II")  # turn (odd while the page is being written), length of the JSON text
+_HEAD = struct.Struct("<II")  # version (odd while the page is being written), length of the JSON text
 
 
 class Page:
@@ -41,16 +41,16 @@ class Page:
 
     def write(self, told: Mapping[str, Any]) -> None:
         text = json.dumps(told).encode()[: PAGE_BYTES - _HEAD.size]
-        turn, _ = _HEAD.unpack_from(self._memory)
-        _HEAD.pack_into(self._memory, 0, turn + 1, 0)
+        version, _ = _HEAD.unpack_from(self._memory)
+        _HEAD.pack_into(self._memory, 0, version + 1, 0)
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
-        _HEAD.pack_into(self._memory, 0, turn + 2, len(text))
+        _HEAD.pack_into(self._memory, 0, version + 2, len(text))
 
     def read(self) -> dict[str, Any]:
         """What the page says; nothing, if nothing was written or it is being written now."""
-        turn, length = _HEAD.unpack_from(self._memory)
+        version, length = _HEAD.unpack_from(self._memory)
         text = self._memory[_HEAD.size : _HEAD.size + min(length, PAGE_BYTES - _HEAD.size)]
-        if turn % 2 or not length or _HEAD.unpack_from(self._memory)[0] != turn:
+        if version % 2 or not length or _HEAD.unpack_from(self._memory)[0] != version:
             return {}
         try:
             told = json.loads(text)
@@ -119,7 +119,7 @@ class Watch:
         self._lost, self._left = lost, left
         self._pages: dict[int, Page] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
         self.gone: dict[int, str] = {}  # ranks whose process has ended, and how
         for rank, (process, handle) in peers.items():
             try:
@@ -154,29 +154,29 @@ class Watch:
             poll.register(handle, select.POLLIN)
         running = True
         while running:
-            for handle, _ in poll.poll(LOOK_SECONDS * 1000):
+            for handle, _ in poll.poll(POLL_SECONDS * 1000):
                 if handle == self._wake:
                     running = False
                 else:
                     poll.unregister(handle)
-                    self._has_ended(self._handles[handle])
+                    self._process_ended(self._handles[handle])
             if running:
-                self._look(self._pages)
+                self._poll_pages(self._pages)
         for handle in (self._wake, *self._handles):
             os.close(handle)
         for page in self._pages.values():
             page.close()
 
-    def _look(self, ranks: Iterable[int]) -> None:
+    def _poll_pages(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             for group, why in self._pages[rank].read().get("left", {}).items():
-                if (rank, group) not in self._told:
-                    self._told.add((rank, group))
+                if (rank, group) not in self._reported:
+                    self._reported.add((rank, group))
                     self._left(rank, group, str(why))
 
-    def _has_ended(self, rank: int) -> None:
+    def _process_ended(self, rank: int) -> None:
         self.gone[rank] = ENDED
         if rank in self._pages:
-            self._look([rank])
+            self._poll_pages([rank])
             if self._pages[rank].read().get("ended") is not True:
                 self._lost(rank, self.gone[rank])

@@ -19,7 +19,7 @@ from mkernel.net.config import TransportConfig, transport_config
 from mkernel.runtime import connect, liveness, secret
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
-from mkernel.runtime.spawn import simulator_is_there
+from mkernel.runtime.spawn import require_simulator
 from mkernel.runtime.store import SignedStore
 from mkernel.runtime.store_exchange import StoreExchange
 from mkernel.runtime.world import World
@@ -82,7 +82,7 @@ class ProcessConnector:
         connect.attach(group, transport, {segment: memory})
 
     def detach(self, transport: Any, segment: int) -> None:
-        connect.drop(transport, segment)
+        connect.detach(transport, segment)
 
     def flag_devices(self, group: Group) -> list[torch.device]:
         return [group.device] * group.size  # the memory of the node's other ranks is mapped into this process
@@ -153,7 +153,7 @@ def init(
 
         world = CudaProcesses(process_group, gpus_per_node, transport, timeout)
     else:
-        with simulator_is_there():
+        with require_simulator():
             from mkernel.runtime.cpu_processes import CpuProcesses
 
         world = CpuProcesses(process_group, gpus_per_node, transport, timeout)

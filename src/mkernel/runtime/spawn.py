@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def simulator_is_there() -> Iterator[None]:
+def require_simulator() -> Iterator[None]:
     """Names the package that an import of the simulator misses."""
     try:
         yield
@@ -58,7 +58,7 @@ def spawn(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        with simulator_is_there():
+        with require_simulator():
             from mkernel.sim.world import spawn as simulate
         return simulate(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, seed=seed, timeout=timeout, options=sim)
     if device == "cuda":

@@ -69,7 +69,7 @@ class Ahead:
             earlier = [each for each in running if each.spec.group.name == key[0] and each.number < key[1]]
             if not earlier:
                 for launch in self._launches[key]:
-                    launch.leave()
+                    launch.abort()
                 self._simulator.scheduler.memory.changed(progress=True)
 
     def launch_done(self, running: RunningLaunch) -> None:
@@ -92,7 +92,7 @@ class Ahead:
             return
         groups = [each for each in self._exchange.groups if each.name == group.name]
         rings = [each._ring for each in groups if each._ring is not None]
-        self._simulator.scheduler.current_host().block(
+        self._simulator.scheduler.current_host().wait_until(
             lambda: group.name not in self._spoiled or (not self._launches[key] and all(map(poll_drained, rings))),
             "the launches of different calls to end",
         )
@@ -105,9 +105,9 @@ class Ahead:
             for workspace in each._workspaces.values():
                 workspace.segment.memory[: workspace.data_start] = 0
                 workspace.state.zero_()
-                self._simulator.scheduler.memory.made_as_new(workspace.segment.memory.data_ptr())
-                self._simulator.scheduler.memory.made_as_new(workspace.state.data_ptr())
-            self._simulator.scheduler.memory.made_as_new(each._control.memory.data_ptr())
+                self._simulator.scheduler.memory.reset(workspace.segment.memory.data_ptr())
+                self._simulator.scheduler.memory.reset(workspace.state.data_ptr())
+            self._simulator.scheduler.memory.reset(each._control.memory.data_ptr())
         self._simulator.given_up.discard(group.name)
         del self._spoiled[group.name], self._launches[key], self._different[key]
         self._simulator.scheduler.memory.changed(progress=True)

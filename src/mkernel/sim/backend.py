@@ -13,7 +13,7 @@ from greenlet import greenlet
 from mkernel.runtime.group import RING_CAPACITY, Group
 from mkernel.runtime.network import poll_drained
 from mkernel.runtime.world import Clock, Launch, Part, Transfer, exchange_addresses
-from mkernel.sim.interrupts import noted
+from mkernel.sim.interrupts import deferred
 from mkernel.sim.launches import DEFAULT_STREAM, Execution, RunningLaunch
 from mkernel.sim.memory import Keeps
 from mkernel.sim.network import InFlight, Proxy
@@ -122,12 +122,12 @@ class SimLauncher:
         self.execution.start(running, stream)
         host = self.simulator.scheduler.current_host()
         if stream == DEFAULT_STREAM:
-            host.block(lambda: running.done, f"its {launch.op}")
+            host.wait_until(lambda: running.done, f"its {launch.op}")
             self.execution.finish_call(running)
             group.check()
         else:
             # nothing may be queued behind a launch that may still be rolled back
-            host.block(
+            host.wait_until(
                 lambda: running.done or not (self._exchange.poll_pending(last, group) or ahead.differs(last)),
                 f"the other ranks to call {launch.op}",
             )
@@ -135,7 +135,7 @@ class SimLauncher:
 
     def synchronize(self, rank: int) -> None:
         if not self.poll_idle(rank):
-            self.simulator.scheduler.current_host().block(lambda: self.poll_idle(rank), "its streams")
+            self.simulator.scheduler.current_host().wait_until(lambda: self.poll_idle(rank), "its streams")
         self.simulator.host_waited_for(rank, *self.execution.streams_of(rank))
 
     def poll_idle(self, rank: int) -> bool:
@@ -173,7 +173,7 @@ class InlineLauncher:
     def launch(self, rank: int, launch: Launch) -> None:
         launch.group.confirm()
         scheduler = self._simulator.scheduler
-        with noted() as scheduler.look_for_interrupt:
+        with deferred() as scheduler.poll_interrupt:
             scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self._simulator, rank, launch)
             self.execution.start(running, DEFAULT_STREAM)
@@ -269,12 +269,12 @@ class SimNetwork:
         if group._ring is not None and group._posting is not None:
             self._proxies[group.name, group.world_rank].reset()
             memory = self._simulator.scheduler.memory
-            memory.made_as_new(group._ring.data_ptr())
-            memory.made_as_new(group._posting.data_ptr())
+            memory.reset(group._ring.data_ptr())
+            memory.reset(group._posting.data_ptr())
             group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
 
     def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
-        self._simulator.scheduler.current_host().block(lambda: poll_drained(ring), "the network", timeout)
+        self._simulator.scheduler.current_host().wait_until(lambda: poll_drained(ring), "the network", timeout)
 
     def error(self, group: Group) -> str | None:
         return None

@@ -30,10 +30,10 @@ class SimExchange:
         box = self._put(rank, members, key, value)
         thread, races = self._simulator.host_thread(rank), self._simulator.races
         if races is not None and thread is not None:
-            races.tell(key, thread)
+            races.release_exchange(key, thread)
         self._wait_for_all(box, members, rank, what, timeout)
         if races is not None and thread is not None:
-            races.hear(key, thread)
+            races.acquire_exchange(key, thread)
         self._release(key, len(members))
         return [box[member] for member in members]
 
@@ -45,14 +45,14 @@ class SimExchange:
         refused = self._refused.pop((group.name, group.world_rank), None)
         if refused is not None:  # others may have launched what this rank refused: they roll it back first
             what = "the other ranks to make the call that this one refused"
-            self._simulator.scheduler.current_host().block(lambda: len(refused) == group.size, what, group.timeout)
+            self._simulator.scheduler.current_host().wait_until(lambda: len(refused) == group.size, what, group.timeout)
         self.ahead.settle(group)
         key = group.next_exchange()
         box = self._put(group.world_rank, group.members, key, (call, None))
         self._release(key, group.size)
         if any(theirs != call for theirs, _ in box.values()):
             self._wait_for_all(box, group.members, group.world_rank, str(call[0]), group.timeout)  # type: ignore[index]
-            group.compare([box[member][0] for member in group.members])
+            group.check_same_call([box[member][0] for member in group.members])
 
     def poll_pending(self, exchange: Hashable, group: Group) -> bool:
         """Are ranks of the group still missing in an exchange?"""
@@ -67,7 +67,7 @@ class SimExchange:
 
     def _wait_for_all(self, box: dict[int, Any], members: Sequence[int], rank: int, what: str, timeout: float) -> None:
         host = self._simulator.scheduler.current_host()
-        if not host.block(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
+        if not host.wait_until(lambda: len(box) == len(members), f"the other ranks to call {what}", timeout):
             missing = [i for i, member in enumerate(members) if member not in box]
             raise records.absent(what, members.index(rank), missing, len(members), timeout)
 
@@ -77,7 +77,7 @@ class SimExchange:
         if self._readers[key] == members:
             del self._boxes[key], self._readers[key]
             if self._simulator.races is not None:
-                self._simulator.races.forget_mail(key)
+                self._simulator.races.forget_exchange(key)
 
     def join(self, group: Group) -> None:
         self.groups.add(group)

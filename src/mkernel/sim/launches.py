@@ -48,7 +48,7 @@ class RunningLaunch:
         self.done = False
         self.number = 0  # of the exchange in which its ranks compare what they call
         self.exchange: Hashable = None  # that exchange, if not all had come to it
-        self.leaves = False  # its ranks called different things
+        self.aborted = False  # its ranks called different things
         self.loans: list[Any] = []  # what it was given
         self.constants: dict[tuple[np.uint64, np.dtype], Any] = {}  # what its CTAs have loaded that no kernel changes
         uses = launch.uses
@@ -58,16 +58,16 @@ class RunningLaunch:
         self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
         self._epoch_before: int | None = None  # if the kernel asked for it
 
-    def leave(self) -> None:
-        """Let all waits of the launch end."""
-        self.leaves = True
+    def abort(self) -> None:
+        """End all waits of the launch."""
+        self.aborted = True
         self.simulator.given_up.add(self.spec.group.name)
         flag = self.spec.group.abort_flag
         assert flag is not None
         flag[0] = 1
         for task in self.simulator.scheduler.tasks:
             if isinstance(task, CtaTask) and task.launch is self:
-                task.leaves = True
+                task.aborted = True
 
     def start_more(self, time: float) -> None:
         """Start as many CTAs as may be resident, at that time of a trace."""
@@ -80,7 +80,7 @@ class RunningLaunch:
                 known = joined(self.clock, self.simulator.stream_clock(self.rank, self.stream))
                 order = races.cta((self.rank, self.stream, self.started), name, known)
             task = CtaTask(self.simulator.scheduler, self.rank, self, self.started, self.grid, time, order)
-            task.leaves = self.leaves
+            task.aborted = self.aborted
             self.simulator.scheduler.add(task)
             self.started += 1
 
@@ -189,7 +189,7 @@ class Execution:
         host = self.simulator.host_thread(running.rank)
         running.stream = stream
         if host is not None and self.simulator.races is not None:
-            running.clock = host.told()
+            running.clock = host.release_clock()
             running.first_event = self.simulator.races.now
         launch = running.spec
         tensors = dict(tensors_in(launch.arguments))
@@ -206,7 +206,7 @@ class Execution:
             return
         site = self.simulator.races.sites.named("Python code, after the call has returned")
         for piece, region in running.loans:
-            if piece.is_user_s:
+            if piece.belongs_to_user:
                 access = self.simulator.scheduler.memory.span(region.start, region.end - region.start, "Python code")
                 self.simulator.races.store(Actor(host, host.clock), access, site)
 
@@ -263,7 +263,7 @@ class Execution:
         site = races.sites.named("what a launch was given for itself is overwritten when it has ended")
         races.store(Actor(thread, thread.clock), access, site)
         piece.set(start, start + size, SPENT)
-        self.simulator.set_stream_clock(*key, thread.told())
+        self.simulator.set_stream_clock(*key, thread.release_clock())
 
     def _check_results(self, running: RunningLaunch) -> None:
         """Every element of a result must have been written."""

@@ -90,7 +90,7 @@ class Memory:
             Region(part.name, start + part.start, start + part.end, unit="word" if part.kind == "signals" else "byte")
             for part in parts
         ]
-        piece.is_user_s = any(part.kind == "tensor" for part in parts)
+        piece.belongs_to_user = any(part.kind == "tensor" for part in parts)
         for part in parts:
             if self.races is not None and part.kind == "buffer" and part.end > part.start:
                 piece.set(start + part.start, start + part.end, UNWRITTEN)
@@ -134,12 +134,12 @@ class Memory:
             if not piece.regions:
                 self.remove(piece.start)
 
-    def made_as_new(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         """A piece of memory was made as new, while nobody used it."""
         piece = self.piece_of(start)
         assert piece is not None
         fresh = Shadow(piece.start, piece.end, piece.owner, GIVEN)
-        fresh.regions, fresh.is_user_s = piece.regions, piece.is_user_s
+        fresh.regions, fresh.belongs_to_user = piece.regions, piece.belongs_to_user
         self._pieces[self._pieces.index(piece)] = fresh
         if self.races is not None:
             self.races.forget(piece)

@@ -53,4 +53,4 @@ class Simulator:
         host = self.host_thread(rank)
         if host is not None:
             for stream in streams:
-                host.learn(self.stream_clock(rank, stream))
+                host.acquire(self.stream_clock(rank, stream))
