@@ -214,7 +214,7 @@ def test_a_traced_call_is_not_captured():
             group.synchronize()
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device=group.device)
-                with pytest.raises(mk.ArgumentError, match="can not be captured"):
+                with pytest.raises(mk.ArgumentError, match="cannot be captured"):
                     call.run(None)
 
     mk.spawn(on_rank, gpus_per_node=1, device="cuda")

@@ -118,7 +118,7 @@ def test_subset_in_any_order():
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([0, 0], "different numbers"),
+        ([0, 0], "distinct numbers"),
         ([0, 2], "from 0 to 1"),
         ([-1, 0], "from 0 to 1"),
         ([], "is not in"),
@@ -251,7 +251,7 @@ def test_a_rank_that_stops_coming_is_named_by_the_kernel():
     for number, error in ((0, zero), (2, two)):
         assert error.record.op == "all_gather_matmul"
         assert error.record.rank == number
-        assert "can not be used any more" in str(error)
+        assert "can no longer be used" in str(error)
     assert any(record.peer == 1 for error in (zero, two) for record in error.records)
     assert any(record.timed_out for error in (zero, two) for record in error.records)
 

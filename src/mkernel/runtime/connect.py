@@ -1,10 +1,9 @@
-"""How the ranks of a group get a transport between nodes: which one, and what they tell each other.
+"""How the ranks of a group choose and connect a transport between nodes.
 
-Between nodes each rank talks to the ranks with its own local rank, and to no others. Everything that
-ranks have to know of each other goes through the group's exchanges, thus over the store of the process
-group: the addresses for tcp; the descriptions of queue pairs for RDMA, and of every segment that is attached, when it
-is attached: attaching is collective, as the symmetric heap is. The secret of the connections never does
-(`runtime/secret.py`).
+Between nodes each rank talks only to the ranks with the same local rank, its counterparts. What these must know about
+each other goes through exchanges of the group, thus over the store of the process group: addresses for TCP,
+descriptions of queue pairs for RDMA, and a description of every segment when it is attached (so attaching is
+collective, as the symmetric heap is). The secret of the connections never does (`runtime/secret.py`).
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from mkernel.runtime.printable import printable
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
-TEST_SEGMENT = (1 << 23) - 1  # the heap counts from 0
+TEST_SEGMENT = (1 << 23) - 1  # the heap numbers its segments from 0
 TEST_SECONDS = 10.0
-PEER_SECONDS = 30.0  # that a machine may be silent; a rank that is late, but alive, is not
+PEER_SECONDS = 30.0  # without a sign of life from a machine; a rank that is late but alive gives one
 
 
 def counterparts(group: Group) -> list[int]:
-    """The ranks of the other nodes that this one talks to."""
+    """The ranks on other nodes that this one talks to."""
     topology = group.topology
     ranks = range(group.size)
     return [rank for rank in ranks if rank != group.rank and topology.local_rank_of(rank) == group.local_rank]
 
 
 def open_transport(group: Group, config: TransportConfig, address: Callable[[], str], secret: bytes) -> Transport:
-    """A transport that is connected to this rank's counterparts. Collective.
+    """A transport connected to this rank's counterparts. Collective.
 
     Args:
-        address: the address under which other machines reach this one; also collective.
-        secret: known to the ranks of the group and nobody else.
+        address: returns the address at which other machines reach this one; collective, too.
+        secret: known only to the ranks of the group.
     """
     group.agree("mk.init", transport=type(config).__name__)
     if isinstance(config, Tcp):
@@ -51,14 +50,14 @@ def open_transport(group: Group, config: TransportConfig, address: Callable[[], 
     try:
         return _open_rdma(group, Verbs() if isinstance(config, Auto) else config)
     except TransportError:
-        if isinstance(config, Auto):  # all ranks come here together, see _raise_on_all_ranks
+        if isinstance(config, Auto):  # on all ranks, see _raise_on_all_ranks
             return _open_tcp(group, Tcp(), address(), secret)
         raise
 
 
 def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tensor]) -> None:
-    """Make these segments known to this rank's transport, and to the counterparts'. Collective: all
-    ranks attach the same numbers."""
+    """Let this rank's transport, and those of its counterparts, access these segments. Collective: all ranks attach the
+    same numbers."""
     problem = None
     try:
         for number, memory in segments.items():
@@ -76,10 +75,10 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
 
 
 def detach(transport: Transport, segment: int) -> None:
-    """All ranks are done with the segment, and all of their requests were completed."""
+    """All ranks are done with the segment, and all of their requests have completed."""
     if isinstance(transport, VerbsTransport):
-        transport.detach(segment)  # completed means written, so nothing more can come
-    # Others keep it until the group is closed: a completed request's signal may still be under way.
+        transport.detach(segment)  # completed means written, so nothing more can arrive
+    # Other transports keep it until the group is closed: the signal of a completed request may still be in flight.
 
 
 def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
@@ -120,8 +119,8 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
 
 
 def _test_transport(group: Group, transport: RdmaTransport) -> None:
-    """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each
-    other: then it is told here, and not in the middle of the first operator. Collective."""
+    """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each other;
+    this finds out before the first operator does. Collective."""
     peers = counterparts(group)
     ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
     ring[requests.CAPACITY.value] = len(peers)
@@ -144,7 +143,7 @@ def _test_transport(group: Group, transport: RdmaTransport) -> None:
         who = ", ".join(f"rank {peer}" for peer in silent or peers)
         problem = TransportError(
             f"over {', '.join(name for name, _, _ in transport.ports)} nothing came from {who} within "
-            f"{TEST_SECONDS:g} s; are these devices on one network, with addresses (GIDs) of one kind?"
+            f"{TEST_SECONDS:g} s; are these devices on the same network, with addresses (GIDs) of the same kind?"
         )
     _raise_on_all_ranks(group, problem)
     transport.detach(TEST_SEGMENT)
@@ -170,7 +169,7 @@ def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
 
 
 def _raise_on_all_ranks(group: Group, problem: MKernelError | None) -> None:
-    """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
+    """Raise the problem of any rank on all ranks, so that none waits for one that has given up."""
     for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
         if reason is not None:
             failure = TransportError(f"rank {rank}: {printable(str(reason))}")

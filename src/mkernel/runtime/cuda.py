@@ -8,7 +8,7 @@ A spinning kernel constrains how launches are made:
   torch kernel waits until a spinning one ends; cudaMalloc and pinned memory do not). So a rank's kernel must not spin
   for a peer that still has to load something before its own launch. Threads of one process therefore gather the
   launches of a call: the last thread to arrive compiles and loads them all, then starts them all.
-- A kernel can not start while the SMs it needs are held by kernels that wait for it. So the operators of a rank run one
+- A kernel cannot start while the SMs it needs are held by kernels that wait for it. So the operators of a rank run one
   after the other, in the order of the calls, even on different streams. All ranks make their calls in the same
   order, so the oldest call can always finish.
 - Memory that peers may still write to must not be reused: see runtime/heap.py.
@@ -154,7 +154,7 @@ class CudaLauncher:
         return self._ctas[rank]
 
     def open(self, group: Group) -> None:
-        # `abort` can not create its stream when it needs it: creating a stream waits for kernels that spin
+        # `abort` cannot create its stream when it needs it: creating a stream waits for kernels that spin
         rank = group.world_rank
         if rank not in self._abort_streams:
             one = torch.ones(1, dtype=torch.int64).pin_memory()

@@ -95,7 +95,7 @@ class SymmetricMemory:
                 handle: Any = _SymmetricMemory.rendezvous(memory, self._node_groups.name_of(members))
             except RuntimeError as problem:
                 raise MKernelError(
-                    f"ranks {members} of this node can not map each other's GPU memory (torch symmetric memory): "
+                    f"ranks {members} of this node cannot map each other's GPU memory (torch symmetric memory): "
                     f"{problem}"
                 ) from problem
             self._handles[address] = handle

@@ -222,7 +222,7 @@ def enable_peer_access(devices: Sequence[torch.device]) -> None:
     used = sorted({device.index for device in devices})
     for one, other in itertools.permutations(used, 2):
         if not torch.cuda.can_device_access_peer(one, other):
-            raise ArgumentError(f"GPU {one} can not access the memory of GPU {other}; use fewer ranks")
+            raise ArgumentError(f"GPU {one} cannot access the memory of GPU {other}; use fewer ranks")
         # torch enables peer access at the first copy
         torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
 

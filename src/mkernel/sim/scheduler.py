@@ -77,7 +77,7 @@ class Options:
 class Task:
     """Something that can be run for a while."""
 
-    asleep = False  # it can not run before it is woken
+    asleep = False  # it cannot run before it is woken
     seen_nothing_new: Any = ()  # unless this is None, it must be asked whether it can run
     label = ""  # in the names of schedules: the rank and what the task is
     number = 0  # tasks are numbered as they are added
