@@ -454,7 +454,7 @@ def test_every_operator_has_its_case(name):
         (["frobnicate"], "frobnicate"),
         (["doctor", "--now"], "--now"),
         (["why"], "Missing argument"),
-        (["why", "no/such/file"], "no/such/file can not be read"),
+        (["why", "no/such/file"], "no/such/file cannot be read"),
     ],
 )
 def test_wrong_options(arguments, expected):

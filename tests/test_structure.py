@@ -15,6 +15,14 @@ SOURCE = Path(mkernel.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 PARAMETERS, OF_KERNELS, POSITIONAL = 10, 12, 8
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 600, 80
+METHODS = 12  # of a class of a backend, without those of Python (__init__)
+BACKENDS = {
+    "exchange": {"SimExchange", "SoloExchange", "ThreadExchange", "StoreExchange"},
+    "memory": {"SimMemory", "DeviceMemory", "SymmetricMemory", "SharedMemory"},
+    "launcher": {"SimLauncher", "InlineLauncher", "CudaLauncher"},
+    "network": {"SimNetwork", "NativeNetwork"},
+}
+WORLDS = {"SimWorld", "SoloWorld", "CudaThreads", "CudaProcesses", "CpuProcesses"}
 
 
 @cache
@@ -154,3 +162,77 @@ def test_layers_know_only_those_below(folder):
             if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in BELOW[folder]):
                 found.append(f"{file}:{line} imports mkernel.{name}")
     assert not found
+
+
+def classes():
+    """Every class in files that belong to a backend, by name."""
+    names = {"World", *WORLDS, *(name for each in BACKENDS.values() for name in each)}
+    found = {}
+    for file in FILES:
+        here = [node for node in tree(file).body if isinstance(node, ast.ClassDef)]
+        if names & {node.name for node in here}:
+            found.update({node.name: node for node in here})
+    assert names <= found.keys()
+    return found
+
+
+def methods(node):
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("__")}
+
+
+def test_classes_of_backends_are_small():
+    sizes = {name: len(methods(node)) for name, node in classes().items()}
+    assert not {name: size for name, size in sizes.items() if size > METHODS}
+
+
+def test_backends_are_composed():
+    """A world has its parts as attributes; neither worlds nor parts inherit from each other."""
+    found = classes()
+    for name in (*WORLDS, *(name for each in BACKENDS.values() for name in each)):
+        assert not found[name].bases, f"{name} inherits"
+    for name in WORLDS:
+        assigned = {
+            node.attr for node in ast.walk(found[name])
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }  # fmt: skip
+        assert BACKENDS.keys() <= assigned, f"{name} lacks {BACKENDS.keys() - assigned}"
+
+
+@pytest.mark.parametrize("part", BACKENDS)
+def test_parts_of_backends_offer_what_their_interface_asks_for(part):
+    """mypy compares the signatures; this also covers files that only run on GPUs."""
+    found = classes()
+    asked = methods(found[part.capitalize()])
+    for name in BACKENDS[part]:
+        assigned = {
+            node.attr for node in ast.walk(found[name])
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }  # fmt: skip
+        assert asked <= methods(found[name]) | assigned, f"{name} lacks {asked - methods(found[name]) - assigned}"
+
+
+@pytest.mark.parametrize("folder", ["lang", "runtime", "net", "sim"])
+def test_no_layer_below_knows_an_operator(folder):
+    """Not even for types."""
+    found = [
+        f"{file}:{node.lineno}"
+        for file in FILES if file.startswith(f"{folder}/")
+        for node in ast.walk(tree(file))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mkernel.ops"))
+        or (isinstance(node, ast.Import) and any(alias.name.startswith("mkernel.ops") for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "mkernel" and "ops" in [a.name for a in node.names])
+    ]  # fmt: skip
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "name", ["describable", "check_tensor", "check_plain", "check_out", "overlap", "overlaps_itself"]
+)
+def test_what_operators_check_alike_is_checked_in_one_place(name):
+    found = [
+        f"{file}:{node.lineno}"
+        for file in FILES if file.startswith(("ops/", "runtime/"))
+        for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef) and node.name.strip("_") == name
+    ]  # fmt: skip
+    assert len(found) == 1, found
+    assert found[0].startswith("runtime/")

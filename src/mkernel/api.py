@@ -12,7 +12,7 @@ from mkernel.environment import one_of_several_processes
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout
-from mkernel.runtime.spawn import simulator_is_there
+from mkernel.runtime.spawn import require_simulator
 
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
@@ -65,12 +65,12 @@ def init(
     elif transport != "auto" or gpus_per_node not in (None, 1):
         raise ArgumentError("transport and gpus_per_node are for groups of several processes")
     elif torch.cuda.is_available():
-        from mkernel.runtime.cuda import CudaWorld
+        from mkernel.runtime.cuda_threads import CudaThreads
         from mkernel.runtime.world import Links
 
-        group = Group(CudaWorld(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
+        group = Group(CudaThreads(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
     else:
-        with simulator_is_there():
+        with require_simulator():
             from mkernel.sim.world import single_rank
         group = single_rank(timeout or ALONE_SECONDS)
     set_current(group)

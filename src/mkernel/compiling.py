@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
-from mkernel.runtime.spawn import simulator_is_there, spawn
+from mkernel.runtime.spawn import require_simulator, spawn
 from mkernel.runtime.world import Launch, Links
 
 PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -136,7 +136,7 @@ def launched(
 ) -> Any:  # fmt: skip
     """What `prepare(group)` gives on rank 0 of a cluster (nodes, ranks of each) of such GPUs: a launch, or more. Memory
     is the CPU's. `options`: of the simulator; by default a rank has all SMs of its GPU."""
-    with simulator_is_there():
+    with require_simulator():
         from mkernel.sim.scheduler import Options
 
     # nothing is launched, so nobody needs to know what happens to memory, which would take half as much again

@@ -505,7 +505,7 @@ def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]
     ports = devices.find_ports(machine.sysfs)
     if any(finding.name in ("C++ compiler", "cache") and finding.status == "problem" for finding in findings):
         return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
-    ranks: list[tuple[str, devices.Place | None]] = [("between nodes", None)]
+    ranks: list[tuple[str, devices.Location | None]] = [("between nodes", None)]
     if torch.cuda.is_available() and ports:
         count = range(torch.cuda.device_count())
         ranks = [(f"between nodes, GPU {index}", _place_of(machine, torch, index)) for index in count]
@@ -523,13 +523,13 @@ def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]
     return found
 
 
-def _place_of(machine: Machine, torch: Any, index: int) -> devices.Place | None:
+def _place_of(machine: Machine, torch: Any, index: int) -> devices.Location | None:
     properties = torch.cuda.get_device_properties(index)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         return None
-    return devices.gpu_place(address, machine.sysfs)
+    return devices.gpu_location(address, machine.sysfs)
 
 
 CONCLUSIONS: Sequence[tuple[str, Callable[[Machine, Sequence[Finding]], list[Found]]]] = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.runtime.spawn import simulator_is_there
+from mkernel.runtime.spawn import require_simulator
 
 if TYPE_CHECKING:
     from mkernel.sim.explore import Report
@@ -48,7 +48,7 @@ def check(
         schedule: the name of the one schedule to run, such as "stall:0.cta3@17".
         without: names of schedules to leave out, such as "one-cta" for a kernel whose CTAs wait for each other.
     """
-    with simulator_is_there():
+    with require_simulator():
         from mkernel.sim.explore import Exploration
 
     exploration = Exploration(

@@ -101,12 +101,12 @@ def workload_of(op: str) -> Workload:
 
 def is_only_compiled(group: Group) -> bool:
     """Is this a group of GPUs that are not there (see compiling.py)? Its launches are prepared, but never run."""
-    return group.device.type != group.world.device(group.world_rank).type
+    return group.device.type != group.world.devices[group.world_rank].type
 
 
 def empty(group: Group, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory of a rank that nobody has written yet."""
-    return torch.empty(shape, device=group.world.device(group.world_rank), dtype=dtype)
+    return torch.empty(shape, device=group.world.devices[group.world_rank], dtype=dtype)
 
 
 def randn(group: Group, *shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:

@@ -137,7 +137,7 @@ LATE = """
     import torch
     from support.patience import HANG
     import mkernel as mk
-    from mkernel.runtime import processes
+    from mkernel.runtime import store_exchange
 
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=HANG + 1))
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -153,11 +153,11 @@ LATE = """
             store.set(f"rank {group.rank} has logged", "1")
 
     logging.getLogger("mkernel").addHandler(Told())
-    usual, processes.WARN_SECONDS = processes.WARN_SECONDS, 1.0
+    usual, store_exchange.WARN_SECONDS = store_exchange.WARN_SECONDS, 1.0
     if group.rank == 1:
         store.wait(["rank 0 has logged"])  # a checkpoint
     assert (mk.all_gather_matmul(a, a) == 16).all()
-    processes.WARN_SECONDS = usual
+    store_exchange.WARN_SECONDS = usual
     part = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=HANG + 2))
     assert mk.init(part).timeout == HANG + 2
     assert mk.init(part, timeout=HANG + 3).timeout == HANG + 3
@@ -281,7 +281,7 @@ FORKED = """
         ):  # fmt: skip
             expected("which forked this one", act)
         expected("had called torch.distributed.init_process_group", mk.init)
-        connection = group.world.connection(group)
+        connection = group.world.network.connection(group)
         expected("belongs to process", lambda: connection.transport.attach(77, torch.zeros(8)))
         expected("belongs to process", lambda: connection.proxy.stop(1.0))
 

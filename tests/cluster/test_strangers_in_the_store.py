@@ -41,13 +41,13 @@ READ = """
     group = mk.init(timeout=WAIT, gpus_per_node=1)
     a = torch.ones(16, 16)
     assert (mk.all_gather_matmul(a, a) == 16).all()
-    world = group.world
-    assert len(world._key) == 32
+    messages = group.world.exchange.messages
+    assert len(messages.key) == 32
     everything = b"".join(value for _, value in written)
-    assert world._key not in everything
-    assert world._key.hex().encode() not in everything
+    assert messages.key not in everything
+    assert messages.key.hex().encode() not in everything
     assert b"of the launcher" not in everything
-    keys = {{each for each in group.exchange("keys", world._key)}}
+    keys = {{each for each in group.exchange("keys", messages.key)}}
     assert len(keys) == 1, "all ranks have the same"
     names = [name for name, _ in written]
     assert len(names) > 10 and all(value.count(b"\\x80\\x04\\x95") == 0 for _, value in written), "a pickle"
@@ -69,17 +69,17 @@ FORGED = """
     a = torch.ones(16, 16)
     assert (mk.all_gather_matmul(a, a) == 16).all()
     group.barrier()
-    world, number = group.world, group._exchanges + 1
-    name = world._names(group.members, (group.name, number))[1]
-    good = dict(written)[world._names(group.members, (group.name, number - 1))[group.rank]]
+    messages, number = group.world.exchange.messages, group._exchanges + 1
+    name = messages.names(group.members, (group.name, number))[1]
+    good = dict(written)[messages.names(group.members, (group.name, number - 1))[group.rank]]
     if group.rank == 1:
         # what a stranger could put in rank 1's place before rank 1 comes
         trapped = (0).to_bytes(4, "big") + pickle.dumps(Trap())
         forged = dict(pickle=trapped, copied=good, long=b"\\xff" * 4 + b"x", short=b"")
-        world._store.set(name, forged[{how!r}])
-        world._store.set("forged", b"1")
+        messages.store.set(name, forged[{how!r}])
+        messages.store.set("forged", b"1")
     else:
-        while not world._store.check(["forged"]):
+        while not messages.store.check(["forged"]):
             pass
         try:
             mk.all_gather_matmul(a, a)

@@ -146,7 +146,7 @@ def test_captured_graph_is_replayed():
         unused = torch.cuda.Stream()
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=unused, capture_error_mode="thread_local"):
             a.add_(0)
-            with pytest.raises(mk.ArgumentError, match="can not be captured"):
+            with pytest.raises(mk.ArgumentError, match="cannot be captured"):
                 mk.all_gather_matmul(a, b, out=out)
 
     cuda(on_rank, ranks=1)

@@ -18,7 +18,7 @@ from mkernel.lang.context import MULTICAST, TABLE
 from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
 from mkernel.ops.reduce.partials import load_partial, store_partial
-from mkernel.runtime.cuda import CudaRanks, CudaWorld
+from mkernel.runtime.cuda import DeviceMemory
 
 pytestmark = pytest.mark.usefixtures("limited")
 
@@ -180,7 +180,7 @@ def with_multicast(addresses, monkeypatch):
     """Groups get their memory from the multicast object, and one rank is enough for the operator to use it."""
     taken = 0
 
-    def allocate(world, rank, nbytes):
+    def allocate(_, rank, nbytes):
         nonlocal taken
         memory = torch.as_tensor(_Bytes(addresses[0] + taken, nbytes), device="cuda").zero_()
         taken += nbytes
@@ -188,12 +188,12 @@ def with_multicast(addresses, monkeypatch):
         torch.cuda.current_stream().synchronize()
         return memory
 
-    def multicast(world, group, memory, given):
+    def multicast(_, group, memory, given):
         assert given == [memory.data_ptr()]
         return addresses[1] + memory.data_ptr() - addresses[0]
 
-    monkeypatch.setattr(CudaWorld, "allocate", allocate)
-    monkeypatch.setattr(CudaRanks, "multicast", multicast)
+    monkeypatch.setattr(DeviceMemory, "allocate", allocate)
+    monkeypatch.setattr(DeviceMemory, "map_multicast", multicast)
     monkeypatch.setattr(all_reduce_plan, "LARGEST_SLICED", 0)
     return lambda fewest: monkeypatch.setattr(all_reduce_plan, "FEWEST_FOR_MULTICAST", fewest)
 

@@ -114,12 +114,12 @@ def test_requests_that_overtake_each_other(monkeypatch, seed):
 def test_every_row_crosses_once(cluster):
     def on_rank(group):
         m, n, k, calls = 512, 256, 512, 3
-        before = group.world.network_statistics(group)
+        before = group.world.network.statistics(group)
         for i in range(calls):
             a, b = randn(group, m, k, seed=i), randn(group, k, n, seed=1)
             check(group, mk.all_gather_matmul(a, b), a, b)
         group.quiet()
-        after = group.world.network_statistics(group)
+        after = group.world.network.statistics(group)
         assert after.bytes - before.bytes == calls * (group.nodes - 1) * m * k * 2
         assert after.completions == after.requests
 
@@ -216,7 +216,7 @@ LOST = """
 
 
 def test_a_request_that_is_never_served():
-    output = in_process(LOST.format(fault="group.world.connection(group).proxy.stop(0)"))
+    output = in_process(LOST.format(fault="group.world.network.connection(group).proxy.stop(0)"))
     assert "went on" in output, output
     assert output.count("CommTimeout") >= 4, output
     assert "rank 0's rows" in output, output
@@ -224,7 +224,7 @@ def test_a_request_that_is_never_served():
 
 def test_a_network_that_fails():
     """Rank 0's memory is gone: its proxy fails, and that of rank 2, and their nodes hear of it at once."""
-    output = in_process(LOST.format(fault="group.world.connection(group).transport.detach(1)"))
+    output = in_process(LOST.format(fault="group.world.network.connection(group).transport.detach(1)"))
     assert "went on" in output, output
     told = [line for line in output.splitlines() if line.startswith("TransportError")]
     assert any("network proxy of rank 2: target: segment 1 is not attached on rank 0" in line for line in told), output

@@ -21,11 +21,11 @@ CALLS = """
         generator = torch.Generator(group.device).manual_seed(100 * i + group.rank)
         a = torch.randn(m, k, device=group.device, generator=generator).bfloat16()
         b = torch.randn(k, n, device=group.device, generator=generator).bfloat16()
-        before = group.world.network_statistics(group)
+        before = group.world.network.statistics(group)
         y, gathered = mk.all_gather_matmul(a, b, return_gathered=True)
         group.quiet()
         if group.nodes > 1 and k % 8 == 0:  # other rows are padded
-            sent = group.world.network_statistics(group).bytes - before.bytes
+            sent = group.world.network.statistics(group).bytes - before.bytes
             assert sent == (group.nodes - 1) * m * k * 2, sent
         group.synchronize()
         everyone = torch.cat(group.exchange("a", a.cpu())).to(group.device)

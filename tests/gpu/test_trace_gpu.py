@@ -94,7 +94,7 @@ def test_busy_time_matches_the_benchmark_and_the_cost_is_small(kernel):
 
             def launch(which):
                 chosen = {rank: (entry[which], entry[2]) for rank, entry in enumerate(everyone)}
-                return lambda: world.launch_together(chosen)
+                return lambda: world.launcher.launch_together(chosen)
 
             stopwatch = Stopwatch([entry[2] for entry in everyone])
             stopwatch.time(launch(0), 2)
@@ -167,7 +167,7 @@ def test_the_cost_is_small_for_every_operator(op):
 
             def launch(which):
                 chosen = {rank: (entry[which], entry[2]) for rank, entry in enumerate(everyone)}
-                return lambda: group.world.launch_together(chosen)
+                return lambda: group.world.launcher.launch_together(chosen)
 
             stopwatch = Stopwatch([entry[2] for entry in everyone])
             stopwatch.time(launch(0), 2)
@@ -214,7 +214,7 @@ def test_a_traced_call_is_not_captured():
             group.synchronize()
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device=group.device)
-                with pytest.raises(mk.ArgumentError, match="can not be captured"):
+                with pytest.raises(mk.ArgumentError, match="cannot be captured"):
                     call.run(None)
 
     mk.spawn(on_rank, gpus_per_node=1, device="cuda")

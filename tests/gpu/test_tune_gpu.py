@@ -83,6 +83,6 @@ def test_a_group_takes_what_is_in_the_file_and_says_so(file):
     tuned.write(file, tunable.entries(place, torch.bfloat16, mk.Config(chunk_rows=32, group_m=4), {}, m=m, n=n, k=k))
     assert {line for line, _ in mk.spawn(on_rank, gpus_per_node=2, device="cuda")} == {"- configuration: tuned"}
     file.write_text("{ damaged")
-    with pytest.warns(UserWarning, match="is ignored, because it can not be read"):
+    with pytest.warns(UserWarning, match="is ignored, because it cannot be read"):
         third = mk.spawn(on_rank, gpus_per_node=2, device="cuda")
     assert {line for line, _ in third} == {"- configuration: default"}

@@ -21,10 +21,10 @@ WORDS = layout.REQUEST_WORDS.value
 
 def own_ring(group, workspace, capacity):
     """A ring that nobody takes requests out of, and what its producers share."""
-    ring = group.world.host_words(group.world_rank, HEADER + capacity * WORDS + 8)
+    ring = group.world.memory.host_words(group.world_rank, HEADER + capacity * WORDS + 8)
     ring[layout.CAPACITY.value] = capacity
     ring[HEADER + capacity * WORDS :] = -1  # canaries
-    posting = group.world.upload(group.world_rank, [0, capacity, capacity])
+    posting = group.world.memory.upload(group.world_rank, [0, capacity, capacity])
     workspace.context[words.RING.value] = ring.data_ptr()
     workspace.context[words.POSTING.value] = posting.data_ptr()
     return ring, posting

@@ -77,7 +77,7 @@ def test_no_compiler(monkeypatch):
 
 def test_a_compiler_that_fails(small):
     (small / "small.cc").write_text("this is not C++\n")
-    with pytest.raises(TransportError, match=r"can not be compiled[\s\S]*small.cc:1"):
+    with pytest.raises(TransportError, match=r"cannot be compiled[\s\S]*small.cc:1"):
         builder.build("small.so")
     assert not list((small.parent / "cache" / "mkernel").glob("build-*"))
 
@@ -362,7 +362,7 @@ def test_a_cache_of_root_that_can_only_be_read(small, monkeypatch):
         assert other_users.run_as(other_users.VICTIM, use) == (library, 42)
 
         def miss():
-            with pytest.raises(TransportError, match=r"can not be written.*Set XDG_CACHE_HOME"):
+            with pytest.raises(TransportError, match=r"cannot be written.*Set XDG_CACHE_HOME"):
                 builder.build("other.so")
 
         other_users.run_as(other_users.VICTIM, miss)

@@ -73,7 +73,7 @@ def close_all(transports):
 def port(name, efa=False, layer="Ethernet"):
     gid = devices.Gid(0, __import__("ipaddress").IPv6Address("::ffff:10.0.0.1"), "RoCE v2")
     kind = ("7: unknown", "efa") if efa else ("1: CA", "mlx5_core")
-    return devices.Port(name, 1, True, layer, kind[0], kind[1], 100.0, (gid,), devices.Place())
+    return devices.Port(name, 1, True, layer, kind[0], kind[1], 100.0, (gid,), devices.Location())
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_what_is_asked_for_carries_requests(machine, wish, kind, ports):
             assert (memory[segment][rank][6000:6100] == 10 * segment + (rank + 2) % 4 + 1).all()
     assert all(proxy.stop(10) for proxy in proxies)
     for transport in transports:
-        connect.drop(transport, 1)
+        connect.detach(transport, 1)
     if kind is VerbsTransport:
         with pytest.raises(TransportError, match="segment 1 is not attached"):
             transports[0].detach(1)
@@ -162,7 +162,7 @@ def test_auto_is_tcp_where_a_device_does_not_work(machine, control):  # noqa: F8
 
 @pytest.mark.parametrize("how", ["silent", "hold"])
 def test_devices_that_do_not_reach_each_other(machine, control, monkeypatch, how):  # noqa: F811
-    monkeypatch.setattr(connect, "TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr(connect, "TEST_SECONDS", 0.5)
     control(how, 1)
     _, transports = open_all(["auto"] * 2)
     assert [type(transport) for transport in transports] == [TcpTransport] * 2

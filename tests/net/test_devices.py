@@ -59,7 +59,7 @@ class Sysfs:
         return devices.find_ports(self.root)
 
     def gpu(self, address):
-        return devices.gpu_place(address, self.root)
+        return devices.gpu_location(address, self.root)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_machine_without_devices(tmp_path):
         devices.choose_ports([])
     with pytest.raises(TransportError, match="no active EFA device on this machine"):
         devices.choose_ports([], efa=True)
-    assert devices.gpu_place("0000:15:00.0", tmp_path) == devices.Place()
+    assert devices.gpu_location("0000:15:00.0", tmp_path) == devices.Location()
 
 
 GLOBAL_6 = "2001:0db8:0000:0000:0000:0000:0000:0001"

@@ -18,7 +18,7 @@ from mkernel.lang import requests as layout
 from mkernel.net import LoopbackTransport, Proxy
 from mkernel.net.library import library
 from mkernel.runtime.errors import ArgumentError, TransportError
-from mkernel.runtime.network import drained
+from mkernel.runtime.network import poll_drained
 
 from .harness import CAPACITY, COMPLETED, CONSUMED, HEADER, WORDS, Producer, Rank, eventually, tcp_job
 
@@ -197,16 +197,16 @@ def test_a_ring_is_drained_when_all_in_it_is_completed(count, request):
     for latency in (10 * HANG, 0.1):  # nothing is done while somebody looks; all is done
         with LoopbackTransport(f"{request.node.name} {latency}", 0, latency=latency) as transport:
             rank = Rank(transport, capacity=4)
-            assert drained(rank.producer.ring)
+            assert poll_drained(rank.producer.ring)
             for i in range(count):
                 rank.put(0, 0, 0, 0, signal=i)
             if latency > HANG:
-                assert not drained(rank.producer.ring)
+                assert not poll_drained(rank.producer.ring)
                 eventually(lambda ring=rank.producer: ring.consumed == count, "all taken")
-                assert not drained(rank.producer.ring)
+                assert not poll_drained(rank.producer.ring)
                 assert not rank.proxy.stop(0)
             else:
-                eventually(lambda ring=rank.producer.ring: drained(ring), "all done")
+                eventually(lambda ring=rank.producer.ring: poll_drained(ring), "all done")
                 assert rank.signals[:count].tolist() == [1] * count
                 assert rank.proxy.stop(HANG)
 

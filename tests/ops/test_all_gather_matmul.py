@@ -640,8 +640,8 @@ def test_explain_is_what_runs():
     def work(group):
         plan = mk.explain("all_gather_matmul", torch.zeros(40, 24), torch.zeros(24, 16))
         launched = []
-        launch = group.world.launch
-        group.world.launch = lambda rank, spec: (launched.append(spec.grid), launch(rank, spec))
+        launch = group.world.launcher.launch
+        group.world.launcher.launch = lambda rank, spec: (launched.append(spec.grid), launch(rank, spec))
         call(group, Case(40, 16, 24))
         return plan.config.ctas, launched
 

@@ -268,7 +268,7 @@ def test_a_broken_group_stays_broken():
         if group.rank == 0:
             return
         for _ in range(2):
-            with pytest.raises(mk.CommTimeout, match="can not be used any more"):
+            with pytest.raises(mk.CommTimeout, match="can no longer be used"):
                 call(group, GOOD)
         with pytest.raises(mk.CommTimeout):
             group.synchronize()

@@ -20,8 +20,8 @@ from mkernel.ops.reduce.all_reduce.multimem import _pieces, _tile, fence_aliases
 from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.all_reduce.protocol import wait_finished
 from mkernel.ops.reduce.protocol import notify_partial, signal_at, slot_at, wait_partials
+from mkernel.sim.backend import SimMemory
 from mkernel.sim.dtypes import KernelError
-from mkernel.sim.world import SimWorld
 
 OP = "matmul_all_reduce"
 
@@ -124,12 +124,12 @@ def test_ranks_must_agree_on_the_order(chosen):
 
 def test_a_workspace_without_multicast(chosen, monkeypatch):
     """There are only so many multicast objects: the group got one, and its workspace none."""
-    given = SimWorld.multicast
+    given = SimMemory.map_multicast
 
-    def few(world, group, memory, addresses):
-        return given(world, group, memory, addresses) if memory.numel() <= 1024 else 0
+    def few(backend, group, memory, addresses):
+        return given(backend, group, memory, addresses) if memory.numel() <= 1024 else 0
 
-    monkeypatch.setattr(SimWorld, "multicast", few)
+    monkeypatch.setattr(SimMemory, "map_multicast", few)
 
     def on_rank(group):
         assert group.multicast

@@ -429,8 +429,8 @@ def test_explain_is_what_runs():
     def work(group):
         plan = mk.explain("ring_attention", *[case.part("key", 0)] * 3)
         launched = []
-        launch = group.world.launch
-        group.world.launch = lambda rank, spec: (launched.append(spec.grid), launch(rank, spec))
+        launch = group.world.launcher.launch
+        group.world.launcher.launch = lambda rank, spec: (launched.append(spec.grid), launch(rank, spec))
         call(group, case)
         return plan.config.ctas, launched
 

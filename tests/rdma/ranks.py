@@ -43,7 +43,7 @@ def choices() -> None:
 
 
 def rank_main(rank: int) -> None:
-    connect.TRIAL_SECONDS = WAIT  # the emulated machine has little time for all that runs in it
+    connect.TEST_SECONDS = WAIT  # the emulated machine has little time for all that runs in it
     wish = Verbs(devices=("rxe0",) if rank == 0 else ("mlx5_3",))
     refusal = refused(TransportError, lambda: mk.init(transport=wish, timeout=WAIT, gpus_per_node=1))
     assert "rank 1: there is no RDMA device 'mlx5_3' here" in refusal, refusal  # on both: none can go on alone
@@ -63,7 +63,7 @@ def rank_main(rank: int) -> None:
         del x
     group.close()
     auto = mk.init(timeout=WAIT, gpus_per_node=1)  # both devices, as two rails
-    transport = auto.world.connection(auto).transport
+    transport = auto.world.network.connection(auto).transport
     assert transport.kind == "verbs"
     assert [port[0] for port in transport.ports] == ["rxe0", "rxe1"]
     assert [port[2] for port in transport.ports] == [1, 1]

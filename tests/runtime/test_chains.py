@@ -82,7 +82,7 @@ def test_a_dead_proxy(signal):
     (chain,) = chains.find([waited(0, 4), waited(4, 0, signal)])
     assert chain.short == "rank 0 -> rank 4 -> the network proxy of rank 4"
     assert chain.culprit == ("proxy", 4)
-    assert "did not go on" in chain.reason
+    assert "made no progress" in chain.reason
 
 
 def test_a_network_that_failed_is_the_culprit_whatever_else_waited():
@@ -230,7 +230,7 @@ def shift_kernel(context, x, y, data_start, half, SIZE: tl.constexpr, HOW: tl.co
 
 
 def shift(group, how=RIGHT, op="a_shift_of_my_own", kind=ARRIVED):
-    x, y = torch.full((1,), float(group.rank)), group.world.empty(group.world_rank, (1,), torch.float32)
+    x, y = torch.full((1,), float(group.rank)), group.world.memory.empty(group.world_rank, (1,), torch.float32)
     workspace = group.workspace(op, 3, 4)
     arguments = dict(
         context=workspace.context, x=x, y=y, data_start=workspace.data_start // 4, half=workspace.half_bytes // 4,

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from mkernel.ops.reduce.all_reduce.plan import why_no_multicast
 from mkernel.runtime import cuda_processes
-from mkernel.runtime.cuda_processes import CudaProcessWorld, shares_of
-from mkernel.runtime.processes import Processes
+from mkernel.runtime.cuda_processes import CudaProcesses, shares_of
 
 
 @pytest.fixture
@@ -17,12 +16,9 @@ def world_of(monkeypatch):
     """world_of(uuids): the world of the first of so many processes, as if it had a GPU."""
 
     def make(uuids):
-        def processes(world, *_):
-            world.process_group, world.rank, world._nodes = None, 0, [0] * len(uuids)
-
-        monkeypatch.setattr(Processes, "__init__", processes)
-        told = [(uuid, 132) for uuid in uuids]
-        monkeypatch.setattr(Processes, "exchange", lambda *_: told)
+        gpus = [(uuid, 132) for uuid in uuids]
+        exchange = SimpleNamespace(all_gather=lambda *_: gpus, messages=SimpleNamespace(key=b""))
+        monkeypatch.setattr(cuda_processes, "introduce", lambda *_: (exchange, [0] * len(uuids)))
         monkeypatch.setattr(cuda_processes, "_take_device", lambda: torch.device("cuda", 0))
         monkeypatch.setattr(cuda_processes.dist, "get_rank", lambda _: 0)
         monkeypatch.setattr(cuda_processes.dist, "get_world_size", lambda _: len(uuids))
@@ -30,7 +26,7 @@ def world_of(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"):
             monkeypatch.setenv(name, "0")  # given back as it was
-        return CudaProcessWorld(None, None, "auto", 1.0)
+        return CudaProcesses(None, None, "auto", 1.0)
 
     return make
 
@@ -45,7 +41,7 @@ def group_of(world, nodes=1, multicast=False):
     """What a plan, or the world, asks of a group of all ranks."""
     size = world.size
     return SimpleNamespace(
-        world=world, members=tuple(range(size)), size=size, nodes=nodes, device=world.device(0), multicast=multicast
+        world=world, members=tuple(range(size)), size=size, nodes=nodes, device=world.devices[0], multicast=multicast
     )
 
 
@@ -78,16 +74,16 @@ def test_the_multicast_address_is_that_of_symmetric_memory(world_of, pointer, uu
     """If all ranks have one, on GPUs of their own in one node."""
     world = world_of(uuids)
     memory = torch.zeros(128, dtype=torch.uint8)
-    world._handles[memory.data_ptr()] = SimpleNamespace(multicast_ptr=pointer)
+    world.memory._handles[memory.data_ptr()] = SimpleNamespace(multicast_ptr=pointer)
     group = group_of(world, nodes)
     group.exchange = lambda what, mine: [mine, mine, others, mine]
-    assert world.multicast(group, memory, []) == address
+    assert world.memory.map_multicast(group, memory, []) == address
 
 
 def test_turns_of_symmetric_memory_are_counted_for_each_group():
     """As torch's C++ code asks: ranks whose processes have counted differently find each other."""
     shared = dist.HashStore()
-    kept = [cuda_processes.Renumbered(dist.PrefixStore("job", shared), 0.05) for _ in range(2)]
+    kept = [cuda_processes.RenumberedStore(dist.PrefixStore("job", shared), 0.05) for _ in range(2)]
     zero, one = (dist.PrefixStore("", store) for store in kept)
     for mine, theirs in ((7, 12), (8, 30)):
         zero.set(f"symmetric/{mine}/0", f"zero in {mine}")
@@ -98,5 +94,5 @@ def test_turns_of_symmetric_memory_are_counted_for_each_group():
         assert one.get(f"symmetric/{theirs}/0") == f"zero in {mine}".encode()
     zero.set("another name", "kept")
     assert one.get("another name") == b"kept"
-    with pytest.raises(RuntimeError, match="did not come"):
+    with pytest.raises(RuntimeError, match="did not arrive"):
         zero.wait(["symmetric/9/1"])

@@ -7,8 +7,8 @@ import torch
 
 import mkernel as mk
 from mkernel.runtime.group import current, set_current
+from mkernel.sim.backend import SimLauncher
 from mkernel.sim.scheduler import Options
-from mkernel.sim.world import SimWorld
 
 SOON = 1e-3
 
@@ -118,7 +118,7 @@ def test_subset_in_any_order():
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([0, 0], "different numbers"),
+        ([0, 0], "distinct numbers"),
         ([0, 2], "from 0 to 1"),
         ([-1, 0], "from 0 to 1"),
         ([], "is not in"),
@@ -251,7 +251,7 @@ def test_a_rank_that_stops_coming_is_named_by_the_kernel():
     for number, error in ((0, zero), (2, two)):
         assert error.record.op == "all_gather_matmul"
         assert error.record.rank == number
-        assert "can not be used any more" in str(error)
+        assert "can no longer be used" in str(error)
     assert any(record.peer == 1 for error in (zero, two) for record in error.records)
     assert any(record.timed_out for error in (zero, two) for record in error.records)
 
@@ -344,7 +344,7 @@ def test_agreements_are_forgotten_together(monkeypatch):
 def test_a_captured_workspace_is_kept_when_a_larger_one_is_made(monkeypatch):
     """A graph that is replayed later writes into it, on all ranks."""
     capturing = []
-    monkeypatch.setattr(SimWorld, "capturing", lambda world, rank: bool(capturing))
+    monkeypatch.setattr(SimLauncher, "capturing", lambda launcher, rank: bool(capturing))
 
     def rank(group):
         small = group.workspace("all_gather_matmul", 8, 64)

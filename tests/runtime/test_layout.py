@@ -94,5 +94,5 @@ def test_double_buffered():
         assert not memory.uses(workspace).whole
 
     run(work, cluster=(1, 1))
-    with pytest.raises(AssertionError, match="counters would lie among the signals"):
+    with pytest.raises(AssertionError, match="counters need a layout with double_buffered=False"):
         memory.counters("done", 1)

@@ -82,7 +82,8 @@ def test_a_process_that_leaves_groups_tells_which_and_why(peer, watched):
 
 def test_a_process_that_has_left_something_undone_is_lost(peer, watched):
     _, told = watched
-    peer.do("import types; world = type('World', (), dict(idle=lambda self: False))(); me.worlds.add(world)")
+    peer.do("Launcher = type('Launcher', (), dict(poll_idle=lambda self, rank: False))")
+    peer.do("world = type('World', (), dict(rank=0, launcher=Launcher()))(); me.worlds.add(world)")
     peer.stdin.close()
     assert told.get(timeout=SECONDS) == (3, "its process has ended")
 

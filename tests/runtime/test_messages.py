@@ -52,7 +52,7 @@ class Trap:
 
 def test_a_pickle_is_no_message():
     for data in (pickle.dumps(Trap()), bytes(32) + pickle.dumps(Trap())):
-        with pytest.raises(messages.BadMessage, match="does not carry the secret"):
+        with pytest.raises(messages.BadMessage, match="not signed with the secret"):
             messages.decode(data, KEY, NAME)
 
 
@@ -144,7 +144,7 @@ def test_the_prime_is_safe():
 
 def test_a_short_secret_is_refused(monkeypatch):
     monkeypatch.setenv(secret.VARIABLE, "short")
-    with pytest.raises(ArgumentError, match=r"MKERNEL_SECRET has 5 characters; give it 16"):
+    with pytest.raises(ArgumentError, match=r"MKERNEL_SECRET has 5 characters; it needs 16"):
         secret.given()
 
 
@@ -166,7 +166,7 @@ def test_ranks_with_different_secrets_are_named(monkeypatch):
 @pytest.mark.parametrize("public", [0, 1, secret.PRIME - 1, secret.PRIME, 2**4096])
 def test_public_values_that_give_the_secret_away_are_refused(public):
     mine = secret.Agreement("job", 0)
-    with pytest.raises(MKernelError, match="for rank 1 is not what a rank writes"):
+    with pytest.raises(MKernelError, match="entry for rank 1 in the store was not written by a rank"):
         mine.take([mine.offer(), (public.to_bytes(600, "big"), b"")])
 
 
@@ -177,5 +177,5 @@ def test_what_rank_0_wrote_can_not_be_changed():
         agreement.take(offers)
     masked = agreements[0].masked()
     for wrong in ([masked[0]] * 2, [], None, [b"", b"x" * 64], [masked[0], masked[1][:-1] + b"x"]):
-        with pytest.raises(MKernelError, match="somebody interferes"):
+        with pytest.raises(MKernelError, match="somebody is interfering"):
             agreements[1].unmask(wrong)

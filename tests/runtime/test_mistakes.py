@@ -5,7 +5,7 @@ import torch
 from support.operator_calls import run
 
 import mkernel as mk
-from mkernel.sim.world import SimWorld
+from mkernel.sim.backend import SimMemory
 
 CLUSTERS = [(1, 2), (1, 3), (2, 1), (2, 2)]
 
@@ -138,15 +138,15 @@ def test_a_dtype_that_is_none_of_torch():
 def test_an_allocation_that_fails_on_one_rank(cluster, monkeypatch):
     """Segments have the same numbers on all ranks afterwards, and a workspace that was given back is made again."""
     fails = []
-    allocate = SimWorld.allocate
+    allocate = SimMemory.allocate
 
-    def sometimes(world, rank, nbytes):
+    def sometimes(memory, rank, nbytes):
         if rank in fails and nbytes > 4096:
             fails.remove(rank)
             raise MemoryError("there is no more")
-        return allocate(world, rank, nbytes)
+        return allocate(memory, rank, nbytes)
 
-    monkeypatch.setattr(SimWorld, "allocate", sometimes)
+    monkeypatch.setattr(SimMemory, "allocate", sometimes)
 
     def on_rank(group):
         assert is_right(group, gather(group, 4))

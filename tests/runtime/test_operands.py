@@ -1,4 +1,4 @@
-"""Which tensors share memory, with others and with themselves: against every address, one by one."""
+"""Which tensors share memory: against every address, one by one. Which of them TMA can read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.runtime.operands import overlap, overlaps_itself
+from mkernel.runtime.operands import describable, overlap, overlaps_itself
 
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 
@@ -128,3 +128,36 @@ class Placed:
 
     def data_ptr(self):
         return 2**44 + self._tensor.storage_offset() * self._tensor.element_size()
+
+
+# -- which tensors TMA can read
+
+ALIGNED = torch.empty(2**16, dtype=torch.float16)  # torch aligns it to 64 bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "start", "good"),
+    [
+        ((4, 8), (8, 1), 0, True),
+        ((4, 8), (8, 1), 8, True),
+        ((4, 8), (8, 1), 1, False),  # where it begins
+        ((4, 8), (1, 4), 0, False),  # columns
+        ((4, 8), (12, 1), 0, False),  # where rows begin
+        ((4, 8), (0, 1), 0, False),  # an expanded row
+        ((4, 16), (8, 1), 0, False),  # rows that overlap
+        ((1, 8), (3, 1), 0, True),  # of one row, where the next would begin does not matter
+        ((0, 8), (8, 1), 0, False),
+        ((4, 0), (8, 1), 0, False),
+        ((2, 4, 8), (32, 8, 1), 0, True),
+        ((2, 4, 8), (0, 8, 1), 0, False),  # one matrix for all experts
+        ((2, 4, 8), (36, 8, 1), 0, False),
+        ((1, 4, 8), (36, 8, 1), 0, True),
+        ((2, 3, 4, 8), (96, 8, 24, 1), 0, True),  # heads beside each other in a row
+        ((2, 3, 4, 8), (96, 4, 24, 1), 0, False),
+        ((2, 3, 4, 8), (96, 0, 24, 1), 0, False),
+        ((2, 3, 4, 8), (96, 8, 24, 2), 0, False),
+    ],
+)
+def test_tma_reads_aligned_rows_of_any_number_of_dimensions(shape, strides, start, good):
+    assert ALIGNED.data_ptr() % 16 == 0
+    assert describable(ALIGNED.as_strided(shape, strides, start)) is good

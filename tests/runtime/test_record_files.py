@@ -66,9 +66,9 @@ def changed(**values):
         (changed()[:60], "no JSON"),
         ("[" * 100000, "no JSON"),
         ("\x00\x01 garbage", "no JSON"),
-        ("3", "no record of mkernel"),
-        ('{"rank": 1}', "no record of mkernel"),
-        ('{"mkernel": "other"}', "no record of mkernel"),
+        ("3", "not a record of mkernel"),
+        ('{"rank": 1}', "not a record of mkernel"),
+        ('{"mkernel": "other"}', "not a record of mkernel"),
         ('{"mkernel": "wait"}', "timed_out is None, expected bool"),
         (changed(rank="0"), "rank is '0', expected int"),
         (changed(rank=True), "rank is True, expected int"),
@@ -101,7 +101,7 @@ def test_a_signal_of_another_version_can_be_shown():
 
 @pytest.mark.parametrize("path", ["no/such/file", "."])
 def test_what_can_not_be_read_is_named(path):
-    with pytest.raises(mk.ArgumentError, match="can not be read"):
+    with pytest.raises(mk.ArgumentError, match="cannot be read"):
         record_files.read([path])
 
 

@@ -142,7 +142,7 @@ def test_a_failure_in_a_kernel_does_not_break_the_next():
         group.launch(Launch("all_gather_matmul", group, outside, 3, dict(x=torch.zeros(1))))
     a, b = torch.randn(9, 16), torch.randn(16, 8)
     assert right(a, b, mk.all_gather_matmul(a, b))
-    assert not group.world.scheduler.tasks
+    assert not group.world.simulator.scheduler.tasks
 
 
 # -- explain

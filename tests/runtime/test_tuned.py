@@ -89,7 +89,7 @@ def test_what_is_written_is_read(file):
 def test_a_damaged_file_is_reported_once_and_ignored(file, text):
     file.parent.mkdir()
     file.write_text(text)
-    with pytest.warns(UserWarning, match=r"tuned.json is ignored, because it can not be read"):
+    with pytest.warns(UserWarning, match=r"tuned.json is ignored, because it cannot be read"):
         assert tuned.read(file) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,7 +210,7 @@ def test_a_file_that_others_could_change_is_not_used(tmp_path, monkeypatch, name
     before = {path.name: path.read_text() for path in file.parent.glob("*")}
     with pytest.warns(UserWarning, match=rf"{file} is ignored.*{bad} .*{wrong}"):
         assert tuned._what_is_known() == {}
-    with pytest.raises(mk.MKernelError, match=rf"can not be kept in {file}.*{bad} .*{wrong}.*{tuned.VARIABLE}"):
+    with pytest.raises(mk.MKernelError, match=rf"cannot be kept in {file}.*{bad} .*{wrong}.*{tuned.VARIABLE}"):
         tuned.write(file, {"b": ENTRY})
     assert {path.name: path.read_text() for path in file.parent.glob("*")} == before
 
@@ -570,7 +570,7 @@ def test_everything_that_is_searched_can_be_prepared(op):
             return
         with pretending(90):
             group.device = PretendedGpu(90)
-            group.world.options = replace(group.world.options, ctas=33)
+            group.world.simulator.options = replace(group.world.options, ctas=33)
             default = call.tried.explain(mk.Config())
             families = families_of(operators.find(op), group, default)
             hopper = getattr(default, "hopper", False)

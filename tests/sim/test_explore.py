@@ -15,7 +15,7 @@ from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, wait
 from mkernel.sim.choices import Choices, Point, Schedule, Systematic
-from mkernel.sim.explore import Exploration, Report, in_turns, names, spread
+from mkernel.sim.explore import Exploration, Report, names, round_robin, spread
 from mkernel.sim.scheduler import Options
 from mkernel.sim.world import SimWorld
 from mkernel.testing import check
@@ -295,7 +295,7 @@ def run_of(ranks, ctas=4, turns=20, places=5):
 
 def test_every_place_in_the_code_has_its_turn_first():
     points = run_of(ranks=4)
-    turns = in_turns(points)
+    turns = round_robin(points)
     assert sorted(map(str, turns)) == sorted(str(point) for point, _ in points)
     place_of = dict(points)
     assert len({place_of[point] for point in turns[:6]}) == 6

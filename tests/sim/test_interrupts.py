@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mkernel as mk
-from mkernel.sim import interrupts, world
+from mkernel.sim import interrupts, launches
 
 
 class Swallows:
@@ -33,7 +33,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost():
     ran = []
 
     def work():
-        with interrupts.noted() as look:
+        with interrupts.deferred() as look:
             look()
             Swallows()
             ran.append("on")
@@ -48,7 +48,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost():
 
 @pytest.mark.usefixtures("handler")
 def test_an_interrupt_that_nobody_looked_for_comes_at_the_end():
-    with pytest.raises(KeyboardInterrupt), interrupts.noted():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         Swallows()
 
 
@@ -56,7 +56,7 @@ def test_an_interrupt_that_nobody_looked_for_comes_at_the_end():
 def test_a_handler_of_the_users_own_is_left_alone():
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append("mine"))
-    with interrupts.noted() as look:
+    with interrupts.deferred() as look:
         os.kill(os.getpid(), signal.SIGINT)
         look()
     assert seen == ["mine"]
@@ -67,7 +67,7 @@ def test_other_threads_have_no_handlers():
 
     def run():
         try:
-            with interrupts.noted() as look:
+            with interrupts.deferred() as look:
                 look()
         except BaseException as failure:
             failures.append(failure)
@@ -83,13 +83,13 @@ def test_an_interrupt_ends_a_launch_and_breaks_its_group(monkeypatch):
     group = mk.init()
     a = torch.ones(16, 16)
     mk.all_gather_matmul(a, a)
-    launch_done = world.SimWorld._launch_done
+    launch_done = launches.Execution._launch_done
 
     def interrupted(self, running):
         os.kill(os.getpid(), signal.SIGINT)
         launch_done(self, running)
 
-    monkeypatch.setattr(world.SimWorld, "_launch_done", interrupted)
+    monkeypatch.setattr(launches.Execution, "_launch_done", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mk.all_gather_matmul(a, a)
     monkeypatch.undo()

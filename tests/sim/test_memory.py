@@ -327,7 +327,7 @@ def read_back(y, out, count, HOW: tl.constexpr):
 @pytest.mark.parametrize("how", ["store", "exchange"])
 def test_a_new_output_is_unwritten(how):
     def on_rank(group, count):
-        y = group.world.empty(0, (4,), torch.float32).view(torch.int32)
+        y = group.world.memory.empty(0, (4,), torch.float32).view(torch.int32)
         launch(group, read_back, y=y, out=torch.zeros(1), count=count, HOW=how)
 
     simulate(lambda group: on_rank(group, 4))
@@ -434,7 +434,7 @@ def test_rows_that_are_not_used_may_be_unwritten():
     """Their values are NaN, so that nobody does use them."""
 
     def on_rank(group, hint):
-        box, out = group.world.empty(0, (4, 16), torch.float32), torch.zeros(4)
+        box, out = group.world.memory.empty(0, (4, 16), torch.float32), torch.zeros(4)
         tile = descriptor(box, [4, 16], [16, 1], [4, 16])
         launch(group, rows, tile=tile, box=box, out=out, used=2, HINT=hint)
         return out
@@ -517,7 +517,7 @@ def test_memory_that_was_never_lent_is_not_fresh_when_its_address_is_used_again(
 
     def on_rank(group):
         memory = group.world.scheduler.memory
-        tensor = group.world.empty(group.world_rank, (64,), torch.float32)
+        tensor = group.world.memory.empty(group.world_rank, (64,), torch.float32)
         start = tensor.untyped_storage().data_ptr()
         assert start in memory._fresh
         del tensor

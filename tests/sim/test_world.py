@@ -57,7 +57,7 @@ def test_what_others_sent_is_poisoned_after_the_launch():
 
 
 def test_outputs_start_as_nan():
-    assert simulate(lambda group: group.world.empty(0, (3,), torch.bfloat16).isnan().all().item()) == [True]
+    assert simulate(lambda group: group.world.memory.empty(0, (3,), torch.bfloat16).isnan().all().item()) == [True]
 
 
 # -- streams

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import mkernel as mk
+from mkernel.sim.backend import SimMemory
 from mkernel.sim.scheduler import Options
-from mkernel.sim.world import SimWorld
 from support.patience import HANG
 
 SENTINEL = -77.0
@@ -153,16 +153,16 @@ class Guards:
 
     def __init__(self, monkeypatch):
         self.blocks = []
-        allocate = SimWorld.allocate
+        allocate = SimMemory.allocate
 
-        def guarded(world, rank, nbytes):
-            block = allocate(world, rank, nbytes + 2 * self.BYTES)
+        def guarded(memory, rank, nbytes):
+            block = allocate(memory, rank, nbytes + 2 * self.BYTES)
             block[: self.BYTES] = self.VALUE
             block[self.BYTES + nbytes :] = self.VALUE
             self.blocks.append(block)
             return block[self.BYTES : self.BYTES + nbytes]
 
-        monkeypatch.setattr(SimWorld, "allocate", guarded)
+        monkeypatch.setattr(SimMemory, "allocate", guarded)
 
     def check(self):
         assert self.blocks

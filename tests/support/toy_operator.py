@@ -83,7 +83,7 @@ def toy_shift(x, *, group=None, config=None):
     """The vector of the left neighbour in the node."""
     _check(group, x)
     group.agree("toy_shift", count=x.numel())
-    y = group.world.empty(group.world_rank, x.shape, x.dtype)
+    y = group.world.memory.empty(group.world_rank, x.shape, x.dtype)
     group.launch(prepare(group, x, y))
     return y
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from support import operator_calls
 import mkernel as mk
 from mkernel.lang.trace import _has_room
 from mkernel.runtime import clocks
+from mkernel.sim.backend import SimLauncher
 from mkernel.tracing import chrome
 from mkernel.tracing.command import WIDE, bars, show, show_account
 from mkernel.tracing.links import arrivals
@@ -439,12 +441,11 @@ def test_offsets_of_ranks_with_several_clocks(monkeypatch):
     def on_rank(group):
         return clocks.offsets(group)
 
-    monkeypatch.setattr(operator_calls.SimWorld, "clock", lambda world, rank: rank // 2)
-    monkeypatch.setattr(
-        operator_calls.SimWorld,
-        "compare_clocks",
-        lambda world, rank: [(0, ahead[rank], 900), (2000, ahead[rank] + 2100, 2200)],
-    )
+    def clock(_, rank):
+        readings = [(0, ahead[rank], 900), (2000, ahead[rank] + 2100, 2200)]
+        return SimpleNamespace(name=rank // 2, compare=lambda: readings)
+
+    monkeypatch.setattr(SimLauncher, "clock", clock)
     for found in operator_calls.run(on_rank, cluster=(1, 4)):
         assert found[0] == found[1] == clocks.Offset(0, 0)
         assert found[2] == found[3] == clocks.Offset(70_000, 200)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.device import clock
-from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
@@ -111,11 +111,13 @@ def time_ways(
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:
         world = group.world
-        assert isinstance(world, CudaWorld)
+        assert isinstance(world, CudaThreads)
 
         def on_all(name: str) -> Callable[[], None]:
             def launch() -> None:
-                world.launch_together({rank: (theirs[name], stream) for rank, (stream, theirs) in enumerate(everyone)})
+                world.launcher.launch_together(
+                    {rank: (theirs[name], stream) for rank, (stream, theirs) in enumerate(everyone)}
+                )
 
             def call() -> None:
                 for stream, theirs in everyone:

@@ -1,9 +1,9 @@
-"""Compiles the native sources: when the package is built, else when they are first needed.
+"""Compiles the native sources: when the package is built, or else on first use.
 
-A wheel has the library beside its sources (setup.py). In a source tree it is kept in the user's cache directory
-($XDG_CACHE_HOME or ~/.cache, below mkernel/), under a name made from everything that goes into it: sources, compiler,
-flags. So it is built once per version, and several processes may ask for it at the same time. A cache that another user
-could put a library into (see cache.py) is not used: each process then compiles one for itself, and warns.
+A wheel has the library next to its sources (setup.py). For a source tree it is kept in the user's cache directory
+($XDG_CACHE_HOME or ~/.cache, below mkernel/), under a name derived from everything that goes into it: sources,
+compiler, flags. So it is built once per version, and several processes may need it at the same time. A cache into which
+another user could put a library (see cache.py) is not used: each process then compiles its own, and warns.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LIBRARY_FLAGS = (
     *("-Xlinker", f"--version-script={NATIVE / 'exports.map'}"),
 )
 BUILD_SECONDS = 300
-PACKAGED = "net.so"  # beside the sources, in a package that was built
-PACKAGED_WITHOUT_RDMA = "net-without-rdma.so"  # the same, from where libibverbs' headers were not there
+PACKAGED = "net.so"  # next to the sources, in a built package
+PACKAGED_WITHOUT_RDMA = "net-without-rdma.so"  # the same, built without the headers of libibverbs
 REPAIR = "or set XDG_CACHE_HOME to a folder that only you can write to"
-RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # the build does without them
+RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # optional
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: $CXX, or the first of c++, g++ and clang++ that is there."""
+    """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++ that is installed."""
     wish = os.environ.get("CXX")
     command = shlex.split(wish) if wish else []
     for candidate in [command] if command else [["c++"], ["g++"], ["clang++"]]:
@@ -46,14 +46,14 @@ def compiler() -> list[str]:
             return [found, *candidate[1:]]
     raise TransportError(
         (f"CXX={wish}: there is no such compiler. " if command else "no C++ compiler was found. ")
-        + "The network layer is compiled on first use and needs one that knows C++17: install g++ or clang++ "
+        + "The network layer is compiled on first use and needs one that supports C++17: install g++ or clang++ "
         "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install -c conda-forge gxx), "
         "or set CXX to its path"
     )
 
 
 def cache_directory() -> Path:
-    """Where what was built is kept."""
+    """The directory of compiled libraries."""
     try:
         return _cache_directory()
     except cache.UnsafePath as problem:
@@ -61,7 +61,7 @@ def cache_directory() -> Path:
 
 
 def _cache_directory() -> Path:
-    """The same; raises cache.UnsafePath where another user could put a library there."""
+    """`cache_directory`, but raises cache.UnsafePath if another user could put a library there."""
     try:
         directory = cache.folder()
     except MKernelError as error:
@@ -70,19 +70,19 @@ def _cache_directory() -> Path:
         return cache.usable_folder(directory)
     except OSError as error:
         raise TransportError(
-            f"{directory} can not be made ({error}); the network layer is compiled into it. "
+            f"{directory} cannot be created ({error}); the network layer is compiled into it. "
             f"Set XDG_CACHE_HOME to a directory that can be written"
         ) from error
 
 
 def library_file() -> Path:
-    """The native library: that of the package, else one that is compiled here."""
+    """The native library: that of the package, or one that is compiled here."""
     return packaged() or build(PACKAGED)
 
 
 def packaged() -> Path | None:
-    """The library that came with the package, if one did. One without RDMA is passed over where the headers for it
-    are, and a compiler."""
+    """The library of the package, if it has one. A library without RDMA is ignored on machines that have the headers
+    and a compiler."""
     whole, without = NATIVE / PACKAGED, NATIVE / PACKAGED_WITHOUT_RDMA
     if whole.exists() or not without.exists():
         return whole if whole.exists() else None
@@ -93,7 +93,7 @@ def packaged() -> Path | None:
 
 
 def compile_for_package(directory: Path) -> None:
-    """Put the library where `library_file` looks for it in a package that is being built."""
+    """While the package is being built, put the library where `library_file` looks for it."""
     command = _command(LIBRARY_FLAGS)
     directory.mkdir(parents=True, exist_ok=True)
     _compile(command, _sources(), directory / (PACKAGED if _rdma_headers(command) else PACKAGED_WITHOUT_RDMA))
@@ -108,7 +108,7 @@ def _command(flags: Sequence[str]) -> list[str]:
 
 
 def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequence[Path] = ()) -> Path:
-    """The native sources, and more, compiled with these flags; built if it is not there yet."""
+    """A library of the native sources and more, compiled with these flags unless it exists."""
     sources = [*_sources(), *more_sources]
     command = _command(flags)
     directories = {source.parent for source in sources} | {Path(flag[2:]) for flag in flags if flag.startswith("-I")}
@@ -124,24 +124,24 @@ def build(name: str, flags: Sequence[str] = LIBRARY_FLAGS, more_sources: Sequenc
     except cache.UnsafePath as problem:
         private = cache.private_folder()
         warnings.warn(
-            f"mkernel: the cache {cache.folder()} is not used for what was compiled, because other users could change "
-            f"it: {problem}, {REPAIR}. Until then each process compiles for itself, this one in {private}",
+            f"mkernel: the cache {cache.folder()} is not used for compiled libraries, because other users could change "
+            f"it: {problem}, {REPAIR}. Until then each process compiles its own library, this one in {private}",
             stacklevel=2,
         )
         return _built(private / kept_as, command, sources)
 
 
 def _built(target: Path, command: Sequence[str], sources: Sequence[Path]) -> Path:
-    """The file, in a folder that was checked; compiled if it is not there."""
+    """The file, in a folder that has been checked; compiled unless it exists."""
     if not _is_there(target):
         with _alone(target):
-            if not _is_there(target):  # another process may have been first
+            if not _is_there(target):  # another process may have compiled it
                 _compile(command, sources, target)
     return target
 
 
 def _is_there(target: Path) -> bool:
-    """Whether the file is there; raises cache.UnsafePath if another user could have written it."""
+    """Does the file exist? Raises cache.UnsafePath if another user could have written it."""
     try:
         os.close(cache.open_file(target))
     except FileNotFoundError:
@@ -154,8 +154,8 @@ def _version(program: str) -> str:
 
 
 def _rdma_headers(command: Sequence[str]) -> str:
-    """The headers of libibverbs that the compiler finds: what is built without them is built again
-    when they are there."""
+    """The headers of libibverbs that the compiler finds. A library that was built without them is rebuilt once they are
+    installed."""
     text = "".join(f"#if __has_include(<{name}>)\n#include <{name}>\n#endif\n" for name in RDMA_HEADERS)
     done = subprocess.run([*command, "-M"], input=text, capture_output=True, text=True, timeout=60)
     paths = [Path(word) for word in done.stdout.split() if word.endswith(RDMA_HEADERS)]
@@ -164,12 +164,12 @@ def _rdma_headers(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with the process, so none is left behind."""
+    """Let one process in at a time. The lock ends with the process, so none is left behind."""
     try:
         lock = cache.open_file(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise TransportError(
-            f"{target.parent} can not be written ({error}); the network layer is compiled into it. "
+            f"{target.parent} cannot be written ({error}); the network layer is compiled into it. "
             f"Set XDG_CACHE_HOME to a directory that can be written"
         ) from error
     with os.fdopen(lock):
@@ -181,7 +181,7 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         output = Path(scratch) / target.name
         full = [*command, "-ldl", "-o", str(output)]
-        # all sources as one: they share most of their headers, which halves the time
+        # all sources in one compilation: they share most of their headers, which halves the time
         text = "".join(f'#include "{source}"\n' for source in sources)
         try:
             done = subprocess.run(full, input=text, capture_output=True, text=True, timeout=BUILD_SECONDS)
@@ -189,8 +189,8 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
             raise TransportError(f"compiling took more than {BUILD_SECONDS} s: {shlex.join(full)}") from error
         if done.returncode != 0:
             raise TransportError(
-                f"the network layer can not be compiled: {shlex.join(full)}\n{done.stderr[-4000:]}\n"
-                f"It needs a compiler that knows C++17 and the headers of Linux; set CXX to use another one"
+                f"the network layer cannot be compiled: {shlex.join(full)}\n{done.stderr[-4000:]}\n"
+                f"It needs a compiler that supports C++17, and the Linux headers; set CXX to use another compiler"
             )
         output.chmod(output.stat().st_mode & ~0o022)  # whatever the umask
-        output.replace(target)  # whole or not at all
+        output.replace(target)  # atomically

@@ -1,4 +1,4 @@
-"""What `mk.init(transport=...)` takes: which transport goes between nodes, and how."""
+"""Values of `mk.init(transport=...)`: which transport connects the nodes, and how."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mkernel.runtime.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Auto:
-    """`Verbs` if every rank has an active device for it that works, else `Tcp`."""
+    """`Verbs` if every rank has an active device that works, else `Tcp`."""
 
 
 @dataclass(frozen=True)
 class Tcp:
-    """Plain sockets, with so many streams to each peer."""
+    """Plain sockets. streams: connections to each peer."""
 
     streams: int = 4
 
@@ -25,9 +25,9 @@ class Verbs:
 
     Args:
         devices: the rails of this rank, as "mlx5_0" or "mlx5_0:2" (its second port); None: those nearest to the GPU.
-        gid_index: of every device's table; None: the best one.
+        gid_index: index into the GID table of every device; None: the best one.
         queues: queue pairs to each peer on each rail.
-        traffic_class: of the packets, for networks that sort by it.
+        traffic_class: traffic class of the packets, for networks that distinguish them.
     """
 
     devices: tuple[str, ...] | None = None
@@ -38,7 +38,7 @@ class Verbs:
 
 @dataclass(frozen=True)
 class Efa:
-    """AWS's Elastic Fabric Adapter. `devices` as in `Verbs`."""
+    """The Elastic Fabric Adapter of AWS. `devices` as in `Verbs`."""
 
     devices: tuple[str, ...] | None = None
 
@@ -48,7 +48,7 @@ _BY_NAME: dict[str, TransportConfig] = {"auto": Auto(), "tcp": Tcp(), "verbs": V
 
 
 def transport_config(transport: TransportConfig | str) -> TransportConfig:
-    """What `mk.init(transport=...)` asks for."""
+    """The configuration that `mk.init(transport=...)` names."""
     if isinstance(transport, str) and transport in _BY_NAME:
         return _BY_NAME[transport]
     if isinstance(transport, (Auto, Tcp, Verbs, Efa)):

@@ -1,14 +1,14 @@
 """RDMA devices of this machine, and which of them a rank should use.
 
-All of it is read from sysfs, so it needs no library, and a test can give it a tree of its own.
+Everything is read from sysfs, so no library is needed, and a test can provide a tree of its own.
 
-Which ports: of the active ones those nearest to the GPU, of these the fastest, and all of them if there
-are several alike: each is a rail. Near is what shares the longest way down the PCIe tree with the GPU (the
-same switch before the same host bridge), then what is on the GPU's NUMA node.
+Ports: of the active ones those closest to the GPU, of these the fastest, and all of them if several are alike; each is
+a rail. The closest port shares the longest path down the PCIe tree with the GPU (the same switch before the same host
+bridge); then a port on the GPU's NUMA node is preferred.
 
-Which GID, for RoCE: the address that packets carry. Version 2 goes over routers and is what networks are
-set up for, so it comes before version 1; an IPv4 address before a global IPv6 address, before addresses
-that are only good on one link. InfiniBand has one GID that matters, the first.
+GID, for RoCE: the address that packets carry. Version 2, which is routable and what networks are set up for, is
+preferred over version 1; an IPv4 address over a global IPv6 address, and that over link-local addresses. InfiniBand has
+one GID that matters, the first.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Gid:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a PCIe device is."""
+class Location:
+    """The location of a PCIe device."""
 
-    way: tuple[str, ...] = ()  # from the host bridge down to the device
+    path: tuple[str, ...] = ()  # from the host bridge down to the device
     numa_node: int = -1
 
 
@@ -49,12 +49,12 @@ class Port:
     device: str
     number: int
     active: bool
-    link_layer: str  # "InfiniBand" or "Ethernet"; others have other words
+    link_layer: str  # "InfiniBand", "Ethernet" or something else
     node_type: str
     driver: str
     rate: float  # Gb/s
     gids: tuple[Gid, ...]
-    place: Place
+    location: Location
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Port:
 
     @property
     def speaks_verbs(self) -> bool:
-        """Has it reliable connections, over InfiniBand or RoCE?"""
+        """Does it support reliable connections, over InfiniBand or RoCE?"""
         return self.node_type.startswith("1:") and self.link_layer in ("InfiniBand", "Ethernet") and not self.is_efa
 
     @property
@@ -71,7 +71,7 @@ class Port:
 
 
 def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):  # an empty entry of the GID table can not be read
+    with contextlib.suppress(OSError):  # an empty entry of the GID table cannot be read
         return path.read_text().strip()
     return ""
 
@@ -82,19 +82,19 @@ def _number(text: str, otherwise: float) -> float:
     return otherwise
 
 
-def _place(device: Path, sysfs: Path) -> Place:
+def _location(device: Path, sysfs: Path) -> Location:
     real = device.resolve()
     root = (sysfs / "devices").resolve()
     if not real.is_relative_to(root) or not real.exists():
-        return Place()
-    way = real.relative_to(root).parts
-    on_pci = way[:1] and way[0].startswith("pci")
-    return Place(way if on_pci else (), int(_number(_text(real / "numa_node"), -1)))
+        return Location()
+    path = real.relative_to(root).parts
+    on_pci = path[:1] and path[0].startswith("pci")
+    return Location(path if on_pci else (), int(_number(_text(real / "numa_node"), -1)))
 
 
-def gpu_place(address: str, sysfs: Path = SYSFS) -> Place:
-    """Where the GPU with this PCI address (such as 0000:41:00.0) is."""
-    return _place(sysfs / "bus/pci/devices" / address.lower(), sysfs)
+def gpu_location(address: str, sysfs: Path = SYSFS) -> Location:
+    """The location of the GPU with this PCI address, such as 0000:41:00.0."""
+    return _location(sysfs / "bus/pci/devices" / address.lower(), sysfs)
 
 
 def _gids(port: Path) -> tuple[Gid, ...]:
@@ -108,7 +108,7 @@ def _gids(port: Path) -> tuple[Gid, ...]:
 
 
 def find_ports(sysfs: Path = SYSFS) -> list[Port]:
-    """All ports of all RDMA devices, in the order of their names."""
+    """All ports of all RDMA devices, sorted by name."""
     found = []
     for device in sorted((sysfs / "class/infiniband").glob("*")):
         for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name)):
@@ -122,7 +122,7 @@ def find_ports(sysfs: Path = SYSFS) -> list[Port]:
                     driver=(device / "device/driver").resolve().name if (device / "device/driver").exists() else "",
                     rate=_number(_text(port / "rate"), 0.0),
                     gids=_gids(port),
-                    place=_place(device / "device", sysfs),
+                    location=_location(device / "device", sysfs),
                 )
             )
     return found
@@ -138,7 +138,7 @@ def choose_gid(port: Port) -> int:
     if port.link_layer != "Ethernet":
         return port.gids[0].index
 
-    def goodness(gid: Gid) -> tuple[bool, int, int]:
+    def preference(gid: Gid) -> tuple[bool, int, int]:
         four = gid.address.ipv4_mapped
         if four is not None:
             scope = 1 if four.is_link_local else 3
@@ -146,30 +146,30 @@ def choose_gid(port: Port) -> int:
             scope = 0 if gid.address.is_link_local else 2
         return gid.kind == "RoCE v2", scope, -gid.index
 
-    return max(port.gids, key=goodness).index
+    return max(port.gids, key=preference).index
 
 
-def nearness(port: Port, gpu: Place | None) -> tuple[int, bool]:
+def proximity(port: Port, gpu: Location | None) -> tuple[int, bool]:
     """Larger is nearer."""
     if gpu is None:
         return 0, False
     common = 0
-    for ours, theirs in zip(port.place.way, gpu.way):
+    for ours, theirs in zip(port.location.path, gpu.path):
         if ours != theirs:
             break
         common += 1
-    return common, gpu.numa_node >= 0 and port.place.numa_node == gpu.numa_node
+    return common, gpu.numa_node >= 0 and port.location.numa_node == gpu.numa_node
 
 
 def choose_ports(
-    ports: Sequence[Port], *, efa: bool = False, gpu: Place | None = None, names: Sequence[str] | None = None
+    ports: Sequence[Port], *, efa: bool = False, gpu: Location | None = None, names: Sequence[str] | None = None
 ) -> list[Port]:
-    """The ports that a rank should use, one for each rail.
+    """The ports that a rank should use, one per rail.
 
     Args:
-        ports: those of the machine, see `find_ports`.
+        ports: all ports of the machine, see `find_ports`.
         efa: devices of AWS, instead of InfiniBand and RoCE.
-        gpu: where the rank's GPU is; None: anywhere.
+        gpu: the location of the rank's GPU; None: unknown.
         names: exactly these, in this order, as "mlx5_0" (its first port) or "mlx5_0:2".
     """
     kind = "EFA" if efa else "InfiniBand or RoCE"
@@ -188,14 +188,16 @@ def choose_ports(
             raise TransportError("devices is empty: name one, or leave it None")
         return chosen
     usable = [port for port in ports if port.active and (port.is_efa if efa else port.speaks_verbs)]
-    # an Ethernet port without an address is one that nobody has set up
+    # an Ethernet port without an address has not been set up
     usable = [port for port in usable if port.gids or port.link_layer == "InfiniBand"]
     if not usable:
         raise TransportError(f"there is no active {kind} device on this machine; RDMA devices: {known or 'none'}")
-    best = max(usable, key=lambda port: (nearness(port, gpu), port.rate, port.link_layer == "InfiniBand"))
+    best = max(usable, key=lambda port: (proximity(port, gpu), port.rate, port.link_layer == "InfiniBand"))
     alike = [
         port
         for port in usable
-        if nearness(port, gpu) == nearness(best, gpu) and port.rate == best.rate and port.link_layer == best.link_layer
+        if proximity(port, gpu) == proximity(best, gpu)
+        and port.rate == best.rate
+        and port.link_layer == best.link_layer
     ]
     return alike[:MOST_RAILS]

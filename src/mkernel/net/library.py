@@ -1,10 +1,10 @@
-"""The network layer's native library, from Python: transports and the proxy.
+"""Python bindings of the native network library: transports and the proxy.
 
-All objects are context managers and may also just be dropped; what was not closed is ended, without a
-farewell to the peers, when the object goes or the interpreter ends. Calls release the GIL.
+All objects are context managers. An object that is dropped without being closed, or is still open when the interpreter
+exits, ends without notifying the peers. Calls release the GIL.
 
-The order at the end of a job: every rank stops its proxy, which serves what is left; the ranks meet
-in a barrier; every rank closes its transport.
+The order at the end of a job: every rank stops its proxy, which serves the remaining requests; the ranks synchronize at
+a barrier; every rank closes its transport.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class RdmaPortEntry(ctypes.Structure):
 class Statistics:
     """What a proxy has done so far."""
 
-    requests: int  # taken by the transport
+    requests: int  # accepted by the transport
     bytes: int  # of those
-    completions: int  # requests whose source may be written again
-    busy_loops: int  # rounds of the proxy's thread in which something was done
-    idle_loops: int  # rounds in which nothing was
-    most_in_flight: int  # the largest number of requests at the same time
+    completions: int  # requests whose source may be overwritten
+    busy_loops: int  # iterations of the proxy's thread that made progress
+    idle_loops: int  # iterations that did not
+    most_in_flight: int  # the largest number of requests in flight at the same time
 
 
 # name: (result, arguments); as in native/mkernel_net.h
@@ -111,7 +111,7 @@ class _Library:
         raise AttributeError(name)
 
     def check(self, result: Any) -> Any:
-        """The result, unless it says that the call failed."""
+        """Return the result of a call, or raise if it says that the call failed."""
         if result is None or result == -1:
             raise TransportError(self.last_error().decode(errors="replace"))
         return result
@@ -119,24 +119,24 @@ class _Library:
 
 @functools.cache
 def library() -> _Library:
-    """The native library; compiled if this is the first time and it did not come with the package."""
+    """The native library; compiled on first use unless the package has it."""
     return _Library(str(library_file()))
 
 
 def milliseconds(seconds: float) -> int:
-    """As the C interface takes times."""
+    """Seconds as milliseconds, which the C interface takes."""
     return max(0, int(seconds * 1000))
 
 
 def _check_process(what: str, process: int) -> None:
-    """A forked child has the handles of its parent's native objects, but none of their threads."""
+    """Raise in a forked child: it has the handles of its parent's native objects, but not their threads."""
     if os.getpid() != process:
         raise TransportError(f"{what} belongs to process {process}, which forked this one ({os.getpid()})")
 
 
 def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any) -> weakref.finalize:
-    """Destroy the handle when its owner goes, or at the end of the interpreter; `keep` stays until then.
-    A forked child has the handle but none of its threads, so it leaves it alone."""
+    """Destroy the handle with its owner, or when the interpreter exits; `keep` lives until then. A forked child, which
+    has the handle but not its threads, leaves it alone."""
     process = os.getpid()
 
     def end(keep: Any) -> None:
@@ -152,7 +152,7 @@ def _device_of(memory: torch.Tensor) -> int:
 
 
 class Transport:
-    """What moves the bytes: the common part of all transports."""
+    """Base class of transports, which move the bytes."""
 
     def __init__(self, handle: Any, rank: int):
         self.rank = rank
@@ -169,8 +169,7 @@ class Transport:
         return self._handle
 
     def attach(self, segment: int, memory: torch.Tensor) -> None:
-        """Requests may now name this memory, of the host or of a CUDA device. It is kept alive until it is
-        detached."""
+        """Let requests access this memory, of the host or of a CUDA device. It stays alive until it is detached."""
         if memory.device.type not in ("cpu", "cuda") or not memory.is_contiguous():
             raise ArgumentError(f"memory must be a contiguous tensor on a CPU or a GPU, got one on {memory.device}")
         if not 0 <= segment < 1 << 24:
@@ -180,13 +179,13 @@ class Transport:
         self._segments[segment] = memory
 
     def detach(self, segment: int) -> None:
-        """Give the memory back: when this returns, nobody touches it any more."""
+        """Release the memory: when this returns, nobody accesses it any more."""
         library().check(library().detach(self._open, segment))
         self._segments.pop(segment, None)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Leave the job in order, after the proxy was stopped. Peers that send to this rank afterwards
-        get an error. With timeout 0 the peers are not told, and take it for a loss."""
+        """Leave the job in order, after the proxy has stopped. Peers that send to this rank afterwards get an error.
+        With timeout 0 the peers are not notified, and consider this rank lost."""
         _check_process(f"the transport of rank {self.rank}", self._process)
         if self._end.alive:
             library().check(library().transport_stop(self._handle, milliseconds(timeout)))
@@ -203,14 +202,14 @@ class Transport:
 
 
 class LoopbackTransport(Transport):
-    """Between ranks of one process.
+    """A transport between ranks of one process.
 
     Args:
-        job: ranks that give the same name find each other.
+        job: ranks with the same job name are connected.
         rank: this rank's number in the job.
         latency: seconds from request to signal.
-        rate: bytes per second that this rank can send; None is as fast as memory goes.
-        shuffle: a seed; requests then overtake each other, piece by piece, at random.
+        rate: bytes per second that this rank can send; None: as fast as memory allows.
+        shuffle: a seed; requests then overtake each other at random, piece by piece.
     """
 
     def __init__(
@@ -227,16 +226,16 @@ class LoopbackTransport(Transport):
 
 
 class TcpTransport(Transport):
-    """Over TCP, with several streams to each peer. Listens as soon as it is made.
+    """A transport over TCP, with several streams to each peer. Listens as soon as it is created.
 
     Args:
         rank, size: of this process in the job.
-        secret: known to all ranks of the job and nobody else, at least 16 bytes
-            (`secrets.token_bytes(32)` on one rank, given to the others over the process group).
+        secret: known only to the ranks of the job, at least 16 bytes (`secrets.token_bytes(32)` on one
+            rank, sent to the others over the process group).
         listen: the numeric IPv4 or IPv6 address to listen on.
-        port: to listen on; 0 takes a free one, see the attribute `port`.
+        port: the port to listen on; 0 picks a free one, see the attribute `port`.
         streams: connections to each peer.
-        peer_timeout: seconds after which a peer that does not answer is taken for lost.
+        peer_timeout: seconds after which a peer that does not answer counts as lost.
     """
 
     def __init__(
@@ -258,8 +257,8 @@ class TcpTransport(Transport):
         self.port: int = library().check(library().tcp_port(handle))
 
     def connect(self, peers: Mapping[int, tuple[str, int]], timeout: float = 30.0) -> None:
-        """Connect to peers, given by rank with host and port; they must do the same. Returns when all
-        streams are there. Of two ranks the higher one dials, so the address of a higher rank is not used."""
+        """Connect to peers: rank -> host and port. They must do the same. Returns when all streams are connected. The
+        higher of two ranks dials, so the address of a higher rank is not used."""
         table = (_Address * len(peers))()
         for entry, (peer, (host, port)) in zip(table, peers.items()):
             entry.peer, entry.host, entry.port = peer, host.encode(), port
@@ -272,8 +271,8 @@ class Proxy:
     Args:
         ring: 64-bit words as `mkernel.lang.requests` lays them out, with CAPACITY set.
         cpu: the core to pin the thread to.
-        idle_sleep: seconds that the thread sleeps at most when there is nothing to do; 0 is never.
-        spin: seconds that the thread looks for work all the time before it sleeps for the first time.
+        idle_sleep: the most seconds that the thread sleeps when there is nothing to do; 0: it never sleeps.
+        spin: seconds that the thread polls for work before it sleeps for the first time.
     """
 
     def __init__(
@@ -286,7 +285,7 @@ class Proxy:
         spin: float = 20e-6,
     ):
         if ring.dtype != torch.int64 or not ring.is_contiguous() or ring.device.type != "cpu":
-            raise ArgumentError(f"ring must be contiguous int64 words of the host, got {ring.dtype} on {ring.device}")
+            raise ArgumentError(f"ring must be contiguous int64 words on the host, got {ring.dtype} on {ring.device}")
         if cpu is not None and cpu < 0:
             raise ArgumentError(f"cpu must be the number of a core, got {cpu}")
         self.transport = transport
@@ -310,7 +309,7 @@ class Proxy:
 
     @property
     def error(self) -> str | None:
-        """Why the proxy stopped serving; None as long as all is well."""
+        """Why the proxy has stopped serving; None if it works."""
         if self._end.alive:
             text = ctypes.create_string_buffer(4096)
             found = library().proxy_error(self._handle, text, len(text))
@@ -332,12 +331,12 @@ class Proxy:
             raise TransportError(error)
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread.
-        True: everything was served. False: some was given up, or there was an error before."""
+        """Serve what is in the ring and in flight, for at most `timeout` seconds, and end the thread. Return whether
+        everything was served; not if there was an error before."""
         _check_process(f"the proxy of rank {self.transport.rank}", self._process)
         if self._end.alive:
             self._served = bool(library().proxy_stop(self._handle, milliseconds(timeout)))
-            _ = self.error, self.statistics  # can still be asked for afterwards
+            _ = self.error, self.statistics  # still available afterwards
             self._end()
         return self._served
 

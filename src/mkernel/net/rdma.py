@@ -1,7 +1,7 @@
-"""The RDMA transports from Python: `verbs` for InfiniBand and RoCE, `efa` for AWS.
+"""The RDMA transports: `verbs` for InfiniBand and RoCE, `efa` for AWS.
 
-They do not find their peers by themselves. Every rank describes itself to each of its peers, and each
-of its segments to all of them; descriptions are bytes that the caller carries, see `mkernel.runtime.connect`.
+They do not discover their peers. Every rank describes itself to each of its peers, and each of its segments to all of
+them; the caller transports these descriptions, which are bytes (see `mkernel.runtime.connect`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ DESCRIPTION_BYTES = 1 << 16
 
 
 class RdmaTransport(Transport):
-    """The common part of both.
+    """Base class of both.
 
     Args:
-        rank: of this process in the job.
+        rank: rank of this process in the job.
         ports: device, port and GID index of each rail. The first rail of a rank talks to the first of
             its peers, and so on.
-        queues: queue pairs to each peer on each rail. All ranks must agree on it.
-        traffic_class: of the packets; RoCE networks without losses tell their classes apart by it.
-        peer_timeout: seconds after which a peer that does not answer is taken for lost.
-        verbs_library, efa_library: other files than libibverbs.so.1 and libefa.so.1.
+        queues: queue pairs to each peer on each rail; the same on all ranks.
+        traffic_class: traffic class of the packets; lossless RoCE networks distinguish classes by it.
+        peer_timeout: seconds after which a peer that does not answer counts as lost.
+        verbs_library, efa_library: files to use instead of libibverbs.so.1 and libefa.so.1.
     """
 
     kind = ""
@@ -56,15 +56,15 @@ class RdmaTransport(Transport):
         return self._description(lambda out: library().describe(self._open, peer, out, DESCRIPTION_BYTES))
 
     def connect(self, peer: int, description: bytes) -> None:
-        """Connect to a peer by what it told of itself to this rank. Call `describe(peer)` before."""
+        """Connect to a peer by the description it made for this rank. Call `describe(peer)` before."""
         library().check(library().connect(self._open, peer, description, len(description)))
 
     def describe_segment(self, segment: int) -> bytes:
-        """What peers need to write to this rank's segment."""
+        """What peers need in order to write to this rank's segment."""
         return self._description(lambda out: library().describe_segment(self._open, segment, out, DESCRIPTION_BYTES))
 
     def learn_segment(self, peer: int, segment: int, description: bytes) -> None:
-        """A peer's segment, as it described it; requests may now name it as their target."""
+        """Let requests target the segment of a peer, by the peer's description of it."""
         library().check(library().learn_segment(self._open, peer, segment, description, len(description)))
 
     def _description(self, describe: Callable[[ctypes.Array[ctypes.c_char]], int]) -> bytes:
@@ -75,12 +75,12 @@ class RdmaTransport(Transport):
 
 
 class VerbsTransport(RdmaTransport):
-    """Over InfiniBand or RoCE: reliable connections, signals written by the device itself."""
+    """InfiniBand or RoCE: reliable connections; the device itself writes signals."""
 
     kind = "verbs"
 
 
 class EfaTransport(RdmaTransport):
-    """Over AWS's Elastic Fabric Adapter: no order, so the receiving proxy counts and sets the signals."""
+    """The Elastic Fabric Adapter of AWS: unordered, so the receiving proxy counts arrivals and sets signals."""
 
     kind = "efa"

@@ -1,9 +1,9 @@
-"""Who waited for whom: from the wait records of the ranks of a group to the one that everybody waited for.
+"""Who waited for whom: traces the wait records of a group's ranks back to the rank that everybody waited for.
 
-Every record is an arrow: a rank waited for a peer, or for its own network proxy. Follow the arrows. A chain
-ends at somebody who waited for nobody: a rank that left no record (it never came, or died), a proxy, or
-the network itself where a rank said that it had failed. Arrows that lead back to where they began are
-ranks that waited for each other: they are in different calls, or their kernels wait before they notify.
+A record is an edge of a graph: a rank waited for a peer, or for its own network proxy. A chain of edges ends at a party
+that waited for nobody: a rank without a record (it never arrived, or died), a proxy, or the network, if a rank has
+reported its failure. A cycle consists of ranks that waited for each other: they are in different calls, or their
+kernels wait before they notify.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkernel.runtime.errors import CommTimeout
 from mkernel.runtime.printable import printable
 from mkernel.runtime.records import WaitRecord
 
-SHOWN = 8  # ranks that a reason names
+SHOWN = 8  # ranks that a reason lists
 SAME_CALLS = "All ranks must make the same calls in the same order"
 LOOK_AT_SIGNALS = (
     "No rank is missing, so look at the signals of the kernel: is each of these raised in every case, and before its "
@@ -30,7 +30,7 @@ Calls = Mapping[int, Sequence[str]]  # rank -> the operators that it has launche
 
 @dataclass(frozen=True)
 class NetworkFailure:
-    """A rank's network layer failed, and said how."""
+    """A rank has reported a failure of its network."""
 
     rank: int
     message: str
@@ -38,7 +38,7 @@ class NetworkFailure:
 
 @dataclass(frozen=True)
 class Chain:
-    """Waits of which each is for the rank of the next, and whom the last one is for."""
+    """Waits, each for the rank of the next one, and the party that the last one is for."""
 
     waits: tuple[WaitRecord, ...]
     culprit: Party
@@ -48,7 +48,7 @@ class Chain:
 
     @property
     def short(self) -> str:
-        """The chain in a line."""
+        """The chain on one line."""
         names = [f"rank {wait.rank}" for wait in self.waits] + [name(self.culprit)]
         return " -> ".join(dict.fromkeys(names) if not self.cycle else names)
 
@@ -75,30 +75,30 @@ def name(party: Party) -> str:
 def find(
     records: Iterable[WaitRecord], failures: Sequence[NetworkFailure] = (), calls: Calls | None = None
 ) -> list[Chain]:
-    """A chain for each culprit, the one that most ranks waited for first. `calls`: what each rank has launched on the
-    group, where somebody knows; only then can a rank that never came be told from one that raised no signal."""
+    """A chain for each culprit, sorted by how many ranks waited for it. `calls`: what each rank has launched on the
+    group, if known; without it, a rank that never arrived looks like one that raised no signal."""
     records = tuple(records)
     calls = calls or {}
     ended = {(record.rank, record.op) for record in records if record.signal == "nothing"}
-    arrows = _arrows(records, failures)
+    edges = _edges(records, failures)
     into: dict[Party, set[Party]] = {}
-    for origin, targets in arrows.items():
+    for origin, targets in edges.items():
         for target in targets:
             into.setdefault(target, set()).add(origin)
     failed = {("network", failure.rank): failure.message for failure in failures}
     explained: set[Party] = set()
     chains = []
-    ends = {party for party in into if party not in arrows} | set(failed)
+    ends = {party for party in into if party not in edges} | set(failed)
     for culprit in sorted(ends, key=lambda party: (party not in failed, party)):
         distance = _distances(culprit, into)
         start = max(distance, key=lambda party: (distance[party], -party[1]))
-        waits = _descend(start, distance, arrows)
+        waits = _descend(start, distance, edges)
         reason = _reason(culprit, waits, failed, calls, ended)
         chains.append(Chain(waits, culprit, reason, _ranks_of(set(distance) - {culprit})))
         explained |= set(distance)
     chains.sort(key=lambda chain: (chain.culprit not in failed, -len(chain.waiters), chain.culprit))
-    while left := sorted(set(arrows) - explained):
-        cycle = _cycle(left[0], arrows)
+    while left := sorted(set(edges) - explained):
+        cycle = _cycle(left[0], edges)
         around = _distances(("rank", cycle[0].rank), into)
         chains.append(
             Chain(cycle, ("rank", cycle[0].rank), _reason_of_cycle(cycle, calls), _ranks_of(around), cycle=True)
@@ -108,8 +108,8 @@ def find(
 
 
 def join(error: CommTimeout, everyone: Iterable[CommTimeout], calls: Calls | None = None) -> CommTimeout:
-    """The same error, which now also knows, and says, what the other ranks of its group waited for. `calls`: what each
-    rank has launched on the group, where that is known."""
+    """Add what the other ranks of the group waited for to an error and to its message. `calls`: what each rank has
+    launched on the group, if known."""
     mine = set(error.records)
     others = (late.records for late in everyone if late.group == error.group)
     error.others = tuple(dict.fromkeys(record for some in others for record in some if record not in mine))
@@ -119,11 +119,12 @@ def join(error: CommTimeout, everyone: Iterable[CommTimeout], calls: Calls | Non
     return error
 
 
-def _arrows(
+def _edges(
     records: Iterable[WaitRecord], failures: Sequence[NetworkFailure]
 ) -> dict[Party, dict[Party, WaitRecord | None]]:
-    """From each rank to everybody it waited for, with the wait that says most: one that ran out, the longest."""
-    arrows: dict[Party, dict[Party, WaitRecord | None]] = {}
+    """The edges from each rank to everybody it waited for, with the most telling wait: one that timed out, the
+    longest."""
+    edges: dict[Party, dict[Party, WaitRecord | None]] = {}
     for record in records:
         if record.signal == "nothing":
             continue
@@ -131,20 +132,20 @@ def _arrows(
         target: Party = ("rank", record.peer) if record.peer >= 0 else origin
         if record.signal in FOR_THE_PROXY:
             target = ("proxy", record.rank)
-        known = arrows.setdefault(origin, {}).get(target)
+        known = edges.setdefault(origin, {}).get(target)
         if known is None or (record.timed_out, record.seconds) > (known.timed_out, known.seconds):
-            arrows[origin][target] = record
-    for failure in failures:  # where the network is known to have failed, it is what the rank waited for
-        arrows.setdefault(("rank", failure.rank), {})[("network", failure.rank)] = None
-    for origin, targets in arrows.items():
-        # CTAs wait for other CTAs of their rank, too: that leads on only if the rank waited for nobody else
+            edges[origin][target] = record
+    for failure in failures:  # a rank whose network has failed waited for the network
+        edges.setdefault(("rank", failure.rank), {})[("network", failure.rank)] = None
+    for origin, targets in edges.items():
+        # CTAs also wait for other CTAs of their rank: that matters only if the rank waited for nobody else
         if len(targets) > 1:
             targets.pop(origin, None)
-    return arrows
+    return edges
 
 
 def _distances(end: Party, into: dict[Party, set[Party]]) -> dict[Party, int]:
-    """How many waits each party is away from the end."""
+    """The number of waits from each party to the end."""
     distance = {end: 0}
     queue = [end]
     for party in queue:
@@ -156,28 +157,28 @@ def _distances(end: Party, into: dict[Party, set[Party]]) -> dict[Party, int]:
 
 
 def _descend(
-    start: Party, distance: dict[Party, int], arrows: dict[Party, dict[Party, WaitRecord | None]]
+    start: Party, distance: dict[Party, int], edges: dict[Party, dict[Party, WaitRecord | None]]
 ) -> tuple[WaitRecord, ...]:
     waits = []
     while distance[start]:
-        nearer = [party for party in arrows[start] if distance.get(party) == distance[start] - 1]
-        best = max(nearer, key=lambda party: (_weight(arrows[start][party]), -party[1]))
-        record = arrows[start][best]
+        nearer = [party for party in edges[start] if distance.get(party) == distance[start] - 1]
+        best = max(nearer, key=lambda party: (_weight(edges[start][party]), -party[1]))
+        record = edges[start][best]
         if record is not None:
             waits.append(record)
         start = best
     return tuple(waits)
 
 
-def _cycle(start: Party, arrows: dict[Party, dict[Party, WaitRecord | None]]) -> tuple[WaitRecord, ...]:
-    """Follow the waits until they come back."""
+def _cycle(start: Party, edges: dict[Party, dict[Party, WaitRecord | None]]) -> tuple[WaitRecord, ...]:
+    """Follow the waits until they return to a rank."""
     seen: list[Party] = []
     waits: list[WaitRecord] = []
     while start not in seen:
         seen.append(start)
-        best = max(arrows[start], key=lambda party: (_weight(arrows[start][party]), -party[1]))
-        record = arrows[start][best]
-        assert record is not None  # an arrow without a record leads to an end
+        best = max(edges[start], key=lambda party: (_weight(edges[start][party]), -party[1]))
+        record = edges[start][best]
+        assert record is not None  # an edge without a record leads to an end
         waits.append(record)
         start = best
     return tuple(waits[seen.index(start) :])
@@ -199,11 +200,11 @@ def _reason(
         return f"the network of rank {rank} failed: {failed[culprit]}"
     if kind == "proxy":
         return (
-            f"the network proxy of rank {rank} did not go on: it was dead, or its peer took nothing. "
+            f"the network proxy of rank {rank} made no progress: it had died, or its peer accepted nothing. "
             f"See the output of rank {rank} and of the ranks it sends to"
         )
     wait = waits[-1]  # the one for this rank
-    if wait.signal == "call":  # its host code waited
+    if wait.signal == "call":  # its host waited
         return f"rank {rank} waited for nobody: it never came to {wait.op}, or was lost on the way"
     if _same_calls((rank, wait.rank), calls) or (rank, wait.op) in ended:
         return (
@@ -221,7 +222,7 @@ def _reason(
 
 def _reason_of_cycle(cycle: tuple[WaitRecord, ...], calls: Calls) -> str:
     if len(cycle) == 1:
-        return f"rank {cycle[0].rank} waited for itself: other CTAs of its launch did not go on"
+        return f"rank {cycle[0].rank} waited for itself: other CTAs of its launch made no progress"
     ops = {wait.rank: wait.op for wait in cycle}
     if len(set(ops.values())) > 1:
         where = ", ".join(f"rank {rank} in {op}" for rank, op in sorted(ops.items()))
@@ -243,16 +244,16 @@ def _same_calls(ranks: tuple[int, ...], calls: Calls) -> bool:
 
 
 def _different_calls(ranks: tuple[int, ...], calls: Calls) -> str:
-    """How the calls of the ranks differ, as far as that is known; "" if they do not."""
+    """How the calls of the ranks differ, as far as known; "" if they do not."""
     known = sorted(rank for rank in ranks if rank in calls)
     if len({tuple(calls[rank]) for rank in known}) < 2:
         return ""
-    place = next(i for i, ops in enumerate(zip_longest(*(calls[rank] for rank in known))) if len(set(ops)) > 1)
+    first = next(i for i, ops in enumerate(zip_longest(*(calls[rank] for rank in known))) if len(set(ops)) > 1)
     made = (
-        f"of rank {rank} is {calls[rank][place]}" if place < len(calls[rank]) else f"of rank {rank} was not made"
+        f"of rank {rank} is {calls[rank][first]}" if first < len(calls[rank]) else f"of rank {rank} was not made"
         for rank in known[:SHOWN]
     )
-    return f"Call {place + 1} {', '.join(made)}. {SAME_CALLS}"
+    return f"Call {first + 1} {', '.join(made)}. {SAME_CALLS}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

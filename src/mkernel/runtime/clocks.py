@@ -1,10 +1,9 @@
-"""How far the clocks of a group's ranks are apart.
+"""Offsets between the clocks of a group's ranks.
 
-Ranks on one GPU read one timer. Otherwise each rank compares its GPU's timer with its host's clock, by asking for
-the time and noting when it asked and when it had the answer: the answer was given in between. Hosts
-compare their clocks at barriers: nobody leaves a barrier before everybody has come, so of two hosts' clocks
-each barrier gives a lower and an upper bound of their difference, and several barriers together a
-narrow one. Both ways give a difference and the most that it can be wrong by.
+Ranks on one GPU read the same timer. Otherwise each rank compares its GPU's timer with its host's clock: it reads the
+timer, and the host's clock before and after. Hosts compare their clocks at barriers: no rank leaves a barrier before
+all have entered it, so each barrier bounds the difference of two hosts' clocks from both sides, and several barriers
+narrow the bounds. Both methods give an offset and a bound of its error.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ BARRIERS = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """What to subtract from a rank's clock to get rank 0's, and the most that this can be wrong by, in
-    nanoseconds."""
+    """What to subtract from a rank's clock to get rank 0's, and a bound of the error, in nanoseconds."""
 
     nanoseconds: int
     error: int
 
 
 def between(readings: Sequence[tuple[int, int, int]]) -> Offset:
-    """A clock's lead over the host's, from readings (host before, clock, host after)."""
+    """The offset of a clock from the host's, from readings (host before, clock, host after)."""
     before, clock, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return Offset(clock - (before + after) // 2, (after - before + 1) // 2)
 
 
 def hosts_between(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> Offset:
-    """The lead of my host's clock over theirs, from when each came to barriers and left them."""
+    """The offset of my host's clock from theirs, from the times at which each entered and left barriers."""
     highest = min(left - came for (_, left), (came, _) in zip(mine, theirs))
     lowest = max(came - left for (came, _), (_, left) in zip(mine, theirs))
     return Offset((highest + lowest) // 2, max((highest - lowest + 1) // 2, 0))
 
 
 def offsets(group: Group) -> list[Offset]:
-    """By rank: how its clock differs from rank 0's. Collective."""
-    clocks = group.exchange("clocks", group.world.clock(group.world_rank))
+    """The offset of every rank's clock from rank 0's. Collective."""
+    clock_here = group.world.launcher.clock(group.world_rank)
+    clocks = group.exchange("clocks", clock_here.name)
     if len(set(clocks)) == 1:
         return [Offset(0, 0)] * group.size
     from mkernel.runtime.processes import host_name
 
-    own = between(group.world.compare_clocks(group.world_rank))
+    own = between(clock_here.compare())
     barriers = []
     for _ in range(BARRIERS):
         came = time.monotonic_ns()
@@ -60,7 +59,7 @@ def offsets(group: Group) -> list[Offset]:
     host, first, its_barriers = told[0]
     found = []
     for clock in clocks:
-        name, theirs, their_barriers = told[clocks.index(clock)]  # ranks with one clock are not apart
+        name, theirs, their_barriers = told[clocks.index(clock)]  # ranks that share a clock have the same offset
         apart = Offset(0, 0) if name == host else hosts_between(their_barriers, its_barriers)
         if clock == clocks[0]:
             found.append(Offset(0, 0))

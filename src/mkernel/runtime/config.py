@@ -1,4 +1,4 @@
-"""How an operator is cut: tiles, chunks and CTAs per role."""
+"""The configuration of an operator: tiles, chunks and CTAs per role."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """None means: a good default for the shapes and the machine.
+    """A field that is None gets a good default for the shapes and the machine.
 
     tile_m, tile_n, tile_k: the tile of the GEMM. group_m: row blocks that are computed together, so
-    that CTAs share what they load. stages, warps: Triton's num_stages and num_warps.
+    that CTAs share loads. stages, warps: Triton's num_stages and num_warps.
     ctas: CTAs of a launch; send_ctas, intra_ctas: how many of them post to the network and copy over
-    NVLink; the others compute. join_tiles: how many tiles each of those computes when it is done.
-    chunk_rows: rows that are transferred and signalled at a time.
+    NVLink; the others compute. join_tiles: how many tiles each of these computes after its transfers.
+    chunk_rows: rows that are transferred with one signal.
     copy_bytes: bytes that a copying CTA has in flight.
-    steps: how much of the keys and values of other ranks is buffered; one step is as much as a rank has.
+    steps: how much of the keys and values of other ranks is buffered; one step is what one rank has.
     """
 
     tile_m: int | None = None
@@ -35,7 +35,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Settings:
-    """A Config in which everything was decided."""
+    """A Config in which every field has a value."""
 
     tile_m: int
     tile_n: int

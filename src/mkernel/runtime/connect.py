@@ -1,10 +1,9 @@
-"""How the ranks of a group get a transport between nodes: which one, and what they tell each other.
+"""How the ranks of a group choose and connect a transport between nodes.
 
-Between nodes each rank talks to the ranks with its own local rank, and to no others. Everything that
-ranks have to know of each other goes through the group's exchanges, thus over the store of the process
-group: the addresses for tcp; the descriptions of queue pairs for RDMA, and of every segment that is attached, when it
-is attached: attaching is collective, as the symmetric heap is. The secret of the connections never does
-(`runtime/secret.py`).
+Between nodes each rank talks only to the ranks with the same local rank, its counterparts. What these must know about
+each other goes through exchanges of the group, thus over the store of the process group: addresses for TCP,
+descriptions of queue pairs for RDMA, and a description of every segment when it is attached (so attaching is
+collective, as the symmetric heap is). The secret of the connections never does (`runtime/secret.py`).
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from mkernel.runtime.printable import printable
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
-TRIAL_SEGMENT = (1 << 23) - 1  # the heap counts from 0
-TRIAL_SECONDS = 10.0
-PEER_SECONDS = 30.0  # that a machine may be silent; a rank that is late, but alive, is not
+TEST_SEGMENT = (1 << 23) - 1  # the heap numbers its segments from 0
+TEST_SECONDS = 10.0
+PEER_SECONDS = 30.0  # without a sign of life from a machine; a rank that is late but alive gives one
 
 
 def counterparts(group: Group) -> list[int]:
-    """The ranks of the other nodes that this one talks to."""
+    """The ranks on other nodes that this one talks to."""
     topology = group.topology
     ranks = range(group.size)
     return [rank for rank in ranks if rank != group.rank and topology.local_rank_of(rank) == group.local_rank]
 
 
 def open_transport(group: Group, config: TransportConfig, address: Callable[[], str], secret: bytes) -> Transport:
-    """A transport that is connected to this rank's counterparts. Collective.
+    """A transport connected to this rank's counterparts. Collective.
 
     Args:
-        address: the address under which other machines reach this one; also collective.
-        secret: known to the ranks of the group and nobody else.
+        address: returns the address at which other machines reach this one; collective, too.
+        secret: known only to the ranks of the group.
     """
     group.agree("mk.init", transport=type(config).__name__)
     if isinstance(config, Tcp):
@@ -51,14 +50,14 @@ def open_transport(group: Group, config: TransportConfig, address: Callable[[], 
     try:
         return _open_rdma(group, Verbs() if isinstance(config, Auto) else config)
     except TransportError:
-        if isinstance(config, Auto):  # all ranks come here together, see _together
+        if isinstance(config, Auto):  # on all ranks, see _raise_on_all_ranks
             return _open_tcp(group, Tcp(), address(), secret)
         raise
 
 
 def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tensor]) -> None:
-    """Make these segments known to this rank's transport, and to the counterparts'. Collective: all
-    ranks attach the same numbers."""
+    """Let this rank's transport, and those of its counterparts, access these segments. Collective: all ranks attach the
+    same numbers."""
     problem = None
     try:
         for number, memory in segments.items():
@@ -66,7 +65,7 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
     except MKernelError as error:
         problem = error
     if isinstance(transport, RdmaTransport):
-        _together(group, problem)
+        _raise_on_all_ranks(group, problem)
         described = group.exchange("network", {number: transport.describe_segment(number) for number in segments})
         for peer in counterparts(group):
             for number, description in described[peer].items():
@@ -75,18 +74,20 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
         raise problem
 
 
-def drop(transport: Transport, segment: int) -> None:
-    """All ranks are done with the segment, and all of their requests were completed."""
+def detach(transport: Transport, segment: int) -> None:
+    """All ranks are done with the segment, and all of their requests have completed."""
     if isinstance(transport, VerbsTransport):
-        transport.detach(segment)  # completed means written, so nothing more can come
-    # Others keep it until the group is closed: a completed request's signal may still be under way.
+        transport.detach(segment)  # completed means written, so nothing more can arrive
+    # Other transports keep it until the group is closed: the signal of a completed request may still be in flight.
 
 
 def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
-    patience = min(group.timeout, PEER_SECONDS)
-    transport = TcpTransport(group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=patience)
-    doors = group.exchange("network", (here, transport.port))
-    transport.connect({rank: doors[rank] for rank in counterparts(group)}, group.timeout)
+    peer_timeout = min(group.timeout, PEER_SECONDS)
+    transport = TcpTransport(
+        group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=peer_timeout
+    )
+    endpoints = group.exchange("network", (here, transport.port))
+    transport.connect({rank: endpoints[rank] for rank in counterparts(group)}, group.timeout)
     return transport
 
 
@@ -100,7 +101,7 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
             descriptions = {peer: transport.describe(peer) for peer in counterparts(group)}
         except MKernelError as error:
             problem = error
-        _together(group, problem)
+        _raise_on_all_ranks(group, problem)
         assert transport is not None
         told = group.exchange("network", descriptions)
         try:
@@ -108,8 +109,8 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
                 transport.connect(peer, told[peer][group.rank])
         except MKernelError as error:
             problem = error
-        _together(group, problem)
-        _try_out(group, transport)
+        _raise_on_all_ranks(group, problem)
+        _test_transport(group, transport)
     except BaseException:
         if transport is not None:
             transport.close(timeout=0)
@@ -117,20 +118,20 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
     return transport
 
 
-def _try_out(group: Group, transport: RdmaTransport) -> None:
-    """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each
-    other: then it is told here, and not in the middle of the first operator. Collective."""
+def _test_transport(group: Group, transport: RdmaTransport) -> None:
+    """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each other;
+    this finds out before the first operator does. Collective."""
     peers = counterparts(group)
     ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
     ring[requests.CAPACITY.value] = len(peers)
     for slot, peer in zip(ring[requests.HEADER_WORDS.value :].view(-1, requests.REQUEST_WORDS.value), peers):
-        slot[requests.PEER_AND_SEGMENTS.value] = peer | TRIAL_SEGMENT << 16 | TRIAL_SEGMENT << 40
+        slot[requests.PEER_AND_SEGMENTS.value] = peer | TEST_SEGMENT << 16 | TEST_SEGMENT << 40
         slot[requests.SIGNAL.value] = 8 * group.rank
         slot[requests.VALUE.value] = slot[requests.TURN.value] = 1
     signals = torch.zeros(group.size, dtype=torch.int64)
-    attach(group, transport, {TRIAL_SEGMENT: signals})
+    attach(group, transport, {TEST_SEGMENT: signals})
     proxy = Proxy(ring, transport)
-    deadline = time.monotonic() + min(group.timeout, TRIAL_SECONDS)
+    deadline = time.monotonic() + min(group.timeout, TEST_SECONDS)
     while not all(signals[peer] for peer in peers) and proxy.error is None and time.monotonic() < deadline:
         time.sleep(1e-3)
     served = proxy.stop(max(deadline - time.monotonic(), 0.0))
@@ -142,18 +143,18 @@ def _try_out(group: Group, transport: RdmaTransport) -> None:
         who = ", ".join(f"rank {peer}" for peer in silent or peers)
         problem = TransportError(
             f"over {', '.join(name for name, _, _ in transport.ports)} nothing came from {who} within "
-            f"{TRIAL_SECONDS:g} s; are these devices on one network, with addresses (GIDs) of one kind?"
+            f"{TEST_SECONDS:g} s; are these devices on the same network, with addresses (GIDs) of the same kind?"
         )
-    _together(group, problem)
-    transport.detach(TRIAL_SEGMENT)
+    _raise_on_all_ranks(group, problem)
+    transport.detach(TEST_SEGMENT)
 
 
 def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
-    patience = min(group.timeout, PEER_SECONDS)
+    peer_timeout = min(group.timeout, PEER_SECONDS)
     efa = isinstance(config, Efa)
-    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_place(group.device), names=config.devices)
+    ports = devices.choose_ports(devices.find_ports(), efa=efa, gpu=_gpu_location(group.device), names=config.devices)
     if isinstance(config, Efa):
-        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=patience)
+        return EfaTransport(group.rank, [(port.device, port.number, 0) for port in ports], peer_timeout=peer_timeout)
     rails = [
         (port.device, port.number, devices.choose_gid(port) if config.gid_index is None else config.gid_index)
         for port in ports
@@ -163,12 +164,12 @@ def _make_rdma(group: Group, config: Verbs | Efa) -> RdmaTransport:
         rails,
         queues=config.queues,
         traffic_class=config.traffic_class,
-        peer_timeout=patience,
+        peer_timeout=peer_timeout,
     )
 
 
-def _together(group: Group, problem: MKernelError | None) -> None:
-    """Raise on all ranks what has gone wrong on any of them, so that none waits for one that gave up."""
+def _raise_on_all_ranks(group: Group, problem: MKernelError | None) -> None:
+    """Raise the problem of any rank on all ranks, so that none waits for one that has given up."""
     for rank, reason in enumerate(group.exchange("network", None if problem is None else str(problem))):
         if reason is not None:
             failure = TransportError(f"rank {rank}: {printable(str(reason))}")
@@ -176,9 +177,9 @@ def _together(group: Group, problem: MKernelError | None) -> None:
             raise failure from problem
 
 
-def _gpu_place(device: torch.device) -> devices.Place | None:
+def _gpu_location(device: torch.device) -> devices.Location | None:
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
     domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    return devices.gpu_place(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+    return devices.gpu_location(f"{domain:04x}:{bus:02x}:{slot:02x}.0")

@@ -1,9 +1,8 @@
-"""Ranks as processes on CPUs: each runs the CTAs of its own rank on the interpreter.
+"""Ranks as processes on CPUs: each interprets the CTAs of its own rank.
 
-What the ranks of a node share lies in shared memory; nodes talk over TCP or RDMA, through the same native proxy
-that serves GPUs. So everything but the GPU itself is the real thing, and can be tried on a laptop.
-Shared memory has no name in the file system (peers open it through its owner's /proc entry), so
-nothing is left behind, however a process ends.
+The ranks of a node share memory; nodes talk over TCP or RDMA, through the same native proxy that serves GPUs. So
+everything but the GPU itself is real, and runs on a laptop. Shared memory has no name in the file system (peers open it
+through its owner's /proc entry), so nothing is left behind, however a process ends.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import torch.distributed as dist
 
 from mkernel.net.config import TransportConfig
 from mkernel.runtime.group import Group
-from mkernel.runtime.processes import Processes, host_name
-from mkernel.runtime.world import exchange_addresses
+from mkernel.runtime.network import NativeNetwork
+from mkernel.runtime.processes import ProcessConnector, host_name, introduce
+from mkernel.runtime.world import Links, exchange_addresses
+from mkernel.sim.backend import InlineLauncher, SimMemory
 from mkernel.sim.scheduler import Options, RealTimeScheduler
-from mkernel.sim.world import InlineWorld
+from mkernel.sim.simulator import Simulator
 
-IDLES_BETWEEN_LOOKS = 50  # idle moments between two looks at the network's health
+IDLES_PER_POLL = 50  # idle moments of the scheduler between two polls of the network's health
 
 
-class ProcessWorld(Processes, InlineWorld):
-    """The world of processes on CPUs; see runtime/world.py for what each method promises."""
-
-    scheduler_type = RealTimeScheduler
+class CpuProcesses:
+    """The world of processes on CPUs."""
 
     def __init__(
         self,
@@ -40,103 +39,100 @@ class ProcessWorld(Processes, InlineWorld):
         transport: TransportConfig | str,
         timeout: float,
     ):
-        seed = dist.get_rank(process_group)
-        InlineWorld.__init__(self, dist.get_world_size(process_group), 1, seed, Options())
-        Processes.__init__(self, process_group, gpus_per_node, transport, timeout)
-        self._files: dict[int, int] = {}  # address of shared memory -> its file descriptor
-        self._mapped: dict[Hashable, list[torch.Tensor]] = {}  # peers' memory, by group and segment
-        self._just_mapped: list[torch.Tensor] = []
-        self._told: set[Hashable] = set()  # connections whose failure the waiting CTAs were told
-        self._flagged = False  # a rank was lost, and the waiting CTAs were not told yet
+        self.size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.links = Links()
+        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
+        self.gpu_ids = list(range(self.size))
+        self.devices = {self.rank: torch.device("cpu")}
+        scheduler = RealTimeScheduler(self.rank, Options())
+        simulator = Simulator(self.size, scheduler, Options())
+        self.memory = SharedMemory(simulator)
+        self.network = NativeNetwork(ProcessConnector(transport, self.exchange.messages))
+        self.launcher = InlineLauncher(simulator, HostClock())
+        self.stream = self.launcher.execution.stream  # as in the simulator, but calls return when they have finished
+        scheduler.on_idle = ProxyMonitor(self.launcher, self.network).poll
+
+
+class ProxyMonitor:
+    """Wakes the CTAs of this process when somebody else has raised its abort flags: the proxy, when the network fails,
+    or the thread that watches the other processes."""
+
+    def __init__(self, launcher: InlineLauncher, network: NativeNetwork):
+        self._launcher, self._network = launcher, network
+        self._failed: set[Hashable] = set()  # connections whose failure was noticed
         self._idles = 0
-        assert isinstance(self.scheduler, RealTimeScheduler)
-        self.scheduler.on_idle = self._watch_proxies
 
-    # -- places
+    def poll(self) -> None:
+        """Called by the scheduler when all CTAs wait."""
+        self._launcher.poll_abort()
+        self._idles += 1
+        if self._idles % IDLES_PER_POLL:
+            return
+        for name, connection in self._network.connections.items():
+            if name not in self._failed and connection.proxy.error is not None:
+                self._failed.add(name)
+                self._launcher.wake_all()
 
-    def device(self, rank: int) -> torch.device:
-        return {self.rank: torch.device("cpu")}[rank]  # a process knows no other's, as on GPUs
 
-    # -- memory
+class HostClock:
+    """The clock of this machine, which interpreted kernels read."""
+
+    @property
+    def name(self) -> Hashable:
+        return host_name()
+
+    def compare(self) -> list[tuple[int, int, int]]:
+        now = time.monotonic_ns()
+        return [(now, now, now)]
+
+
+class SharedMemory:
+    """The Memory of processes on CPUs: files in memory, which the other processes of the node map."""
+
+    def __init__(self, simulator: Simulator):
+        self._allow = simulator.allow
+        self._files: dict[int, int] = {}  # address of shared memory -> its file descriptor
+        self._mapped: dict[int, list[torch.Tensor]] = {}  # address of shared memory -> the peers' memory beside it
+        plain = SimMemory(simulator)
+        self.upload, self.host_words = plain.upload, plain.host_words
+        self.describe, self.empty, self.map_multicast = plain.describe, plain.empty, plain.map_multicast
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         handle = os.memfd_create("mkernel")
         os.ftruncate(handle, max(nbytes, 1))
         memory = self._map(handle, nbytes)
         self._files[memory.data_ptr()] = handle
-        weakref.finalize(memory.untyped_storage(), _close, self._files, memory.data_ptr())
+        weakref.finalize(memory.untyped_storage(), _release, self._files, self._mapped, memory.data_ptr())
         return memory
+
+    def unmap(self, memory: torch.Tensor) -> None:
+        self._mapped.pop(memory.data_ptr(), None)
 
     def _map(self, handle: int, nbytes: int) -> torch.Tensor:
         memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
         self._allow(memory, None)
         return memory
 
-    def host_words(self, rank: int, count: int) -> torch.Tensor:
-        return super().allocate(rank, count * 8).view(torch.int64)
-
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
-        shared = os.getpid(), self._files[memory.data_ptr()], memory.data_ptr(), memory.numel()
-        return exchange_addresses(group, shared, self._address_of)
+        own = memory.data_ptr()
+        peers: list[torch.Tensor] = []
+        self._mapped[own] = peers
 
-    def _address_of(self, shared: Any) -> int:
-        process, file, address, nbytes = shared
-        if process == os.getpid():
-            return address
-        handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-        try:
-            self._just_mapped.append(self._map(handle, nbytes))
-        finally:
-            os.close(handle)
-        return self._just_mapped[-1].data_ptr()
+        def address_of(shared: Any) -> int:
+            process, file, address, nbytes = shared
+            if process == os.getpid():
+                return address
+            handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+            try:
+                peers.append(self._map(handle, nbytes))
+            finally:
+                os.close(handle)
+            return peers[-1].data_ptr()
 
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        InlineWorld.register(self, group, segment, memory)
-        if memory is None:
-            self._mapped.pop((group.name, segment), None)
-        else:
-            self._mapped[group.name, segment] = self._just_mapped
-            self._just_mapped = []
-        self.attach(group, segment, memory)
-
-    # -- time
-
-    def clock(self, rank: int) -> Hashable:
-        return host_name()
-
-    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
-        now = time.monotonic_ns()
-        return [(now, now, now)]
-
-    # -- ranks that are lost
-
-    def opened(self, group: Group) -> None:
-        InlineWorld.opened(self, group)
-        Processes.opened(self, group)
-
-    def abort(self, group: Group) -> None:
-        group._control.memory[:8].view(torch.int64)[0] = 1
-        self._flagged = True
-
-    def idle(self) -> bool:
-        return not self.scheduler.tasks
-
-    # -- the network
-
-    def _watch_proxies(self) -> None:
-        """When the network fails, the proxy raises the abort flags of this node's ranks; the scheduler has to be
-        told that it did, so that the CTAs look."""
-        if self._flagged:
-            self._flagged = False
-            self.scheduler.memory.changed(progress=True)
-        self._idles += 1
-        if self._idles % IDLES_BETWEEN_LOOKS:
-            return
-        for name, connection in self._connections.items():
-            if name not in self._told and connection.proxy.error is not None:
-                self._told.add(name)
-                self.scheduler.memory.changed(progress=True)
+        return exchange_addresses(group, (os.getpid(), self._files[own], own, memory.numel()), address_of)
 
 
-def _close(files: dict[int, int], address: int) -> None:
+def _release(files: dict[int, int], mapped: dict[int, list[torch.Tensor]], address: int) -> None:
     os.close(files.pop(address))
+    mapped.pop(address, None)

@@ -1,79 +1,60 @@
-"""Ranks as threads of one process, on the GPUs that are there.
+"""Memory and launches on GPUs, for ranks that are threads and for ranks that are processes.
 
-Every rank is a thread with a stream of its own. Ranks that share a GPU share its SMs: a launch has
-so many CTAs that all ranks' launches fit on the GPU at the same time.
+Ranks that share a GPU share its SMs: a launch has as many CTAs as leave room for those of all other ranks on the GPU.
 
-Nodes are groups of these ranks; between them a native proxy per rank copies on streams of its own (the
-loopback transport), and can be paced to the rate and latency of a network.
+A spinning kernel constrains how launches are made:
 
-Three things that a spinning kernel does not forgive decide how launches are made:
-
-- Loading a kernel, any kernel, waits for those that run (measured: a first call of a Triton or a
-  torch kernel waits until a spinning one ends; cudaMalloc and pinned memory do not). So a rank's
-  launch may not spin for a peer whose thread still has something to load before its own launch: the
-  launches of one call are gathered, compiled and loaded for all ranks, and then made together by
-  the thread that came last.
-- A kernel can not start while the SMs it needs are held by kernels that wait for it. So the
-  operators of one rank run one after the other, in the order of the calls, also on different
-  streams; as all ranks make their calls in the same order, the oldest call can always finish.
-- Memory that peers may still write to must not be handed out again: see runtime/heap.py.
+- Loading a kernel, any kernel, waits for the kernels that run in the process (measured: the first call of a Triton or
+  torch kernel waits until a spinning one ends; cudaMalloc and pinned memory do not). So a rank's kernel must not spin
+  for a peer that still has to load something before its own launch. Threads of one process therefore gather the
+  launches of a call: the last thread to arrive compiles and loads them all, then starts them all.
+- A kernel cannot start while the SMs it needs are held by kernels that wait for it. So the operators of a rank run one
+  after the other, in the order of the calls, even on different streams. All ranks make their calls in the same
+  order, so the oldest call can always finish.
+- Memory that peers may still write to must not be reused: see runtime/heap.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from mkernel.lang.device import write_time
-from mkernel.runtime import chains, records
-from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
-from mkernel.runtime.group import Group, set_current
-from mkernel.runtime.network import Networked
-from mkernel.runtime.world import Launch, Links, Part, exchange_addresses
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.network import NativeNetwork
+from mkernel.runtime.world import Launch, Part, exchange_addresses
 
-CLOCK_READINGS = 20  # of which the quickest counts
-VARIANTS_KNOWN = 4096
+if TYPE_CHECKING:
+    from mkernel.runtime.cuda_threads import ThreadExchange
+
+CLOCK_READINGS = 20  # the quickest one counts
+LOADED_KEPT = 4096
 
 
-class CudaRanks(Networked):
-    """What ranks on GPUs have in common, be they threads or processes: memory, streams and launches."""
+class DeviceMemory:
+    """The Memory of ranks that are threads of one process, which share an address space."""
 
-    def __init__(self, size: int, links: Links, devices: Mapping[int, torch.device], shares: Mapping[int, int]):
-        """`shares`: how many CTAs of one launch a rank may have."""
-        Networked.__init__(self)
-        self.size = size
-        self.links = links
+    def __init__(self, devices: Mapping[int, torch.device]):
         self._devices = devices
-        self._shares = shares
-        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
-        self._loaded: set[Hashable] = set()
-        self._aborting: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
 
-    # -- places
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
+        torch.cuda.current_stream(self._devices[rank]).synchronize()
+        return memory
 
-    def device(self, rank: int) -> torch.device:
-        return self._devices[rank]
+    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
+        return exchange_addresses(group, memory.data_ptr())
 
-    def gpu(self, rank: int) -> Hashable:
-        return self._devices[rank]
+    def unmap(self, memory: torch.Tensor) -> None:
+        pass
 
-    def ctas(self, rank: int) -> int:
-        return self._shares[rank]
-
-    # -- memory
-
-    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
-        return 0  # what a process allocates for itself has no multicast object; symmetric memory has
+    def map_multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        return 0  # only symmetric memory has multicast objects
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
@@ -81,63 +62,55 @@ class CudaRanks(Networked):
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64).pin_memory()
 
-    def name(self, memory: torch.Tensor, parts: Sequence[Part]) -> None:
-        pass  # only the simulator looks
+    def describe(self, group: Group, segment: int, memory: torch.Tensor, parts: Sequence[Part]) -> None:
+        pass  # only the simulator checks it
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
 
-    def be_able_to_abort(self, rank: int) -> None:
-        """Have a stream for `abort`: to make one waits for kernels that spin."""
-        if rank not in self._aborting:
-            one = torch.ones(1, dtype=torch.int64).pin_memory()
-            self._aborting[rank] = torch.cuda.Stream(self._devices[rank]), one
 
-    def abort(self, group: Group) -> None:
-        """Let the group's kernels on this rank end, which may be spinning now: by a copy on a stream of its own."""
-        if group.world_rank not in self._aborting:
-            return  # no group was opened yet
-        stream, one = self._aborting[group.world_rank]
-        with torch.cuda.device(group.device), torch.cuda.stream(stream):
-            group._control.memory[:8].view(torch.int64).copy_(one, non_blocking=True)
+class CudaClock:
+    """The global timer of a GPU."""
 
-    # -- time
+    def __init__(self, device: torch.device):
+        self._device = device
 
-    def clock(self, rank: int) -> Hashable:
-        properties: Any = torch.cuda.get_device_properties(self._devices[rank])
+    @property
+    def name(self) -> Hashable:
+        properties: Any = torch.cuda.get_device_properties(self._device)
         return str(properties.uuid)
 
-    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
+    def compare(self) -> list[tuple[int, int, int]]:
         readings = []
         for _ in range(CLOCK_READINGS):
-            word = self.host_words(rank, 1)
+            word = torch.zeros(1, dtype=torch.int64).pin_memory()
             before = time.monotonic_ns()
-            with torch.cuda.device(self._devices[rank]):
+            with torch.cuda.device(self._device):
                 write_time[(1,)](word, num_warps=1)
             while not word[0]:
                 pass
             readings.append((before, int(word[0]), time.monotonic_ns()))
-        self.synchronize(rank)
+        torch.cuda.current_stream(self._device).synchronize()
         return readings
 
-    # -- launches
 
-    def stream_key(self, rank: int) -> Hashable:
-        return torch.cuda.current_stream(self._devices[rank]).cuda_stream
+class KernelLoader:
+    """Compiles kernels and loads them onto GPUs."""
 
-    def capturing(self, rank: int) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def __init__(self, devices: Mapping[int, torch.device], network: NativeNetwork, synchronize: Callable[[int], None]):
+        self._devices, self._network, self._synchronize = devices, network, synchronize
+        self._loaded: set[Hashable] = set()
 
     def load(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
-        """Compile the kernel of a launch and load it onto the GPU, unless that was done before."""
+        """Compile the kernel of a launch and load it onto the GPU, unless it is loaded already."""
         key = (self._devices[rank], launch.kernel, launch.variant)
         if key in self._loaded:
             return
-        if self._connections and not torch.cuda.is_current_stream_capturing():
-            # loading waits for the kernels that run, and those wait for a proxy, which has to get at the driver:
-            # so wait for them here, where nothing is held up
+        if self._network.connections and not torch.cuda.is_current_stream_capturing():
+            # Loading waits for running kernels while it holds the driver. Those kernels may wait for a proxy that needs
+            # the driver. So wait for them here, where nothing holds it.
             for other in self._devices:
-                self.synchronize(other)
+                self._synchronize(other)
         with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
             try:
                 compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
@@ -147,12 +120,73 @@ class CudaRanks(Networked):
                     f"{launch.op}: this configuration needs more {problem.name} ({problem.required}) than the GPU has "
                     f"({problem.limit}); give config smaller tiles, fewer stages or fewer warps"
                 ) from problem
-        if len(self._loaded) >= VARIANTS_KNOWN:
-            self._loaded.clear()  # they stay loaded; to ask again costs a little
+        if len(self._loaded) >= LOADED_KEPT:
+            self._loaded.clear()  # the kernels stay loaded; loading them again is cheap
         self._loaded.add(key)
 
+
+class CudaLauncher:
+    """The Launcher of ranks on GPUs.
+
+    Args:
+        ctas: how many CTAs of one launch each rank may have.
+        network: of this process; its proxies constrain when kernels may be loaded (`KernelLoader.load`).
+        threads: the exchange of ranks that are threads of this process; None if this process is one rank.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[int, torch.device],
+        ctas: Mapping[int, int],
+        network: NativeNetwork,
+        threads: ThreadExchange | None = None,
+    ):
+        self._devices = devices
+        self._ctas = ctas
+        self._network = network
+        self._threads = threads
+        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
+        self.loader = KernelLoader(devices, network, self.synchronize)
+        self._abort_streams: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
+
+    def ctas(self, rank: int) -> int:
+        return self._ctas[rank]
+
+    def open(self, group: Group) -> None:
+        # `abort` cannot create its stream when it needs it: creating a stream waits for kernels that spin
+        rank = group.world_rank
+        if rank not in self._abort_streams:
+            one = torch.ones(1, dtype=torch.int64).pin_memory()
+            self._abort_streams[rank] = torch.cuda.Stream(self._devices[rank]), one
+
+    def stream_key(self, rank: int) -> Hashable:
+        return torch.cuda.current_stream(self._devices[rank]).cuda_stream
+
+    def capturing(self, rank: int) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def launch(self, rank: int, launch: Launch) -> None:
+        group = launch.group
+        stream = torch.cuda.current_stream(self._devices[rank])
+        if self._threads is None:
+            self.loader.load(rank, launch, stream)
+            group.confirm()
+            self.start(rank, launch, stream)
+        else:
+            self._threads.run_together(group, launch.op, launch.call, (launch, stream), self.launch_together)
+        if self.sync_after_first_call(rank, group) and self._threads is not None:
+            group.barrier()  # the other ranks' kernels run in this process, too
+
+    def launch_together(self, launches: Mapping[int, tuple[Launch, torch.cuda.Stream]]) -> None:
+        """Load the kernels of several ranks, then start them all."""
+        for rank, (launch, stream) in launches.items():
+            self.loader.load(rank, launch, stream)
+        for rank, (launch, stream) in launches.items():
+            self.start(rank, launch, stream)
+
     def start(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
-        """Queue the kernel, after the rank's last one."""
+        """Queue a loaded kernel behind the rank's last one."""
         with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
             last = self._last.get(rank)
             capturing = torch.cuda.is_current_stream_capturing()
@@ -165,304 +199,37 @@ class CudaRanks(Networked):
                 self._last[rank] = (stream, event)
             self._streams[rank].add(stream)
 
-    def synchronize(self, rank: int) -> None:
-        torch.cuda.current_stream(self._devices[rank]).synchronize()
-        for stream in list(self._streams[rank]):
-            stream.synchronize()
+    def sync_after_first_call(self, rank: int, group: Group) -> bool:
+        """Synchronize if this was the first call since the ranks agreed on new shapes. Return whether it was.
 
-    def first_call_is_done(self, rank: int, group: Group) -> bool:
-        """Was this the first call since ranks have agreed on new shapes, and is it done now?
-
-        What follows such a call is often used for the first time too, so it has to be loaded; and while the
-        driver does that, and waits for our kernels, it may keep the proxy out that they wait for. So, where there
-        is a proxy that needs the driver, a first call returns when it is done.
+        What follows such a call often runs for the first time, too, and has to be loaded. While the driver loads it, it
+        waits for our kernels, and may block the proxy that they wait for. So where there is a proxy, the first call
+        returns only when it has finished.
         """
         first, group.fresh = group.fresh, False
-        if not (first and self._connections) or torch.cuda.is_current_stream_capturing():
+        if not (first and self._network.connections) or torch.cuda.is_current_stream_capturing():
             return False
         self.synchronize(rank)
         group.check()
         return True
 
-
-class CudaWorld(CudaRanks):
-    """The world of one process with CUDA; see runtime/world.py for what each method promises."""
-
-    def __init__(self, nodes: int, gpus_per_node: int, links: Links):
-        size = nodes * gpus_per_node
-        count = torch.cuda.device_count()
-        devices = {rank: torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
-        super().__init__(size, links, devices, _shares(devices, nodes))
-        self.gpus_per_node = gpus_per_node
-        self._name = f"spawn {next(_worlds)}"
-        self._changed = threading.Condition()
-        self._mail: dict[Hashable, dict[Any, Any]] = {}
-        self._gone: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and how
-        self._interrupted = False
-        self.groups: dict[int, weakref.WeakSet[Group]] = {rank: weakref.WeakSet() for rank in range(size)}
-        self._let_devices_see_each_other()
-
-    def _let_devices_see_each_other(self) -> None:
-        used = sorted({device.index for device in self._devices.values()})
-        for one in used:
-            for other in used:
-                if one != other:
-                    if not torch.cuda.can_device_access_peer(one, other):
-                        raise ArgumentError(f"GPU {one} can not read the memory of GPU {other}; use fewer ranks")
-                    # torch enables peer access at the first copy
-                    torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
-
-    def node_of(self, rank: int) -> int:
-        return rank // self.gpus_per_node
-
-    # -- the ranks' threads
-
-    def ended(self, rank: int, failure: BaseException | None) -> None:
-        """A rank's thread is over."""
-        with self._changed:
-            self._gone[rank] = failure
-            self._changed.notify_all()
-
-    def _await(
-        self,
-        rank: int,
-        members: Sequence[int],
-        box: dict[Any, Any],
-        done: Callable[[], bool],
-        what: str,
-        timeout: float,
-    ) -> None:
-        """Wait, with the lock held, until done() or until waiting has become pointless."""
-        begun = time.monotonic()
-        while not done():
-            if self._interrupted:
-                raise KeyboardInterrupt
-            missing = [member for member in members if member not in box]
-            waited = time.monotonic() - begun
-            failed = next((self._gone[member] for member in missing if self._gone.get(member) is not None), None)
-            if failed is not None or waited >= timeout or (missing and all(member in self._gone for member in missing)):
-                places = [members.index(member) for member in missing]
-                raise records.absent(what, members.index(rank), places, len(members), waited) from failed
-            self._changed.wait(timeout - waited)
-
-    def exchange(
-        self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
-    ) -> list[Any]:
-        with self._changed:
-            box = self._mail.setdefault(key, {})
-            box[rank] = value
-            self._changed.notify_all()
-            self._await(rank, members, box, lambda: all(member in box for member in members), what, timeout)
-            self._leave(key, box, len(members))
-            return [box[member] for member in members]
-
-    def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        with self._changed:
-            box = self._mail.setdefault(key, {})
-            box[rank] = value
-            self._changed.notify_all()
-            self._leave(key, box, len(members))
-
-    def confirm(self, group: Group, call: Any) -> None:
-        group.exchange(call[0], None, call=call)
-
-    def leave(self, group: Group, why: str) -> None:
-        self.abort(group)  # the others hear of it when this rank's thread has ended
-
-    def broke(self, group: Group, failure: MKernelError) -> None:
-        pass  # who waits for a rank that does not come hears of it by its timeout, or by its end
-
-    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
-        return None
-
-    def interrupt(self) -> None:
-        """Let all ranks end: those that wait for others, and those whose kernels do."""
-        with self._changed:
-            self._interrupted = True
-            self._changed.notify_all()
-        for groups in self.groups.values():
-            for group in list(groups):
-                self.abort(group)
-
-    def _leave(self, key: Hashable, box: dict[Any, Any], members: int) -> None:
-        """The last of the members to leave throws the box away."""
-        box["left"] = box.get("left", 0) + 1
-        if box["left"] == members:
-            self._mail.pop(key, None)
-
-    # -- memory
-
-    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
+    def synchronize(self, rank: int) -> None:
         torch.cuda.current_stream(self._devices[rank]).synchronize()
-        return memory
+        for stream in list(self._streams[rank]):
+            stream.synchronize()
 
-    def map(self, group: Group, memory: torch.Tensor) -> list[int]:
-        return exchange_addresses(group, memory.data_ptr())
-
-    def opened(self, group: Group) -> None:
-        self.be_able_to_abort(group.world_rank)
-        self.groups[group.world_rank].add(group)
-
-    # -- the network
-
-    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        from mkernel.net import LoopbackTransport
-
-        links = self.links
-        transport = LoopbackTransport(
-            f"{self._name}, group {group.name!r}",
-            group.rank,
-            rate=links.network * 1e9 if links.network is not None else None,
-            latency=links.network_latency,
-        )
-        for number, memory in group.heap.segments():
-            transport.attach(number, memory)
-        self.connect(group, ring, transport, [self._devices[member] for member in group.members])
-
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        connection = self.connection(group)
-        if connection is None:
-            return  # peers read and write each other's memory by address
-        if memory is not None:
-            connection.transport.attach(segment, memory)
-        else:
-            connection.transport.detach(segment)
-
-    def close(self, patience: float) -> None:
-        """All ranks have ended: end what they left. Proxies serve what is in their rings first, while there is
-        memory to write to."""
-        for rank in self._devices:
-            with contextlib.suppress(RuntimeError):  # an error of the device was raised before
-                self.synchronize(rank)
-        for connection in self._connections.values():
-            connection.proxy.stop(patience)
-        for connection in self._connections.values():
-            connection.transport.close(0)
-        self._connections.clear()
-
-    # -- launches
-
-    def launch(self, rank: int, launch: Launch) -> None:
-        group = launch.group
-        stream = torch.cuda.current_stream(self._devices[rank])
-        key = group.next_exchange()
-        with self._changed:
-            box = self._mail.setdefault(key, {})
-            box[rank] = (launch.call, (launch, stream))
-            self._changed.notify_all()
-
-            def ready() -> bool:
-                # a rank that has ended will not come: the others find out in the kernel
-                if "made" not in box and all(m in box or self._gone.get(m, self) is None for m in group.members):
-                    present = {member: box[member] for member in group.members if member in box}
-                    calls = [called for called, _ in present.values()]
-                    box["made"], box["alike"] = len(present), all(called == launch.call for called in calls)
-                    if box["alike"]:
-                        try:
-                            self.launch_together({member: ready for member, (_, ready) in present.items()})
-                        except Exception as failure:
-                            box["failure"] = failure
-                    self._changed.notify_all()
-                return "made" in box
-
-            try:
-                self._await(rank, group.members, box, ready, launch.op, group.timeout)
-            except CommTimeout as late:
-                group.out_of_step(late)
-                raise
-            self._leave(key, box, box["made"])
-        if not box["alike"]:
-            group.compare([box[member][0] if member in box else launch.call for member in group.members])
-        if "failure" in box:
-            box["failure"].on_every_rank = True
-            raise box["failure"]
-        if self.first_call_is_done(rank, group):
-            group.barrier()  # the other ranks' kernels run in this process too
-
-    def launch_together(self, launches: dict[int, tuple[Launch, torch.cuda.Stream]]) -> None:
-        """Load what the launches need, then make them all."""
-        for rank, (launch, stream) in launches.items():
-            self.load(rank, launch, stream)
-        for rank, (launch, stream) in launches.items():
-            self.start(rank, launch, stream)
-
-
-_worlds = itertools.count()
-
-
-def _shares(devices: Mapping[int, torch.device], nodes: int) -> dict[int, int]:
-    """How many CTAs each rank may have, so that all fit on their GPUs.
-
-    With several nodes some SMs stay free, for the copies between nodes: from a GPU to itself they are made
-    with a kernel, which could not start while ours hold all SMs and wait for it (see net/native/cuda.h).
-    Four SMs of an H200 copy far more than the network that they stand for.
-    """
-    shares = {}
-    for rank, device in devices.items():
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        free = max(sms // 32, 1) if nodes > 1 else 0
-        shares[rank] = max((sms - free) // list(devices.values()).count(device), 1)
-    return shares
-
-
-def spawn(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    timeout: float,
-    links: Links,
-) -> list[Any]:
-    """Run function(group, *args) in a thread per rank; results by rank."""
-    if not torch.cuda.is_available():
-        raise ArgumentError("device='cuda' was asked for, but torch sees no GPU; device='cpu' is the simulator")
-    world = CudaWorld(nodes, gpus_per_node, links)
-    everyone = range(world.size)
-    results: list[Any] = [None] * world.size
-    failures: list[tuple[float, int, BaseException]] = []
-
-    def run(rank: int) -> None:
-        failure: BaseException | None = None
+    def poll_idle(self, rank: int) -> bool:
         try:
-            device = world.device(rank)
-            torch.cuda.set_device(device)
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                group = Group(world, everyone, rank, timeout=timeout, name="world")
-                set_current(group)
-                results[rank] = function(group, *args)
-                world.synchronize(rank)
-                for made in list(world.groups[rank]):
-                    made.check_unseen()
-        except BaseException as error:
-            failure = error
-            failures.append((time.monotonic(), rank, error))
-        finally:
-            world.ended(rank, failure)
+            return all(stream.query() for stream in self._streams[rank])
+        except RuntimeError:  # the device has failed
+            return False
 
-    # threads hand over to each other at every call; the usual 5 ms would be longer than the calls
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    threads = [threading.Thread(target=run, args=(rank,), name=f"mkernel rank {rank}") for rank in everyone]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C comes to this thread only
-        world.interrupt()
-        for thread in threads:
-            thread.join()
-        raise
-    finally:
-        sys.setswitchinterval(interval)
-        world.close(0.0 if failures else timeout)
-    if failures:
-        _, rank, failure = min(failures, key=lambda entry: (not getattr(entry[2], "is_cause", True), entry[0]))
-        if isinstance(failure, CommTimeout):
-            chains.join(failure, [other for _, _, other in failures if isinstance(other, CommTimeout)])
-        if hasattr(failure, "add_note"):
-            failure.add_note(f"raised on rank {rank}")
-        raise failure
-    return results
+    def abort(self, group: Group) -> None:
+        if group.abort_flag is None or group.world_rank not in self._abort_streams:
+            return  # the group has launched nothing yet
+        stream, one = self._abort_streams[group.world_rank]
+        with torch.cuda.device(group.device), torch.cuda.stream(stream):
+            group.abort_flag.copy_(one, non_blocking=True)
+
+    def clock(self, rank: int) -> CudaClock:
+        return CudaClock(self._devices[rank])

@@ -1,4 +1,4 @@
-"""What can go wrong, in words that help."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class MKernelError(Exception):
     """Base of all errors of this package."""
 
-    # Do all ranks of the group raise this, in the same call? If not, the others have to be told.
+    # Do all ranks of the group raise this in the same call? If not, the others have to be notified.
     on_every_rank = False
 
 
@@ -24,10 +24,9 @@ class ArgumentError(MKernelError, ValueError):
 class CommTimeout(MKernelError, RuntimeError):
     """A rank waited longer than the group's timeout for another one.
 
-    `record` is the wait that tells most, `records` are all that were given up on this rank. The
-    group cannot be used any more; the process and its GPU can: make a new group with those ranks
-    that are still there (`group.subset`). `others` are the records of the other ranks, where these are
-    in the same process (`mk.spawn`).
+    `records` are the waits that were given up on this rank, `record` is the most telling one. The group can no longer
+    be used; the process and its GPU can: make a new group of the ranks that are still alive (`group.subset`). `others`
+    are the records of the other ranks, if these are in the same process (`mk.spawn`).
     """
 
     def __init__(self, message: str, records: Sequence[WaitRecord] = ()):
@@ -37,8 +36,8 @@ class CommTimeout(MKernelError, RuntimeError):
         self.group: Hashable = None  # the name of the group whose ranks the records number
 
     def save(self, path: str | Path) -> None:
-        """Write the records to a file, as JSON lines. `mkernel why FILE...` shows from the files of all
-        ranks who waited for whom; a name with the rank in it keeps them apart."""
+        """Write the records to a file, as JSON lines. Give each rank a file of its own; `mkernel why FILE...` then
+        shows who waited for whom."""
         from mkernel.runtime import record_files
 
         record_files.write(path, self.records + self.others)
@@ -49,15 +48,16 @@ class CommTimeout(MKernelError, RuntimeError):
 
     @property
     def is_cause(self) -> bool:
-        """Did a wait of this rank run out, rather than end because another rank's had?"""
+        """Did a wait of this rank time out, rather than end because a wait of another rank had?"""
         return any(record.timed_out for record in self.records)
 
 
 class RankLost(CommTimeout):
-    """A rank of the group has ended, or has left the group in the middle of a call; nobody waited for the timeout.
+    """A rank of the group has exited, or has left the group in the middle of a call. Raised without waiting for the
+    timeout.
 
-    `rank` is its number in the group, `why` what is known of its end. As after any CommTimeout, the others can go on
-    with `group.subset`.
+    `rank` is its number in the group, `why` is what is known about its loss. As after any CommTimeout, the others can
+    continue with `group.subset`.
     """
 
     def __init__(self, message: str, records: Sequence[WaitRecord] = (), rank: int = -1, why: str = ""):
@@ -67,19 +67,19 @@ class RankLost(CommTimeout):
 
 
 class RoutingError(MKernelError, RuntimeError):
-    """A kernel found that its tokens can not be routed. Nothing was computed, on any rank of the group, and
-    the group can be used again."""
+    """A kernel found that its tokens cannot be routed. No rank of the group has computed anything, and the group can be
+    used again."""
 
 
 class CapacityError(RoutingError):
-    """More rows go to a rank than its capacity."""
+    """More rows are routed to a rank than its capacity."""
 
 
 class TransportError(MKernelError, RuntimeError):
-    """The network could not do what it was asked to do."""
+    """The network failed."""
 
     def save(self, path: str | Path) -> None:
-        """Write what is known to a file, as `CommTimeout.save` does: the failure, and the waits that it ended."""
+        """Write the failure, and the waits that it ended, to a file, as `CommTimeout.save` does."""
         from mkernel.runtime import chains, record_files
 
         records = self.__cause__.records if isinstance(self.__cause__, CommTimeout) else ()
@@ -88,13 +88,13 @@ class TransportError(MKernelError, RuntimeError):
 
 
 class SimulatorError(MKernelError, RuntimeError):
-    """The simulator found a kernel doing something that no GPU would forgive."""
+    """The simulator found an error in a kernel."""
 
 
 class RaceError(SimulatorError):
-    """Two accesses to the same memory, at least one of which stores, that nothing orders: on a GPU either may come
-    first. The message names both lines, who ran them, and what would have ordered them."""
+    """Two unordered accesses to the same memory, at least one of which is a store: on a GPU either may come first. The
+    message names both lines, who ran them, and what would have ordered them."""
 
 
 class Deadlock(SimulatorError):
-    """Every task of the simulated cluster waits for another one, and none of them looks at the clock."""
+    """All tasks of the simulated cluster wait for each other, and none of them has a timeout."""

@@ -1,4 +1,4 @@
-"""Groups: which ranks work together, and what they share."""
+"""Groups: sets of ranks that work together, and what they share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ AGREEMENTS_KEPT = 1024
 
 Plan = TypeVar("Plan")
 Function = TypeVar("Function", bound=Callable[..., Any])
-REFUSED = "refused"  # what a rank tells the others instead of a call: it refused it, and why
+REFUSED = "refused"  # what a rank sends the others instead of a call that it refused, with the reason
 
 _current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
 
 
 @dataclass(eq=False)
 class Workspace:
-    """An operator's own part of the heap, for one stream: signals, then two halves of data."""
+    """The part of the heap that an operator uses on one stream: signals, then two halves of data."""
 
     segment: Segment
     signal_words: int
@@ -45,7 +45,7 @@ class Workspace:
 
     @property
     def data_start(self) -> int:
-        """Where the first half begins, in bytes."""
+        """The offset of the first half, in bytes."""
         return -(-self.signal_words * 8 // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -58,17 +58,17 @@ class Workspace:
         return self.segment.memory[start : start + self.half_bytes]
 
     def buffers(self, start: int, name: str, item: int, *shape: int) -> list[Array]:
-        """An array in each half, so many bytes from the half's start."""
+        """An array in each half, `start` bytes from the start of the half."""
         begin = self.data_start + start
         return [Array(f"{name} in half {i}", begin + i * self.half_bytes, shape, item) for i in (0, 1)]
 
 
 @dataclass(frozen=True)
 class Uses:
-    """What a launch keeps in a workspace, for the simulator. The kernel, and the requests it posts, may touch these
-    arrays and nothing beside them. `free`: byte ranges of the half it used that nobody may read once the launch is
-    over; they are poisoned then, so that a read that comes too early shows. `whole`: byte ranges of both halves, for
-    operators that need no two halves and use them as one."""
+    """What a launch keeps in a workspace, for the simulator. The kernel and the requests it posts may access these
+    arrays and nothing else. `free`: byte ranges of the half it used that nobody may read after the launch; the
+    simulator then poisons them, so that a premature read shows. `whole`: the ranges are of both halves, for operators
+    that use the two halves as one."""
 
     workspace: Workspace
     arrays: Sequence[Array]
@@ -79,13 +79,13 @@ class Uses:
 class Group:
     """A set of ranks that call operators together.
 
-    Calls on a group are collective: every rank makes the same calls in the same order. Before anything is launched the
-    ranks compare what they call: if one calls something else, or refuses its arguments, all raise ArgumentError and
-    the group can be used again. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within
-    this group.
+    Calls on a group are collective: every rank makes the same calls in the same order. Before they launch anything, the
+    ranks compare their calls: if one calls something else or refuses its arguments, all raise ArgumentError, and the
+    group remains usable. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this
+    group.
     """
 
-    @torch.inference_mode(False)  # outside of it, too, the group will be used
+    @torch.inference_mode(False)  # the group will also be used outside of inference mode
     def __init__(self, world: World, members: Sequence[int], world_rank: int, *, timeout: float, name: Hashable):
         self.world = world
         self.members = tuple(members)
@@ -93,22 +93,24 @@ class Group:
         self.name = name
         self.timeout = timeout
         self.rank = self.members.index(world_rank)
-        self.topology = Topology.of([world.node_of(member) for member in self.members])
-        self.device = world.device(world_rank)
+        self.topology = Topology.of([world.node_ids[member] for member in self.members])
+        self.device = world.devices[world_rank]
+        self._launcher = world.launcher  # looked up once: every call uses it
         self._process = os.getpid()
+        self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels
         self._exchanges = 0
-        self._call: Any = None  # what the ranks agreed on for the next launch
-        self._confirmed = False  # all ranks are about to launch it
-        self._differs: Sequence[Any] | None = None
+        self._call: Any = None  # the call that the ranks have agreed on for the next launch
+        self._confirmed = False  # all ranks have confirmed it
+        self._different_calls: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
-        self.fresh = False  # ranks have just agreed on something new, so their next launch may be of a new kernel
+        self.fresh = False  # the ranks have just agreed on new shapes, so their next launch may need a new kernel
         self._closed = False
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
         self._plans: dict[int, dict[Hashable, Any]] = {}
-        self._captured: list[Any] = []  # what captured graphs will use when they are replayed
-        self.tracer: Tracer | None = None  # what writes down the events of this rank's launches, see mkernel.trace
+        self._captured: list[Any] = []  # what the replay of captured graphs will use
+        self.tracer: Tracer | None = None  # records the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
         try:
             self._open()
@@ -117,25 +119,27 @@ class Group:
             raise
 
     def _open(self) -> None:
-        world, world_rank = self.world, self.world_rank
-        self._records = world.host_words(world_rank, records.COUNT * records.WORDS)
+        world, world_rank, memory = self.world, self.world_rank, self.world.memory
+        self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
         self._reasons = self._records.view(-1, records.WORDS)[:, 0]
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
-            ring = world.host_words(
+            ring = memory.host_words(
                 world_rank, requests.HEADER_WORDS.value + RING_CAPACITY * requests.REQUEST_WORDS.value
             )
             ring[requests.CAPACITY.value] = RING_CAPACITY
             self._ring = ring
-            self._posting = world.upload(world_rank, [0, RING_CAPACITY, RING_CAPACITY])  # see lang/requests.py
+            self._posting = memory.upload(world_rank, [0, RING_CAPACITY, RING_CAPACITY])  # see lang/requests.py
         self._control = self.heap.allocate(ALIGNMENT)
+        self.abort_flag = self._control.memory[:8].view(torch.int64)
+        world.launcher.open(self)
+        world.exchange.join(self)
         if self._ring is not None:
-            world.start_proxy(self, self._ring)
+            world.network.start_proxy(self, self._ring)
         self.tuned = tuned.table_of(self)
-        world.opened(self)
 
-    # -- what a user asks for
+    # -- for users
 
     @property
     def size(self) -> int:
@@ -159,7 +163,7 @@ class Group:
 
     @property
     def multicast(self) -> bool:
-        """Do the ranks, all on one node, have multicast between their memories?"""
+        """Can the ranks, all on one node, access all copies of their memory at once, by multicast?"""
         return self._control.multicast != 0
 
     def __repr__(self) -> str:
@@ -169,9 +173,9 @@ class Group:
         )
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Cut the group into groups of equal `color`, ordered by (key, rank). Collective.
+        """Split the group into groups of equal `color`, ordered by (key, rank). Collective.
 
-        Ranks that give None get no group back.
+        Ranks that pass None get no group.
         """
         votes = self.exchange("split", (color, key))
         if color is None:
@@ -180,8 +184,8 @@ class Group:
         return self.subset([rank for _, rank in chosen])
 
     def subset(self, ranks: Sequence[int]) -> Group:
-        """A group of some ranks of this one, in the given order. Only they take part, so those that
-        are left can go on after a rank was lost."""
+        """A group of some ranks of this one, in the given order. Only they take part, so the remaining ranks can
+        continue after one was lost."""
         self._check_process()
         self._check_ranks(ranks)
         members = tuple(self.members[rank] for rank in ranks)
@@ -191,41 +195,41 @@ class Group:
 
     def _check_ranks(self, ranks: Sequence[int]) -> None:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
-            raise ArgumentError(f"ranks must be different numbers from 0 to {self.size - 1}, got {list(ranks)}")
+            raise ArgumentError(f"ranks must be distinct numbers from 0 to {self.size - 1}, got {list(ranks)}")
         if self.rank not in ranks:
             raise ArgumentError(
-                f"rank {self.rank} is not in {list(ranks)}: only the ranks of the new group may ask for it"
+                f"rank {self.rank} is not in {list(ranks)}: only the ranks of the new group may call this"
             )
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """A tensor in the symmetric heap. Collective; see `mkernel.empty`."""
-        self._usable()
+        self._check_usable()
         return self.heap.tensor(shape, dtype)
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called this."""
+        """Wait until every rank of the group has called this."""
         self.exchange("barrier", None)
 
     def synchronize(self) -> None:
-        """Wait for everything this rank has queued, and raise if any of it gave up."""
-        self.world.synchronize(self.world_rank)
+        """Wait for everything this rank has queued, and raise if a kernel gave up."""
+        self._launcher.synchronize(self.world_rank)
         self.check()
 
     def quiet(self) -> None:
-        """Wait for everything this rank has queued, and for what that asked of the network."""
-        self.world.synchronize(self.world_rank)
+        """Wait for everything this rank has queued, and for the network requests it has posted."""
+        self._launcher.synchronize(self.world_rank)
         if self._ring is not None:
-            self.world.drain(self.world_rank, self._ring, self.timeout)
+            self.world.network.wait_until_drained(self._ring, self.timeout)
 
     def check(self) -> None:
-        """Raise if a kernel of this group, on this rank, gave up a wait: CommTimeout (RankLost if a rank has ended), or
-        TransportError if the network had failed; RoutingError if one refused its input."""
+        """Raise if a kernel of this group gave up a wait on this rank: CommTimeout (RankLost if a rank is gone), or
+        TransportError if the network has failed. Raise RoutingError if a kernel refused its input."""
         self._check_process()
         self.check_calls()
         if self._broken is None and self._reasons.any():
             found = records.read(self._records)
             if found:
-                self._breaks(self._cause(found))
+                self._mark_broken(self._cause(found))
             refusal = records.take_refusal(self._records)
             if self._broken is None and refusal is not None:
                 raise refusal
@@ -233,50 +237,57 @@ class Group:
             raise copy.copy(self._broken) from self._broken.__cause__
 
     def check_calls(self) -> None:
-        """Raise if this rank launched something that the others did not call."""
-        if self._differs is not None:
-            called, self._differs = self._differs, None
-            self.compare(called)
+        """Raise if this rank has launched something that the others did not call."""
+        if self._different_calls is not None:
+            called, self._different_calls = self._different_calls, None
+            self.check_same_call(called)
 
     def _cause(self, found: Sequence[records.WaitRecord]) -> MKernelError:
-        """Why waits were given up."""
+        """The error for waits that were given up."""
         more = f" (and {len(found) - 1} more waits on this rank)" if len(found) > 1 else ""
-        unusable = "The group can not be used any more."
-        rank, why = self.world.lost(self, any(record.timed_out for record in found)) or (-1, "")
+        unusable = "The group can no longer be used."
+        timed_out = any(record.timed_out for record in found)
+        rank, why = self.world.exchange.wait_for_lost_rank(self, timed_out) or (-1, "")
         if rank >= 0:
-            message = f"rank {rank} is lost: {why}. What was given up: {found[0]}{more}. {unusable}"
+            message = f"rank {rank} is lost: {why}. The wait that was given up: {found[0]}{more}. {unusable}"
             timeout: CommTimeout = RankLost(message, found, rank, why)
         elif why:
-            timeout = CommTimeout(f"{why}. What was given up then: {found[0]}{more}. {unusable}", found)
+            timeout = CommTimeout(f"{why}. The wait that was given up: {found[0]}{more}. {unusable}", found)
         else:
             timeout = CommTimeout(f"{found[0]}{more}. {unusable}", found)
         timeout.group = self.name
-        return self.world.cause_of(self, timeout)
+        error = self.world.network.error(self)
+        if error is None:
+            return timeout
+        failure = TransportError(f"{error}. What waited for it: {timeout}")
+        failure.__cause__ = timeout
+        return failure
 
     @property
     def broken(self) -> bool:
-        """Has a kernel of this group, on this rank, given up?"""
+        """Has a kernel of this group given up on this rank?"""
         return self._broken is not None
 
     def check_unseen(self) -> None:
-        """`check`, unless the failure was raised before."""
+        """`check`, unless it has raised before."""
         if self._broken is None and not self._closed:
             self.check()
 
     def close(self) -> None:
-        """Give the group's memory back. Collective; the group can not be used afterwards."""
+        """Free the group's memory. Collective. The group cannot be used afterwards."""
         self._check_process()
         if not self._closed:
             if self._broken is None:
-                self.heap.close()  # raises, and nothing is given back, if the others call something else
+                self.heap.close()  # raises, and frees nothing, if the others call something else
                 self._workspaces.clear()
             self._closed = True
-            self.world.closed(self)
+            self.world.network.disconnect(self)
+            self.world.exchange.leave(self)
 
-    # -- what operators ask for
+    # -- for operators
 
     def next_exchange(self) -> Hashable:
-        """Names the next exchange: the same on every rank that has taken part in as many."""
+        """The key of the next exchange: the same on all ranks that have taken part in the same number of them."""
         self._exchanges += 1
         return self.last_exchange
 
@@ -285,8 +296,8 @@ class Group:
         return self.name, self._exchanges
 
     def exchange(self, what: str, value: Any, call: Hashable = None) -> list[Any]:
-        """Every rank gives a value and gets all of them. Blocks; for set-up only. All ranks raise ArgumentError unless
-        all give the same `call` (`what`, if there is none)."""
+        """All-gather a value from every rank. Blocks; for set-up only. All ranks raise ArgumentError unless they pass
+        the same `call` (by default `what`)."""
         if self._broken is not None:
             self.check()
         self._check_process()
@@ -294,45 +305,48 @@ class Group:
             call = (f"{what} of {self._call[0]}", self._call[1])
         told = (call or what, value)
         try:
-            given = self.world.exchange(self.world_rank, self.members, self.next_exchange(), what, told, self.timeout)
+            given = self.world.exchange.all_gather(
+                self.world_rank, self.members, self.next_exchange(), what, told, self.timeout
+            )
         except (CommTimeout, TransportError) as late:
-            self.out_of_step(late)
+            self.mark_out_of_sync(late)
             raise
-        self.compare([called for called, _ in given])
+        self.check_same_call([called for called, _ in given])
         return [value for _, value in given]
 
-    def out_of_step(self, late: CommTimeout | TransportError) -> None:
-        """Ranks do not count alike any more: what one told late would be taken for something else."""
+    def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
+        """The ranks' counts of exchanges have diverged: a late value would be taken for another exchange's. The group
+        is broken."""
         if isinstance(late, CommTimeout):
             late.group = self.name
         if self._broken is None:
-            self._breaks(late)
+            self._mark_broken(late)
 
-    def _breaks(self, failure: MKernelError) -> None:
+    def _mark_broken(self, failure: MKernelError) -> None:
         self._broken = failure
-        self.world.broke(self, failure)
+        self.world.exchange.report_failure(self, failure)
 
-    def compare(self, called: Sequence[Any]) -> None:
-        """Raise, on all ranks, unless all of them called the same."""
+    def check_same_call(self, called: Sequence[Any]) -> None:
+        """Raise ArgumentError on all ranks unless all of them made the same call. `called`: the call of every rank."""
         for rank, theirs in enumerate(called):
             if isinstance(theirs, tuple) and theirs[0] == REFUSED:
-                raise self._refused_by(rank, *theirs[1:])
+                raise self._refusal_of(rank, *theirs[1:])
         mine = called[self.rank]
         for rank, theirs in enumerate(called):
             if theirs != mine:
                 same = not isinstance(mine, str) and not isinstance(theirs, str) and mine[0] == theirs[0]
                 rule = "call it alike" if same else "make the same calls in the same order"
                 problem = ArgumentError(
-                    f"all ranks of the group must {rule}; rank {self.rank} has {_words(mine)}, rank {rank} has "
-                    f"{_words(theirs)}. Nothing was launched, and the group can be used again."
+                    f"all ranks of the group must {rule}; rank {self.rank} has {_format_call(mine)}, rank {rank} has "
+                    f"{_format_call(theirs)}. Nothing was launched, and the group can be used again."
                 )
                 problem.on_every_rank = True
                 raise problem
 
-    def _refused_by(self, rank: int, what: str, why: str) -> MKernelError:
-        """What to raise when another rank has refused its call."""
-        self.world.synchronize(self.world_rank)
-        refusal: MKernelError | None = records.take_refusal(self._records)  # its reason may be ours, too
+    def _refusal_of(self, rank: int, what: str, why: str) -> MKernelError:
+        """The error for a call that another rank has refused."""
+        self._launcher.synchronize(self.world_rank)
+        refusal: MKernelError | None = records.take_refusal(self._records)  # this rank may have the same reason
         if refusal is None:
             refusal = ArgumentError(
                 f"rank {rank} refused its call of {printable(what)}: {printable(why)} Nothing was launched, and the "
@@ -342,59 +356,60 @@ class Group:
         return refusal
 
     def failed(self, what: str, failure: BaseException) -> None:
-        """A call failed on this rank: tell the others, unless they fail too, so that none waits for it in vain."""
+        """A call failed on this rank. Tell the others, unless they fail too, so that none of them waits for it."""
         if self._closed or self.broken or os.getpid() != self._process:
             return
         known = isinstance(failure, MKernelError)
-        # KeyboardInterrupt and the like come in the middle of anything
+        # KeyboardInterrupt and the like can interrupt anything
         if not isinstance(failure, Exception) or (self._confirmed and not known):
             why = f"{what} on {type(failure).__name__}" + (f" ({failure})" if str(failure) else "")
-            self._broken = MKernelError(f"this rank left {why}. The group can not be used any more.")
-            self.world.leave(self, f"it left {why}")
+            self._broken = MKernelError(f"this rank left {why}. The group can no longer be used.")
+            self.world.exchange.abandon(self, f"it left {why}")
         elif not getattr(failure, "on_every_rank", False):
             reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
             refusal = ((REFUSED, what, reason if reason.endswith(".") else f"{reason}."), None)
-            self.world.publish(self.world_rank, self.members, self.next_exchange(), refusal)
+            self.world.exchange.publish(self.world_rank, self.members, self.next_exchange(), refusal)
         self._call, self._confirmed = None, False
 
     def agree(self, what: str, **values: Hashable) -> None:
-        """Raise, on all ranks, unless all of them give the same values. Ranks talk only about what is new to them; what
-        they know already is compared when it is launched (`confirm`)."""
+        """Raise ArgumentError on all ranks unless they pass the same values. Only values that are new to the group are
+        exchanged here; known ones are compared at the launch (`confirm`)."""
         key = (what, tuple(values.items()))
         if key in self._agreed:
             self._call = key
         else:
-            self.tell(what, None, **values)
+            self.all_gather_checked(what, None, **values)
 
     def confirm(self) -> None:
-        """Raise, on all ranks, unless all of them are ready for the call that they agreed on: then nothing is launched.
-        The last thing that a rank does before its launch; a call that has nothing to launch does it, too."""
+        """Raise on all ranks, before anything is launched, unless all of them are ready for the call that they have
+        agreed on. This is the last step before a launch; a call that launches nothing takes it, too."""
         try:
-            self.world.confirm(self, self._call)
+            self.world.exchange.confirm(self, self._call)
         except CommTimeout as late:
-            self.out_of_step(late)
+            self.mark_out_of_sync(late)
             raise
         self._confirmed = True
 
-    def differs(self, called: Sequence[Any]) -> None:
-        """What this rank launched ended, because others called something else: it is told at its next look."""
-        self._differs = called
+    def set_different_calls(self, called: Sequence[Any]) -> None:
+        """What this rank launched was rolled back, because other ranks called something else: its next check raises.
+        `called`: what each rank called."""
+        self._different_calls = called
 
-    def tell(self, what: str, value: Any, **values: Hashable) -> list[Any]:
-        """What each rank told. Raise unless all of them give the same other values, as `agree` does."""
+    def all_gather_checked(self, what: str, value: Any, **values: Hashable) -> list[Any]:
+        """All-gather `value`. Raise ArgumentError on all ranks unless they pass the same other values, as `agree`
+        does."""
         key = (what, tuple(values.items()))
         told = self.exchange(what, value, call=key)
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
-                self._agreed.clear()  # on all ranks at the same call, since all agreed on the same
+                self._agreed.clear()  # in the same call on all ranks, since all have the same agreements
             self._agreed.add(key)
             self.fresh = True
         self._call = key
         return told
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
-        """The plan that was made for this key, or a new one. Plans are kept, so many of a kind: the same object
-        comes back for the same key."""
+        """The cached plan for this key, or a new one. At most `kept` plans of a kind are cached."""
         plans = self._plans.setdefault(kept, {})
         plan = plans.get(key)
         if plan is None:
@@ -404,19 +419,18 @@ class Group:
         return plan
 
     def workspace(self, op: str, signal_words: int, half_bytes: int) -> Workspace:
-        """The operator's workspace on the current stream, at least this large. Collective when it
-        is new or must grow."""
-        key = (op, self.world.stream_key(self.world_rank))
+        """The operator's workspace on the current stream, at least this large. Collective if it is new or must grow."""
+        key = (op, self._launcher.stream_key(self.world_rank))
         have = self._workspaces.get(key)
         if have is not None and not self.heap.holds(have.segment):
-            have = None  # it was given back for a larger one, which a rank could not allocate then
+            have = None  # it was freed for a larger one, whose allocation then failed on a rank
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
             self.keep_if_captured(have)
             return have
-        if self.world.capturing(self.world_rank):
+        if self._launcher.capturing(self.world_rank):
             raise ArgumentError(
-                f"{op}: the first call of a size on a stream allocates memory, which can not be captured into a graph. "
-                f"Call it once on the same stream before: torch.cuda.graph(graph, stream=that_stream)"
+                f"{op}: the first call of a size on a stream allocates memory, which cannot be captured into a graph. "
+                f"Call it once before on the stream that captures: torch.cuda.graph(graph, stream=that_stream)"
             )
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
@@ -427,13 +441,13 @@ class Group:
         return workspace
 
     def keep_if_captured(self, used: Any) -> None:
-        """Keep what a launch uses for as long as the group lives, if the launch is being captured into a graph."""
-        if self.world.capturing(self.world_rank) and used not in self._captured:
+        """If the launch is being captured into a graph, keep what it uses for the lifetime of the group."""
+        if self._launcher.capturing(self.world_rank) and used not in self._captured:
             self._captured.append(used)
 
     @torch.inference_mode(False)
     def _make_workspace(self, op: str, signal_words: int, half_bytes: int, replaces: Segment | None) -> Workspace:
-        # Ranks that have mixed up their calls may ask for as many bytes by chance, for something else.
+        # Ranks that make different calls may happen to ask for the same number of bytes.
         cut = (f"workspace of {op}", (("signal_words", signal_words), ("half_bytes", half_bytes)))
         nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
         start = nbytes - 2 * half_bytes
@@ -441,7 +455,7 @@ class Group:
         for parity, begin in enumerate((start, start + half_bytes)):
             parts.append(Part(f"half {parity} of the workspace of {op}", begin, begin + half_bytes, "buffer"))
         segment = self.heap.allocate(nbytes, cut, replaces, parts)
-        state = self.world.upload(self.world_rank, [0] * 8)
+        state = self.world.memory.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank
         table[words.SIZE.value] = self.size
@@ -455,38 +469,38 @@ class Group:
         table[words.MULTICAST.value] = segment.multicast
         table[words.ABORTED.value] = self._control.addresses[self.rank]
         table += segment.addresses + self._control.addresses
-        context = self.world.upload(self.world_rank, table)
+        context = self.world.memory.upload(self.world_rank, table)
         return Workspace(segment, signal_words, half_bytes, state, context)
 
     def launch(self, launch: Launch) -> None:
-        """Queue a kernel, unless an earlier one on this group gave up."""
+        """Queue a kernel once all ranks have confirmed the call."""
         if launch.grid > records.MAX_CTAS:
-            raise ArgumentError(f"{launch.op}: there can be {records.MAX_CTAS} CTAs at most, not {launch.grid}")
+            raise ArgumentError(f"{launch.op}: a launch can have {records.MAX_CTAS} CTAs at most; got {launch.grid}")
         self._call = self._call or (launch.op, ())
         launch.call = self._call
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self._confirmed = False
-        self.world.launch(self.world_rank, launch)
+        self._launcher.launch(self.world_rank, launch)
         self._call, self._confirmed = None, False
 
     def _check_process(self) -> None:
-        """A forked child has a copy of the group, but neither its threads nor a connection of its own."""
+        """A forked child has a copy of the group, but not its threads and connections."""
         if os.getpid() != self._process:
             raise MKernelError(
-                f"this group belongs to process {self._process}, which forked this one ({os.getpid()}). A child can "
-                f"not use its parent's group: start workers with the start method 'spawn', or keep operators out"
+                f"this group belongs to process {self._process}, which forked this one ({os.getpid()}). A child cannot "
+                f"use its parent's group: start workers with the start method 'spawn', or call no operators in them"
             )
 
-    def _usable(self) -> None:
+    def _check_usable(self) -> None:
         self._check_process()
         if self._closed:
             raise MKernelError("this group was closed")
         self.check()
 
 
-def _words(call: Any) -> str:
-    """A call, for people."""
+def _format_call(call: Any) -> str:
+    """A call in readable form."""
     if isinstance(call, str):
         return call
     what, values = call
@@ -494,14 +508,14 @@ def _words(call: Any) -> str:
 
 
 def collective(function: Function) -> Function:
-    """For functions that all ranks of a group call together: where one rank's call fails before its launch, the others'
-    fails too. Their argument `group` may be left out; the function gets the current group then."""
+    """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
+    fails on the others, too. `group` defaults to the current group."""
 
     @functools.wraps(function)
     def call(*args: Any, group: Group | None = None, **kwargs: Any) -> Any:
-        group = _given(group)
+        group = _resolve(group)
         try:
-            group._usable()
+            group._check_usable()
             return function(*args, group=group, **kwargs)
         except BaseException as failure:
             group.failed(function.__name__, failure)
@@ -511,18 +525,18 @@ def collective(function: Function) -> Function:
 
 
 def set_current(group: Group | None) -> None:
-    """Make a group the one that operators take when none is named (of this thread or task)."""
+    """Make a group the default of operators, in this thread or task."""
     _current.set(group)
 
 
 def current(group: Group | None = None) -> Group:
-    """The given group, or the current one; usable."""
-    group = _given(group)
-    group._usable()
+    """The given group, or the current one. Raises if it is broken or closed."""
+    group = _resolve(group)
+    group._check_usable()
     return group
 
 
-def _given(group: Group | None) -> Group:
+def _resolve(group: Group | None) -> Group:
     group = group if group is not None else _current.get()
     if group is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")

@@ -1,6 +1,6 @@
-"""What the host sides of the kernels for Hopper share: which calls they suit, and their descriptors.
+"""What the host code of the kernels for Hopper shares: which calls they support, and their descriptors.
 
-Gluon is imported only where such a kernel is about to run.
+Gluon is only imported when such a kernel is about to run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WARPS = 4  # of one warpgroup; the kernel adds the others itself
 
 
 def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, free: set[str]) -> bool:
-    """May a call with so many rows on each rank run here, as far as all ranks know alike? `free` names
-    the fields of a configuration that the kernel lets the caller choose."""
+    """Can a kernel for Hopper run this call, judging by what is the same on all ranks? `rows`: on each rank. `free`:
+    the fields of a configuration that the caller may set."""
     given = config or Config()
     return (
         group.device.type == "cuda"
@@ -35,7 +35,7 @@ def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, fr
 
 
 def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> Any:
-    """A descriptor of rows x columns from `base`, whose blocks lie in shared memory as wgmma reads them."""
+    """A descriptor of rows x columns from `base`, whose blocks have the shared-memory layout that wgmma reads."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(base, [rows, columns], [stride, 1], block, _layout_of(*block, base.dtype))
@@ -43,7 +43,7 @@ def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: l
 
 @functools.cache
 def _layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a block lies in shared memory. Kept, because to find it takes longer than to make a descriptor."""
+    """The layout of a block in shared memory. Cached: finding it takes longer than making a descriptor."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])

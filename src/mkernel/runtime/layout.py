@@ -1,14 +1,14 @@
 """What a call keeps in its workspace, described once: sizes for the host, offsets for the kernel, names and bounds for
 the simulator.
 
-A workspace holds words that exist once, then two halves of signals, then two halves of buffers. Calls of other shapes
-share it: it is as large as the largest of them needs, and its halves stay where they are, so that a signal of one half
-is never a signal of the other.
+A workspace holds words that exist once, then two halves of signals, then two halves of buffers. Calls of different
+shapes share it: it is as large as the largest of them needs, and its halves never move, so that a signal of one half is
+never a signal of the other.
 
-By default signals and buffers are double buffered: they exist in both halves, and the parity of the epoch says which
-one a call uses. An operator that needs no double buffering (`Layout(op, double_buffered=False)`) has its buffers once,
-over both halves. Of the words, its signals, which only grow, have one half, and its counters, which return to zero, the
-other: whatever the shapes of two calls are, no word is a signal in one and a counter in the other.
+By default signals and buffers are double buffered: they exist in both halves, and a call uses the one of the parity of
+its epoch. The buffers of an operator without double buffering (`Layout(op, double_buffered=False)`) exist once, across
+both halves. Its signals, which only grow, use one half of the signal words, and its counters, which return to zero, the
+other: whatever the shapes of two calls, no word is a signal in one and a counter in the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class _Place:
-    """start: words or bytes from the beginning of the words, of a half of the signals, or of a half of the buffers."""
+    """start: offset, in words or bytes, from the start of the words, of a half of the signals or of a half of the
+    buffers."""
 
     start: int
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class _Place:
 
     @property
     def stride(self) -> int:
-        """Items from one first index to the next."""
+        """The stride of the first index, in items."""
         return math.prod(self.shape[1:])
 
 
@@ -70,8 +71,8 @@ class Layout:
         self._signals[name] = _Place(_end(self._signals), shape)
 
     def counters(self, name: str, *shape: int) -> None:
-        """Words that are zero between two calls. Only without double buffering."""
-        assert not self.double_buffered, f"{self.op}: counters would lie among the signals of one parity"
+        """Words that are zero between calls. Only without double buffering."""
+        assert not self.double_buffered, f"{self.op}: counters need a layout with double_buffered=False"
         self._counters[name] = _Place(_end(self._counters), shape)
 
     def buffer(self, name: str, dtype: torch.dtype, *shape: int) -> None:
@@ -82,7 +83,7 @@ class Layout:
         return name in self._words or name in self._signals or name in self._buffers
 
     def workspace(self, group: Group) -> Workspace:
-        """A workspace with room for this call. Collective if it must grow."""
+        """A workspace that is large enough for this call. Collective if it must grow."""
         signal_words = _end(self._words) + 2 * max(_end(self._signals), _end(self._counters))
         nbytes = _end_bytes(self._buffers)
         half_bytes = nbytes if self.double_buffered else -(-nbytes // 2)
@@ -119,8 +120,8 @@ class Layout:
     # -- for the simulator
 
     def uses(self, workspace: Workspace, free: Mapping[str, tuple[tuple[int, int], ...] | None] | None = None) -> Uses:
-        """What a launch may touch. free: of some buffers, the ranges of first indices that nobody may read once the
-        launch is over; None: all of the buffer."""
+        """What a launch may access. free: buffer -> the ranges of its first index that nobody may read after the
+        launch; None means the whole buffer."""
         arrays = []
         for name in (*self._words, *self._counters, *self._signals):
             start, place = self._start_of(workspace, name)
@@ -148,7 +149,7 @@ class Layout:
         return Uses(workspace, arrays, ranges, whole=not self.double_buffered)
 
     def _start_of(self, workspace: Workspace, name: str) -> tuple[int, _Place]:
-        """Where words of that name begin, in words of the workspace, and what they are."""
+        """The offset of the words of that name in the workspace, and their description."""
         if name in self._words:
             return self._words[name].start, self._words[name]
         common = _end(self._words)
@@ -162,11 +163,11 @@ class Layout:
 
 
 def _end(places: dict[str, _Place]) -> int:
-    """Words behind the last of these."""
+    """The end of the last of these, in words."""
     return max((place.start + place.size for place in places.values()), default=0)
 
 
 def _end_bytes(places: dict[str, _Place]) -> int:
-    """Bytes to the next aligned place behind the last of these."""
+    """The end of the last of these, in bytes, rounded up to the alignment."""
     end = max((place.start + place.size * place.item for place in places.values()), default=0)
     return -(-end // ALIGNMENT) * ALIGNMENT

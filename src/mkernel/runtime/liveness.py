@@ -1,15 +1,15 @@
-"""Which ranks of this machine are still there.
+"""Which ranks of this machine are still alive.
 
-A rank that has died, or has left a call on an exception, never does what the others wait for. Timeouts would tell them
-in the end, but a timeout that forgives a checkpoint of ten minutes is a long time to wait for the dead. So each process
-has a page of shared memory on which it writes what the others must know, and watches its peers on the same machine:
-their pages, and (by a pidfd) whether they still run. The network proxy notices ranks on other machines.
+The others would wait in vain for a rank that has died, or has left a call with an exception. Timeouts end such waits,
+but a timeout long enough for a ten-minute checkpoint is a long time to wait for a dead process. So each process has a
+page of shared memory on which it reports its state, and watches its peers on the same machine: their pages, and,
+through a pidfd, whether they still run. The network proxy notices the loss of ranks on other machines.
 
-What is on a page:
-- `ended`: the process has come to its end, with nothing undone in groups it has not left. Its peers need no more of it.
-  They may still be computing with what it gave them, so they are not disturbed.
+Entries of a page:
+- `ended`: the process exits with no unfinished work in its groups. Its peers need nothing more from it. They may still
+  be computing with its data, so they are left alone.
 - `left`: group -> why this process left it in the middle of a call.
-A process that is gone and has not written `ended` was killed, or ended in the middle of something.
+A process that has exited without writing `ended` was killed, or exited with work unfinished.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 PAGE_BYTES = 4096
-LOOK_SECONDS = 0.25  # between two looks at the pages
+POLL_SECONDS = 0.25  # between two polls of the pages
 LONGEST_REASON = 200  # characters
 ENDED = "its process has ended"
-_HEAD = struct.Struct("<II")  # turn (odd while the page is being written), length of the JSON text
+_HEAD = struct.Struct("<II")  # version (odd while the page is being written), length of the JSON text
 
 
 class Page:
-    """One process's page: its own, which it writes, or a peer's, which it reads."""
+    """The page of one process: its own, which it writes, or that of a peer, which it reads."""
 
     def __init__(self, handle: int):
         self._memory = mmap.mmap(handle, PAGE_BYTES)
 
     def write(self, told: Mapping[str, Any]) -> None:
         text = json.dumps(told).encode()[: PAGE_BYTES - _HEAD.size]
-        turn, _ = _HEAD.unpack_from(self._memory)
-        _HEAD.pack_into(self._memory, 0, turn + 1, 0)
+        version, _ = _HEAD.unpack_from(self._memory)
+        _HEAD.pack_into(self._memory, 0, version + 1, 0)
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
-        _HEAD.pack_into(self._memory, 0, turn + 2, len(text))
+        _HEAD.pack_into(self._memory, 0, version + 2, len(text))
 
     def read(self) -> dict[str, Any]:
-        """What the page says; nothing, if nothing was written or it is being written now."""
-        turn, length = _HEAD.unpack_from(self._memory)
+        """The entries of the page; none if it has not been written, or is being written now."""
+        version, length = _HEAD.unpack_from(self._memory)
         text = self._memory[_HEAD.size : _HEAD.size + min(length, PAGE_BYTES - _HEAD.size)]
-        if turn % 2 or not length or _HEAD.unpack_from(self._memory)[0] != turn:
+        if version % 2 or not length or _HEAD.unpack_from(self._memory)[0] != version:
             return {}
         try:
             told = json.loads(text)
@@ -72,21 +72,21 @@ class Presence:
         self._page = Page(self.handle)
         self._left: dict[str, str] = {}
         self.worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
-        weakref.finalize(self, lambda: None)  # what finalizers end at the exit, they end after `_end`
+        weakref.finalize(self, lambda: None)  # so that finalizers at exit run after `_end`
         atexit.register(self._end)
 
     def leave(self, group: str, why: str) -> None:
         """Tell the peers that this process has left a group in the middle of a call."""
-        if len(self._left) < 8:  # the page is small, and the first ones tell the story
+        if len(self._left) < 8:  # the page is small, and the first reasons matter most
             self._left.setdefault(group, why[:LONGEST_REASON])
             self._page.write({"left": self._left})
 
     def _end(self) -> None:
-        if os.getpid() == self.process and all(world.idle() for world in self.worlds):
+        if os.getpid() == self.process and all(world.launcher.poll_idle(world.rank) for world in self.worlds):
             for world in self.worlds:
-                for group in world.broken_groups():
+                for group in world.exchange.lost.broken_groups():
                     self.leave(group, "its process has ended, after the group had broken")
-                world.say_goodbye()
+                world.network.shut_down()
             self._page.write({"left": self._left, "ended": True})
 
 
@@ -94,7 +94,7 @@ _presence: Presence | None = None
 
 
 def presence() -> Presence:
-    """The presence of this process; of a forked child, one of its own."""
+    """The presence of this process. A forked child gets its own."""
     global _presence
     if _presence is None or _presence.process != os.getpid():
         _presence = Presence()
@@ -102,11 +102,11 @@ def presence() -> Presence:
 
 
 class Watch:
-    """Looks after the peers of this machine, in a thread of its own.
+    """Watches the peers on this machine, in a thread of its own.
 
     Args:
-        peers: rank -> its process and the file descriptor of its page there.
-        lost: called with a rank and a reason when it was killed or ended in the middle of something.
+        peers: rank -> its process, and the file descriptor of its page in that process.
+        lost: called with a rank and a reason when its process was killed or exited with work unfinished.
         left: called with a rank, a group and a reason when it left that group.
     """
 
@@ -119,15 +119,15 @@ class Watch:
         self._lost, self._left = lost, left
         self._pages: dict[int, Page] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
-        self._told: set[tuple[int, str]] = set()
-        self.gone: dict[int, str] = {}  # ranks whose process has ended, and how
+        self._reported: set[tuple[int, str]] = set()
+        self.gone: dict[int, str] = {}  # ranks whose process has exited, and how
         for rank, (process, handle) in peers.items():
             try:
                 self._handles[os.pidfd_open(process)] = rank
             except ProcessLookupError:
                 self.gone[rank] = ENDED
             except OSError:
-                pass  # the system does not let us look at it: timeouts have to do
+                pass  # the system does not let us watch it: timeouts have to do
             with contextlib.suppress(OSError, ValueError):
                 opened = os.open(f"/proc/{process}/fd/{handle}", os.O_RDWR)
                 try:
@@ -140,7 +140,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and give everything back."""
+        """Stop the thread and release its resources."""
         if self._stop < 0 or os.getpid() != self._process:
             return
         os.close(self._stop)
@@ -154,29 +154,29 @@ class Watch:
             poll.register(handle, select.POLLIN)
         running = True
         while running:
-            for handle, _ in poll.poll(LOOK_SECONDS * 1000):
+            for handle, _ in poll.poll(POLL_SECONDS * 1000):
                 if handle == self._wake:
                     running = False
                 else:
                     poll.unregister(handle)
-                    self._has_ended(self._handles[handle])
+                    self._process_ended(self._handles[handle])
             if running:
-                self._look(self._pages)
+                self._poll_pages(self._pages)
         for handle in (self._wake, *self._handles):
             os.close(handle)
         for page in self._pages.values():
             page.close()
 
-    def _look(self, ranks: Iterable[int]) -> None:
+    def _poll_pages(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             for group, why in self._pages[rank].read().get("left", {}).items():
-                if (rank, group) not in self._told:
-                    self._told.add((rank, group))
+                if (rank, group) not in self._reported:
+                    self._reported.add((rank, group))
                     self._left(rank, group, str(why))
 
-    def _has_ended(self, rank: int) -> None:
+    def _process_ended(self, rank: int) -> None:
         self.gone[rank] = ENDED
         if rank in self._pages:
-            self._look([rank])
+            self._poll_pages([rank])
             if self._pages[rank].read().get("ended") is not True:
                 self._lost(rank, self.gone[rank])

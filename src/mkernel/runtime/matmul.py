@@ -1,4 +1,4 @@
-"""What the host sides of the operators have in common: tensors that they refuse, and how GEMMs read b."""
+"""What the host code of the operators shares: checks of tensors, and how GEMMs read b."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mkernel.runtime.operands import DTYPES, check_plain, constants, describable
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
-    """Refuse what is no tensor of so many dimensions on this rank's device, or what needs a gradient."""
+    """Refuse anything but a tensor with this many dimensions on this rank's device that needs no gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dim() != dimensions:
@@ -32,7 +32,7 @@ def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int 
 
 
 def check_product(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Refuse matrices that can not be multiplied."""
+    """Refuse matrices that cannot be multiplied."""
     if a.dtype not in DTYPES:
         raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
     if b.dtype != a.dtype:
@@ -47,7 +47,8 @@ def check_product(a: torch.Tensor, b: torch.Tensor) -> None:
 def check_out(
     out: torch.Tensor, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse an output of another shape than `shape`, which is `meaning`, or that overlaps itself, or an input."""
+    """Refuse an output that has not this shape (`meaning`: of which sizes) and dtype, or overlaps itself or an
+    input."""
     if tuple(out.shape) != shape:
         raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape} ({meaning})")
     if out.dtype != dtype:
@@ -81,7 +82,7 @@ class RhsLayout:
         return RhsLayout(descriptors and (describable(b) or transposed), transposed)
 
     def operand(self, b: torch.Tensor, tile_n: int, tile_k: int) -> Any:
-        """What a kernel gets for b."""
+        """The argument of the kernel: a descriptor, or b itself."""
         k, n = b.shape
         if not self.uses_tma:
             return b

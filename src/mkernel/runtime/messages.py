@@ -1,10 +1,10 @@
-"""What ranks in different processes tell each other, as bytes.
+"""The encoding of messages between ranks in different processes.
 
-Only plain data travels: None, bool, int, float, str, bytes, torch.dtype, dense CPU tensors, and tuples, lists and
-dicts of these. Reading a message builds such values and nothing else, so whoever can write to the process group's store
-can not run code in a rank, as a pickle would let them. Each message carries a MAC under the job's secret
-(`runtime/secret.py`) that also covers the name it was stored under: a stranger's message, or one that was copied from
-elsewhere, is refused.
+Messages hold plain data only: None, bool, int, float, str, bytes, torch.dtype, dense CPU tensors, and tuples, lists and
+dicts of these. Decoding builds such values and nothing else, so that write access to the process group's store does not
+let anyone run code in a rank, as it would with pickle. Each message carries a MAC under the job's secret
+(`runtime/secret.py`) that also covers the name it is stored under: a message from outside the job, or one copied from
+another name, is refused.
 
 A message is the MAC, the length of a JSON text, the JSON text, then the raw bytes that the text refers to.
 """
@@ -27,11 +27,11 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 
 
 class BadMessage(MKernelError, RuntimeError):
-    """A message that no rank of this job can have written."""
+    """A message that no rank of this job has written."""
 
 
 def encode(value: Any, key: bytes, name: str) -> bytes:
-    """The message that stands under `name` in the store."""
+    """The message to store under `name`."""
     blobs: list[bytes] = []
     text = json.dumps(_plain(value, blobs), separators=(",", ":")).encode()
     body = struct.pack("<Q", len(text)) + text + b"".join(blobs)
@@ -39,10 +39,10 @@ def encode(value: Any, key: bytes, name: str) -> bytes:
 
 
 def decode(message: bytes, key: bytes, name: str) -> Any:
-    """What `encode` was given. Raises BadMessage if anything about the message is not as `encode` writes it."""
+    """The value that was encoded. Raises BadMessage for anything that `encode` would not write."""
     body = message[MAC_BYTES:]
     if len(message) > MOST_BYTES or not hmac.compare_digest(message[:MAC_BYTES], _mac(key, name, body)):
-        raise BadMessage("it does not carry the secret of this job")
+        raise BadMessage("it is not signed with the secret of this job")
     try:
         (length,) = struct.unpack_from("<Q", body)
         blobs = _Blobs(body, 8 + length)
@@ -59,7 +59,7 @@ def _mac(key: bytes, name: str, body: bytes) -> bytes:
 
 
 def _plain(value: Any, blobs: list[bytes]) -> Any:
-    """A value in terms of JSON: what JSON has no word for is an object with one key that names its type."""
+    """A value as JSON. A type that JSON does not have is an object whose only key names the type."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -79,29 +79,29 @@ def _plain(value: Any, blobs: list[bytes]) -> Any:
         return [_plain(item, blobs) for item in value]
     if isinstance(value, dict):
         return {"dict": [[_plain(name, blobs), _plain(item, blobs)] for name, item in value.items()]}
-    raise TypeError(f"ranks can tell each other plain data and tensors, not a {type(value).__name__}")
+    raise TypeError(f"ranks can exchange plain data and tensors, not a {type(value).__name__}")
 
 
 class _Blobs:
-    """The raw bytes behind the text of a message, taken in order."""
+    """The raw bytes after the text of a message, consumed in order."""
 
     def __init__(self, body: bytes, at: int):
         self.body, self.at = body, at
 
     def take(self, count: Any) -> bytes:
         if type(count) is not int or not 0 <= count <= len(self.body) - self.at:
-            raise ValueError(f"{count} bytes are not there")
+            raise ValueError(f"{count} bytes are missing")
         self.at += count
         return self.body[self.at - count : self.at]
 
 
 def _value(plain: Any, blobs: _Blobs) -> Any:
-    """What `_plain` was given."""
+    """The inverse of `_plain`."""
     if isinstance(plain, list):
         return [_value(item, blobs) for item in plain]
     if not isinstance(plain, dict):
         if isinstance(plain, float):
-            raise ValueError("a number that is not whole")
+            raise ValueError("a number that is not an integer")
         return plain
     ((kind, what),) = plain.items()
     if kind == "float":

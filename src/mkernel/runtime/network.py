@@ -1,4 +1,4 @@
-"""What worlds with the native network have in common: a transport and a proxy for each group and rank."""
+"""The native network: a transport and a proxy for each group and rank."""
 
 from __future__ import annotations
 
@@ -6,113 +6,140 @@ import contextlib
 import os
 import time
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mkernel.lang import requests
-from mkernel.runtime.errors import CommTimeout, MKernelError, TransportError
+from mkernel.runtime.errors import CommTimeout, TransportError
 
 if TYPE_CHECKING:
     from mkernel.net import Statistics
     from mkernel.runtime.group import Group
     from mkernel.runtime.world import Transfer
 
-# For how long a proxy looks for the next request before it sleeps. A GPU's should not be asleep when the
-# next operator begins; the cores of CPU ranks have other things to do.
+# How long a proxy spins for the next request before it sleeps. On a GPU it should be awake when the next operator
+# starts; on CPUs the ranks need the cores.
 SPIN_SECONDS = {"cuda": 1e-3, "cpu": 20e-6}
+EXIT_SECONDS = 5.0  # to send what is left when the process exits
 
 
-GOODBYE_SECONDS = 5.0
+class Connector(Protocol):
+    """Opens the transports of a backend."""
+
+    def open(self, group: Group) -> Any:
+        """A transport that is connected to the other nodes and knows the segments of the group's heap. Collective."""
+
+    def attach(self, group: Group, transport: Any, segment: int, memory: torch.Tensor) -> None:
+        """Let the transport access a segment. Collective."""
+
+    def detach(self, transport: Any, segment: int) -> None:
+        """All ranks are done with the segment, and all requests that used it have completed."""
+
+    def flag_devices(self, group: Group) -> list[torch.device]:
+        """The device through which this process writes the abort flag of each rank."""
 
 
 class Connection:
-    """A group's way to other nodes, on one rank."""
+    """A group's transport and proxy on one rank."""
 
-    def __init__(self, group: Group, ring: torch.Tensor, transport: Any, devices: list[torch.device]):
+    def __init__(self, group: Group, ring: torch.Tensor, transport: Any, flag_devices: list[torch.device]):
         from mkernel.net import Proxy
 
         self.transport = transport
         with near(group.device):
             self.proxy = Proxy(ring, transport, spin=SPIN_SECONDS[group.device.type])
-        # kernels of this node that wait for the network leave when it fails
+        # when the network fails, the proxy ends the waits of this node's kernels
         self.control = group._control
-        for address, device in zip(self.control.addresses, devices):
+        for address, device in zip(self.control.addresses, flag_devices):
             if address:
                 self.proxy.set_abort_flag(address, device)
 
+    def close(self, seconds: float) -> None:
+        """Stop the proxy within so many seconds, and close the transport without waiting."""
+        self.proxy.stop(seconds)
+        self.transport.close(0)
 
-def drained(ring: torch.Tensor) -> bool:
-    """Has the proxy completed every request in the ring? Nobody posts meanwhile."""
+
+def poll_drained(ring: torch.Tensor) -> bool:
+    """Has the proxy completed every request in the ring? Nobody may post meanwhile."""
     consumed, capacity = int(ring[requests.CONSUMED.value]), int(ring[requests.CAPACITY.value])
     slot = requests.HEADER_WORDS.value + consumed % capacity * requests.REQUEST_WORDS.value
     due = int(ring[slot + requests.TURN.value]) == consumed // capacity + 1
     return not due and int(ring[requests.COMPLETED.value]) == consumed
 
 
-class Networked:
-    """The part of a world that has to do with connections. The world says which transport, in `start_proxy`."""
+class NativeNetwork:
+    """The Network of backends whose ranks have native proxies. The connector decides on the transport."""
 
-    def __init__(self) -> None:
-        self._connections: dict[Hashable, Connection] = {}
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self.connections: dict[Hashable, Connection] = {}  # by group and rank
 
     def connection(self, group: Group) -> Connection | None:
-        """The group's connection on its rank; None if it has but one node."""
-        return self._connections.get((group.name, group.world_rank))
+        """The group's connection on its rank; None if the group has only one node."""
+        return self.connections.get((group.name, group.world_rank))
 
-    def connect(self, group: Group, ring: torch.Tensor, transport: Any, devices: list[torch.device]) -> None:
-        """Serve the ring with a transport that knows the group's segments. `devices`: where the ranks' control
-        words are."""
-        self._connections[group.name, group.world_rank] = Connection(group, ring, transport, devices)
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        transport = self._connector.open(group)
+        devices = self._connector.flag_devices(group)
+        self.connections[group.name, group.world_rank] = Connection(group, ring, transport, devices)
 
-    def network_statistics(self, group: Group) -> Statistics | None:
-        """What the group's proxy on this rank has done so far."""
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        connection = self.connection(group)
+        if connection is None:
+            return  # ranks of one node access each other's memory by address
+        if memory is not None:
+            self._connector.attach(group, connection.transport, segment, memory)
+        else:
+            self._connector.detach(connection.transport, segment)
+
+    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not poll_drained(ring) and time.monotonic() < deadline:
+            time.sleep(1e-4)
+
+    def error(self, group: Group) -> str | None:
+        connection = self.connection(group)
+        return connection.proxy.error if connection is not None else None
+
+    def statistics(self, group: Group) -> Statistics | None:
         connection = self.connection(group)
         return connection.proxy.statistics if connection is not None else None
 
-    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not drained(ring) and time.monotonic() < deadline:
-            time.sleep(1e-4)
+    def record_transfers(self, group: Group, record: bool) -> list[Transfer]:
+        return []  # the native proxy keeps no times
 
-    def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
-        return []  # the native proxy does not write down when it does what
-
-    def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
-        connection = self.connection(group)
-        error = connection.proxy.error if connection is not None else None
-        if error is None:
-            return timeout
-        failure = TransportError(f"{error}. What waited for it: {timeout}")
-        failure.__cause__ = timeout
-        return failure
-
-    def say_goodbye(self) -> None:
-        """This process ends, with groups that nobody has closed: what its kernels asked for is still served, and the
-        peers, which may be in their last call, do not take its end for a loss."""
-        for connection in self._connections.values():
-            connection.proxy.stop(GOODBYE_SECONDS)
-            with contextlib.suppress(TransportError):
-                connection.transport.close()
-        self._connections.clear()
-
-    def closed(self, group: Group) -> None:
-        connection = self._connections.pop((group.name, group.world_rank), None)
+    def disconnect(self, group: Group) -> None:
+        connection = self.connections.pop((group.name, group.world_rank), None)
         if connection is None:
             return
         if group.broken:
-            connection.proxy.stop(0)
-            connection.transport.close(0)
+            connection.close(0)
             return
         connection.proxy.stop(group.timeout)
         with contextlib.suppress(CommTimeout):
-            group.barrier()  # nobody leaves while another one still sends
+            group.barrier()  # a rank must not close its transport while another one still sends
         connection.transport.close()
+
+    def abort(self, group: Group) -> None:
+        connection = self.connections.pop((group.name, group.world_rank), None)
+        if connection is not None:
+            connection.close(0)
+
+    def shut_down(self) -> None:
+        """The process exits with groups that are still open. Send what its kernels have posted, and close transports in
+        order: peers may be in their last call, and must not take the exit for a loss."""
+        for connection in self.connections.values():
+            connection.proxy.stop(EXIT_SECONDS)
+            with contextlib.suppress(TransportError):
+                connection.transport.close()
+        self.connections.clear()
 
 
 @contextlib.contextmanager
 def near(device: torch.device) -> Iterator[None]:
-    """Threads that are started inside run on cores near the GPU, if the system knows which these are."""
+    """Threads started inside run on the cores near the GPU, if the system knows which these are."""
     cores = _cores_near(device)
     if not cores:
         yield

@@ -1,4 +1,4 @@
-"""How a kernel may read or write a tensor: through a tensor descriptor (TMA), or through pointers."""
+"""Operands of kernels: which tensors are refused, which TMA can access, and which share memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.runtime.errors import ArgumentError
 
 DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-BYTES = 16  # what a descriptor's base and strides must be divisible by
+BYTES = 16  # alignment of a descriptor's base and strides
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that has no memory of its own, or other values there than it shows."""
+    """Refuse a tensor without memory of its own, or whose memory holds other values than it shows."""
     if tensor.is_nested:
         raise ArgumentError(f"{name} is a nested tensor; pass a plain one: {name}.to_padded_tensor(0)")
     if tensor.layout is not torch.strided:
@@ -28,7 +28,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             f"{name}.to_local()"
         )
     if tensor.is_neg():
-        raise ArgumentError(f"{name} is a view of the negative of what is in memory; pass {name}.resolve_neg()")
+        raise ArgumentError(f"{name} is a lazily negated view; pass {name}.resolve_neg()")
 
 
 def has_descriptors(device: torch.device) -> bool:
@@ -37,29 +37,28 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def describable(tensor: torch.Tensor) -> bool:
-    """Rows contiguous, base and row stride aligned: a descriptor can be made of it."""
-    rows, columns = tensor.shape
+    """Can TMA access a tensor, through a descriptor? Its last dimension must be contiguous, its base and its other
+    strides aligned, and its rows must not overlap."""
+    *outer, columns = tensor.shape
     size = tensor.element_size()
     return (
-        rows > 0
-        and columns > 0
-        and tensor.stride(1) == 1
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
         and tensor.data_ptr() % BYTES == 0
-        and (rows == 1 or tensor.stride(0) * size % BYTES == 0)
-        and (rows == 1 or tensor.stride(0) >= columns)
+        and all(n == 1 or (s >= columns and s * size % BYTES == 0) for n, s in zip(outer, tensor.stride()))
     )
 
 
 def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """A descriptor of memory that starts at `base`. Strides of dimensions of size 1 do not matter to
-    the result, but must be aligned all the same."""
+    """A descriptor of the memory that starts at `base`. TMA wants even the strides of dimensions of size 1 aligned,
+    although nothing depends on them."""
     unit = BYTES // base.element_size()
     fixed = [max(-(-stride // unit) * unit, unit) if size == 1 else stride for size, stride in zip(shape, strides)]
     return TensorDescriptor(base, shape, [*fixed[:-1], 1], block)
 
 
 def constants(*values: Any) -> tuple[Any, ...]:
-    """Values that a kernel knows when it is compiled, as fields of a structure."""
+    """Compile-time constants, as fields of a structure."""
     return tuple(tl.constexpr(value) for value in values)
 
 
@@ -69,16 +68,16 @@ def named_constants(**values: Any) -> dict[str, Any]:
 
 
 def matmul_precision(dtype: torch.dtype) -> str:
-    """fp32 is multiplied as fp32, unless the user allowed tf32 in PyTorch."""
+    """The precision of tl.dot. fp32 is multiplied as fp32 unless the user has allowed tf32 in PyTorch."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 Steps = tuple[tuple[int, int], ...]  # (stride in bytes, size) of each dimension of more than one element
-TRIES = 10**6  # of numpy's search, tens of milliseconds; whoever needs more is said to overlap
+MAX_WORK = 10**6  # of numpy's search, tens of milliseconds; tensors that need more are taken to overlap
 
 
-class _OnPaper:
-    """What numpy must know of memory to tell where it lies; nobody looks into it."""
+class _Extent:
+    """Describes memory to numpy, which never accesses it."""
 
     def __init__(self, begin: int, steps: Steps, nbytes: int):
         self.__array_interface__ = dict(
@@ -88,12 +87,13 @@ class _OnPaper:
 
 
 @functools.lru_cache(maxsize=4096)
-def _meet(distance: int, steps: Steps, nbytes: int, other_steps: Steps, other_nbytes: int) -> bool:
-    """Do two sets of elements of so many bytes share any, if the second begins so many bytes behind the first?"""
+def _share_bytes(distance: int, steps: Steps, nbytes: int, other_steps: Steps, other_nbytes: int) -> bool:
+    """Do two sets of elements of `nbytes` and `other_nbytes` share a byte, if the second begins `distance` bytes after
+    the first?"""
     begin = 2**32 + max(-distance, 0)
-    one, other = _OnPaper(begin, steps, nbytes), _OnPaper(begin + distance, other_steps, other_nbytes)
+    one, other = _Extent(begin, steps, nbytes), _Extent(begin + distance, other_steps, other_nbytes)
     try:
-        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=TRIES)
+        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=MAX_WORK)
     except np.exceptions.TooHardError:
         return True
 
@@ -104,18 +104,18 @@ def _steps(tensor: torch.Tensor) -> Steps:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two tensors share memory? Addresses decide, whatever types and storages they belong to. Columns of one matrix
-    beside columns of the same do not."""
+    """Do two tensors share memory? Only addresses count, not dtypes or storages. Different columns of one matrix do not
+    overlap."""
     if not one.numel() or not other.numel():
         return False
     begin, other_begin = one.data_ptr(), other.data_ptr()
     if begin >= other_begin + _span(other) or other_begin >= begin + _span(one):
         return False
-    return _meet(other_begin - begin, _steps(one), one.element_size(), _steps(other), other.element_size())
+    return _share_bytes(other_begin - begin, _steps(one), one.element_size(), _steps(other), other.element_size())
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of the first element to the end of the last one."""
+    """Bytes from the start of the first element to the end of the last one."""
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
@@ -123,7 +123,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Are two elements of a tensor in the same place, as in an expanded tensor?"""
+    """Do two elements of a tensor share memory, as in an expanded tensor?"""
     steps = tuple(sorted(_steps(tensor)))
     reach = 0
     for stride, size in steps:
@@ -131,17 +131,17 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             break
         reach += stride * (size - 1)
     else:
-        return False  # every dimension steps over all that lies inside of it
-    # some two elements differ in a first dimension: by one step or more there, and anyhow in those behind it
+        return False  # every dimension steps over the whole extent of the inner ones
+    # Two different elements differ first in some dimension i: by one step or more there, and arbitrarily in later ones.
     nbytes = tensor.element_size()
     return tensor.numel() > 0 and any(
-        _meet(stride, steps[i + 1 :], nbytes, ((stride, size - 1), *steps[i + 1 :]), nbytes)
+        _share_bytes(stride, steps[i + 1 :], nbytes, ((stride, size - 1), *steps[i + 1 :]), nbytes)
         for i, (stride, size) in enumerate(steps)
     )
 
 
 def same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Is each element of one tensor the same place as that of the other one with the same index?"""
+    """Do equal indices refer to the same memory in both tensors?"""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype == other.dtype

@@ -1,4 +1,4 @@
-"""What the plans of GEMM operators have in common: defaults for tiles, and checks of a configuration."""
+"""What the plans of GEMM operators share: default tiles, and checks of a configuration."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
 NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
-# What a CTA has; no GPU has more. The simulator keeps to it, too.
+# Resources of a CTA, the most of any GPU. The simulator has the same limits.
 REGISTERS = 65536
 SHARED_MEMORY = 227 * 1024  # bytes
 LARGEST_TENSOR = int(tl.TRITON_MAX_TENSOR_NUMEL)  # elements
 
-# field -> (least, most, must it be a power of two?)
+# field -> (min, max, must it be a power of two?)
 BOUNDS = {
-    "tile_m": (16, REGISTERS // 16, True),  # a tile's other side is 16 at least
+    "tile_m": (16, REGISTERS // 16, True),  # the other side of a tile is at least 16
     "tile_n": (16, REGISTERS // 16, True),
     "tile_k": (16, 4096, True),  # 16 rows of it, of 16-bit numbers, fit into shared memory
-    "group_m": (1, 1024, False),  # times the column blocks, it is a number of 32 bits
+    "group_m": (1, 1024, False),  # its product with the column blocks must fit into 32 bits
     "stages": (1, SHARED_MEMORY // 1024, False),  # the smallest tile takes 1 KiB
     "warps": (1, 32, True),  # threads of a CTA
-    "chunk_rows": (1, 2**30, False),  # numbers of 32 bits count rows
+    "chunk_rows": (1, 2**30, False),  # rows are counted in 32 bits
     "copy_bytes": (64, 4 * REGISTERS, True),  # they go through registers
 }
 
@@ -63,14 +63,14 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: b
 
 
 def push_rate(peers: int) -> float:
-    """Bytes/s that one CTA pushes to so many peers together. It was measured to push 37 GB/s to three
-    while the GEMM waited for it; less is assumed beside a GEMM that does not wait. For one peer the
-    figure is what explains that CTAs which pushed 67 MB each had no time left for a second tile."""
+    """Total bytes/s that one CTA pushes to this many peers. Measured: 37 GB/s to three peers while the GEMM waited for
+    it; less is assumed next to a GEMM that does not wait. The figure for one peer explains the measurement that CTAs
+    which pushed 67 MB each had no time left for a second tile."""
     return 24e9 if peers == 1 else 33e9
 
 
 def chooser(config: Config | None) -> Callable[[str, int], int]:
-    """choose(name, default): what the configuration says for a field, or the default."""
+    """Return choose(name, default): the value of a field of the configuration, or the default."""
     given = config or Config()
 
     def choose(name: str, default: int) -> int:
@@ -81,8 +81,8 @@ def chooser(config: Config | None) -> Callable[[str, int], int]:
 
 
 def common_ctas(group: Group) -> int:
-    """CTAs that every rank of the group can have: the same number on all of them."""
-    return min(group.world.ctas(member) for member in group.members)
+    """How many CTAs every rank of the group can have: the same number on all ranks."""
+    return min(group.world.launcher.ctas(member) for member in group.members)
 
 
 def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[str]:
@@ -97,9 +97,9 @@ def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[
 
 
 def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
-    """Rows and columns of a tile of a sum over ranks [rows, n] that shall be cut into at least `wanted` tiles:
-    the widest tile that does, or the narrowest. It follows from what is the same on every rank, since whole
-    tiles travel."""
+    """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
+    tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
+    whole tiles."""
     default = default_tiles(device, dtype, n, described=True)
     if device.type != "cuda" or dtype == torch.float32:
         return default.tile_m, default.tile_n
@@ -114,8 +114,8 @@ def settings_of_sum(
     device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, described: bool, ctas: int,
     config: Config | None,
 ) -> Settings:  # fmt: skip
-    """The other settings of an operator that sums over ranks, all of whose CTAs compute; `described`: a and b
-    are read through descriptors."""
+    """The other settings of an operator that sums over ranks, all of whose CTAs compute. `described`: a and b are read
+    through descriptors."""
     defaults = default_tiles(device, dtype, tile_n, described)
     depth, stages, warps = defaults.tile_k, defaults.stages, defaults.warps
     if device.type == "cuda" and dtype != torch.float32:
@@ -134,24 +134,24 @@ def settings_of_sum(
 
 
 def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, ctas: int) -> int:
-    """How many CTAs should push so many bytes: enough to be done when the compute is, and not more
-    than the link can use. Every one of them is lost to the compute: with 4 ranks, 16384 x 2048 x 8192, two
-    that push to the end took 3.09 ms, three that joined the compute after two thirds 3.11."""
+    """How many CTAs should push this many bytes: enough to finish with the compute, and no more than the link can use.
+    Each of them is lost to the compute. Measured with 4 ranks, 16384 x 2048 x 8192: two that push to the end take 3.09
+    ms, three that join the compute after two thirds of the time take 3.11."""
     in_time = math.ceil(pushed / rate / max(1.15 * compute_seconds, 1e-9))
     useful = math.ceil(link / rate) + 1
     return max(min(in_time, useful, ctas // 4), 1)
 
 
 def fewest_ctas(tiles: int, most: int) -> int:
-    """The fewest CTAs that compute the tiles in as many rounds as `most` would: the others could only
-    take power and memory bandwidth from them."""
+    """The fewest CTAs that compute the tiles in as many rounds as `most` CTAs would: more would only take power and
+    memory bandwidth from them."""
     rounds = max(math.ceil(tiles / most), 1)
     return max(math.ceil(tiles / rounds), 1)
 
 
 def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
-    """How many tiles each helper should compute, if its transfers take as long as `done` tiles, so that
-    all CTAs end together; at least one, since the last round is rarely full."""
+    """How many tiles each helper should compute so that all CTAs end together, if its transfers take as long as `done`
+    tiles. At least one, since the last round is rarely full."""
     compute = ctas - helpers
     rounds = max(math.ceil(tiles / ctas), 1)
     while compute * rounds + helpers * max(rounds - done, 1) < tiles:
@@ -160,19 +160,19 @@ def join_tiles_for(tiles: int, ctas: int, helpers: int, done: int) -> int:
 
 
 def rows_per_chunk(m: int, tile_m: int) -> int:
-    """A tile's rows, or fewer where that would leave less than 16 chunks for those who copy."""
+    """The rows of a tile, or fewer if there would be less than 16 chunks to copy."""
     share = max(-(-m // 16), 1)
     return tile_m if share >= tile_m else max(1 << (share.bit_length() - 1), min(8, tile_m))
 
 
 def check_timeout(timeout: float) -> None:
-    """Refuse a timeout that is none."""
+    """Refuse an invalid timeout."""
     if not (isinstance(timeout, (int, float)) and 0 < timeout < 1e9):
-        raise ArgumentError(f"timeout must be more than 0 seconds, and finite; got {timeout!r}")
+        raise ArgumentError(f"timeout must be finite and more than 0 seconds; got {timeout!r}")
 
 
 def check_given(config: Config | None) -> None:
-    """Refuse what is no configuration at all, before anything is computed from it."""
+    """Refuse an invalid configuration, before anything is computed from it."""
     if config is None:
         return
     if not isinstance(config, Config):
@@ -189,23 +189,24 @@ def check_given(config: Config | None) -> None:
 
 
 def check_without_helpers(op: str, config: Config | None) -> None:
-    """Refuse a configuration of roles and chunks for an operator that has none."""
+    """Refuse a configuration of roles and chunks for an operator that has neither."""
     for name in ("send_ctas", "intra_ctas", "join_tiles", "chunk_rows", "copy_bytes"):
         if config is not None and getattr(config, name) is not None:
             raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
 def least_shared_memory(stages: int, staged: tuple[int, int], described: bool) -> int:
-    """Rows of a stage's two blocks that Triton keeps in shared memory, at least; it may be twice as many. Of two blocks
-    that are read through pointers, one may stay in registers."""
+    """The least number of rows of a stage's two blocks that Triton keeps in shared memory; it may keep twice as many.
+    Of two blocks that are read through pointers, one may stay in registers."""
     return max(stages * min(staged), (stages - 1) * sum(staged) if described else 0)
 
 
 def check_tile(
     config: Settings, dtype: torch.dtype, described: bool, *, columns: int = 0, staged: tuple[int, int] | None = None
 ) -> None:  # fmt: skip
-    """Refuse a tile that no GPU has room for. `described`: operands are read through descriptors. A tile has `columns`
-    sums in each row, and every stage of it two blocks of `staged` rows of tile_k elements: by default, a GEMM's."""
+    """Refuse a tile that does not fit on any GPU. `described`: operands are read through descriptors. A tile has
+    `columns` sums in each row, and each of its stages two blocks of `staged` rows of tile_k elements; the defaults are
+    those of a GEMM."""
     m, n, k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
     columns, staged = columns or n, staged or (m, n)
     tile = f"config.tile_m is {m}, tile_n {n} and tile_k {k}"
@@ -230,7 +231,7 @@ def check_tile(
 def check(
     config: Settings, *, max_ctas: int, least_send: int, least_intra: int, copiers_compute: bool = False
 ) -> None:  # fmt: skip
-    """Refuse CTAs that would not run. `copiers_compute`: those that copy are not lost to the compute."""
+    """Refuse numbers of CTAs that could not run. `copiers_compute`: CTAs that copy also compute."""
     for name, least in (("send_ctas", least_send), ("intra_ctas", least_intra)):
         if getattr(config, name) < least:
             raise ArgumentError(f"config.{name} must be at least {least} for this group and these tensors")

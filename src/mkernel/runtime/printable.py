@@ -1,13 +1,12 @@
-"""Text from files and from other processes, as it may be shown on a terminal."""
+"""Text from files and from other processes, made safe for a terminal."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line, with every character that would not be seen as itself written as its escape.
+    """The text on one line, with unprintable characters escaped.
 
-    Those are control characters (with which a terminal can be told to do anything), line breaks, marks that reverse
-    the direction of writing, and characters of no width: everything that `repr` escapes, except for quotes and
-    backslashes.
+    These are control characters (which can make a terminal do anything), line breaks, marks that reverse the writing
+    direction, and zero-width characters: everything that `repr` escapes, except for quotes and backslashes.
     """
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

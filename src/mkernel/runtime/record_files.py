@@ -1,4 +1,4 @@
-"""Wait records in files: JSON lines, so that the files of several ranks can be put together.
+"""Wait records in files: JSON lines, so that the files of several ranks can be concatenated.
 
 {"mkernel": "wait", "timed_out": true, "op": "all_gather_matmul", "rank": 0, "peer": 1, ...}
 {"mkernel": "network failure", "rank": 2, "message": "..."}
@@ -22,7 +22,7 @@ TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (in
 
 @dataclass(frozen=True)
 class Contents:
-    """What was in the files; `damaged` are lines that could not be read, with their place and what is wrong."""
+    """The contents of files. `damaged`: lines that could not be read, with file, line number and problem."""
 
     records: tuple[WaitRecord, ...]
     failures: tuple[NetworkFailure, ...]
@@ -30,21 +30,21 @@ class Contents:
 
 
 def write(path: str | Path, records: Iterable[WaitRecord], failures: Iterable[NetworkFailure] = ()) -> None:
-    """Write a file; what was in it is gone."""
+    """Write a file, or overwrite it."""
     lines = [{"mkernel": "wait", **asdict(record)} for record in records]
     lines += [{"mkernel": "network failure", **asdict(failure)} for failure in failures]
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read(paths: Sequence[str | Path]) -> Contents:
-    """The records of all files, each once; lines that are none are named and left out."""
+    """The distinct records of all files. Lines that are not records are skipped and listed as damaged."""
     found: dict[WaitRecord | NetworkFailure, None] = {}
     damaged = []
     for path in paths:
         try:
             text = Path(path).read_bytes().decode("utf-8", errors="replace")
         except OSError as problem:
-            raise ArgumentError(printable(f"{path} can not be read: {problem.strerror}")) from problem
+            raise ArgumentError(printable(f"{path} cannot be read: {problem.strerror}")) from problem
         for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
@@ -63,9 +63,9 @@ def _parse(line: str) -> WaitRecord | NetworkFailure:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError("this is no JSON; was the process killed while it wrote?") from None
+        raise ValueError("this is no JSON; was the process killed while writing?") from None
     if not isinstance(values, dict) or values.get("mkernel") not in ("wait", "network failure"):
-        raise ValueError("this is no record of mkernel")
+        raise ValueError("this is not a record of mkernel")
     kind = WaitRecord if values.pop("mkernel") == "wait" else NetworkFailure
     arguments: dict[str, Any] = {}
     for field in fields(kind):

@@ -1,4 +1,4 @@
-"""Wait records: what a kernel wrote down about a wait that it gave up (see lang/signals.py)."""
+"""Wait records: what kernels report about waits that they gave up (see lang/signals.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mkernel import operators
 from mkernel.lang import context, roles, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
-MAX_CTAS = 512  # of a launch: more than any GPU has SMs
-COUNT = 2 * MAX_CTAS  # records that a group has room for; every call looks at all of them
+MAX_CTAS = 512  # of a launch; no GPU has that many SMs
+COUNT = 2 * MAX_CTAS  # records of a group; every call checks all of them
 WORDS = context.RECORD_WORDS.value
 
 OPS: list[str] = []  # by number, see `number_of`
@@ -37,21 +37,21 @@ def signal_name(op: str, kind: int) -> str:
 
 
 def number_of(op: str) -> int:
-    """The number by which the kernels of this process name an operator in their records; a new name gets the next."""
+    """The number that stands for an operator in the records of this process. A new name gets the next number."""
     with _lock:
         if op not in OPS:
             OPS.append(op)
         return OPS.index(op)
 
 
-REFUSALS = (signals.OVER_CAPACITY.value, signals.INVALID_ID.value)  # reasons that are no waits
+REFUSALS = (signals.OVER_CAPACITY.value, signals.INVALID_ID.value)  # reasons other than waits
 
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """One wait that was given up: who waited for whom, for what, and what it saw."""
+    """A wait that was given up: who waited for whom and for what, and what it saw."""
 
-    timed_out: bool  # False: it left because another wait had timed out
+    timed_out: bool  # False: it ended because another wait had timed out
     op: str
     rank: int
     role: str
@@ -90,20 +90,20 @@ class WaitRecord:
 
 
 def absent(what: str, rank: int, missing: Sequence[int], size: int, seconds: float) -> CommTimeout:
-    """The error of a rank whose host code waited for others to make the same call."""
+    """The error of a rank whose host waited for others to make the same call."""
     found = [
         WaitRecord(True, what, rank, "host", -1, "call", peer, 0, size - len(missing), size, seconds)
         for peer in missing
     ]
-    more = f" Missing are ranks {list(missing)}." if len(missing) > 1 else ""
-    return CommTimeout(f"{found[0]}.{more} The group can not be used any more.", found)
+    more = f" Missing ranks: {list(missing)}." if len(missing) > 1 else ""
+    return CommTimeout(f"{found[0]}.{more} The group can no longer be used.", found)
 
 
 def read(table: torch.Tensor) -> list[WaitRecord]:
-    """The records in a rank's table: those that timed out first, waits for other ranks before those within the rank. A
-    wait for a rank that has not come at all comes before those for what others were to send, which may follow from it;
-    it counts as timed out if it was half as long as one that was (it may have begun when those who came late had come).
-    That a launch ended too late is told, once, if there is nothing else to tell."""
+    """The records in a rank's table, the most telling ones first: waits that timed out before others, waits for other
+    ranks before those within the rank, and a wait for a rank that never arrived before waits for data, which may only
+    be its consequence. Such a wait counts as timed out if it took half as long as one that did: it may have started
+    when the last late rank arrived. A launch that merely ended too late is reported once, if there is nothing else."""
     found = []
     for row in table.view(-1, WORDS)[table.view(-1, WORDS)[:, 0] != 0].tolist():
         if row[0] in REFUSALS:
@@ -137,18 +137,18 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
 
 
 def take_refusal(table: torch.Tensor) -> RoutingError | None:
-    """Why a kernel refused its input, if one did; the record is taken out of the table."""
+    """The error of a kernel that refused its input, if there is one. Removes its record from the table."""
     for row in table.view(-1, WORDS):
         reason, op, _, _, _, _, peer, _, seen, expected = row[:10].tolist()
         if reason in REFUSALS:
             row[0] = 0
             if reason == signals.OVER_CAPACITY.value:
                 return CapacityError(
-                    f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}: give it more. "
-                    f"Nothing was computed, on any rank; the group can be used again."
+                    f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}; increase it. "
+                    f"No rank has computed anything, and the group can be used again."
                 )
             return RoutingError(
                 f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "
-                f"Nothing was computed, on any rank; the group can be used again."
+                f"No rank has computed anything, and the group can be used again."
             )
     return None

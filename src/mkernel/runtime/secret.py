@@ -1,11 +1,10 @@
-"""The secret of a job: what keeps strangers out of the store's messages and of the connections between nodes.
+"""The secret of a job, which authenticates messages in the store and connections between nodes.
 
-The process group's store listens on the network and asks nobody who they are, so the secret never travels through it in
-the clear. Every rank puts a Diffie-Hellman public value there (group ffdhe2048 of RFC 7919); rank 0 draws the
-secret and hands it to each rank, masked with the key that the two share. Whoever only reads the store learns
-nothing. Whoever can also change what ranks write there while a group is being made could stand between two ranks; a
-secret from the launcher, in MKERNEL_SECRET, keeps them out too: public values then carry a proof that
-their author knows it, and the masks depend on it.
+The process group's store listens on the network without authentication, so the secret never passes through it in the
+clear. Every rank publishes a Diffie-Hellman public value (group ffdhe2048 of RFC 7919); rank 0 draws the secret and
+sends it to each rank, masked with the key that the two share. Read access to the store reveals nothing. With write
+access while a group is being made, a man in the middle is possible. A secret from the launcher, in MKERNEL_SECRET,
+prevents that, too: public values then carry a proof that their author knows it, and the masks depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mkernel.runtime.errors import ArgumentError, MKernelError
 
 VARIABLE = "MKERNEL_SECRET"
 SHORTEST = 16  # characters of a launcher's secret
-OPEN = b"no secret yet"  # what messages are signed with before there is a secret
+OPEN = b"no secret yet"  # signs messages before there is a secret
 PRIME = int(
     "FFFFFFFFFFFFFFFFADF85458A2BB4A9AAFDC5620273D3CF1D8B9C583CE2D3695A9E13641146433FBCC939DCE249B3EF97D2FE363630C75D8"
     "F681B202AEC4617AD3DF1ED5D5FD65612433F51F5F066ED0856365553DED1AF3B557135E7F57C935984F0C70E0E68B77E2A689DAF3EFE872"
@@ -38,17 +37,17 @@ def given() -> bytes | None:
     if not text:
         return None
     if len(text) < SHORTEST:
-        raise ArgumentError(f"{VARIABLE} has {len(text)} characters; give it {SHORTEST} or more, drawn at random")
+        raise ArgumentError(f"{VARIABLE} has {len(text)} characters; it needs {SHORTEST} or more, chosen at random")
     return derived(text.encode(), "launcher")
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """A key of its own for each purpose."""
+    """A separate key for each purpose."""
     return hmac.digest(secret, f"mkernel {purpose}".encode(), "sha256")
 
 
 class Agreement:
-    """How one rank comes to the secret of a job, in two messages: everybody's `offer`, then rank 0's `masked`."""
+    """One rank's side of the key agreement, in two rounds: everybody's `offer`, then rank 0's `masked`."""
 
     def __init__(self, job: str, rank: int):
         self._job, self._rank = job, rank
@@ -57,15 +56,15 @@ class Agreement:
         self._public = pow(GENERATOR, self._exponent, PRIME).to_bytes(NUMBER_BYTES, "big")
 
     def offer(self) -> tuple[bytes, bytes]:
-        """This rank's public value, and the proof that it knows the launcher's secret: empty if there is none."""
+        """This rank's public value, and the proof that it knows the launcher's secret (empty if there is none)."""
         return self._public, self._proof(self._rank, self._public)
 
     def take(self, offers: Sequence[tuple[bytes, bytes]]) -> None:
-        """The offers of all ranks, by rank."""
+        """Check and keep the offers of all ranks."""
         for rank, offer in enumerate(offers):
             shape = isinstance(offer, tuple) and len(offer) == 2 and all(isinstance(part, bytes) for part in offer)
             if not shape or not 1 < int.from_bytes(offer[0], "big") < PRIME - 1:
-                raise MKernelError(f"what stands in the store for rank {rank} is not what a rank writes there")
+                raise MKernelError(f"the entry for rank {rank} in the store was not written by a rank")
         having = [rank for rank, (_, proof) in enumerate(offers) if proof]
         if 0 < len(having) < len(offers):
             raise ArgumentError(
@@ -74,18 +73,18 @@ class Agreement:
         for rank, (public, proof) in enumerate(offers):
             if not hmac.compare_digest(proof, self._proof(rank, public)):
                 raise MKernelError(
-                    f"rank {rank} has another {VARIABLE} than rank {self._rank}, or somebody else wrote in its place"
+                    f"rank {rank} has another {VARIABLE} than rank {self._rank}, or somebody else wrote its entry"
                 )
         self._offers = offers
         self._transcript = b"".join(public for public, _ in offers)
 
     def masked(self) -> list[bytes]:
-        """Rank 0's: the secret, for each rank masked with what the two of them share, and a tag."""
+        """On rank 0: draw the secret, and mask it for each rank with their shared key; with a tag."""
         self.secret = secrets.token_bytes(32)
         return [self._mask(rank, public, self.secret) for rank, (public, _) in enumerate(self._offers)]
 
     def unmask(self, masked: Sequence[bytes]) -> bytes:
-        """The secret, from what rank 0 masked."""
+        """The secret, from what rank 0 has masked."""
         if self._rank == 0:
             return self.secret
         mine = masked[self._rank] if isinstance(masked, list) and len(masked) == len(self._offers) else None
@@ -94,7 +93,7 @@ class Agreement:
             found = bytes(one ^ other for one, other in zip(mine[:32], pad))
             if hmac.compare_digest(self._mask(self._rank, self._offers[0][0], found), mine):
                 return found
-        raise MKernelError("what stands in the store for rank 0 is not what it wrote: somebody interferes with the job")
+        raise MKernelError("rank 0 did not write its entry in the store: somebody is interfering with the job")
 
     def _proof(self, rank: int, public: bytes) -> bytes:
         if self._given is None:

@@ -1,4 +1,4 @@
-"""mk.spawn: a whole small cluster inside this process."""
+"""mk.spawn: a small cluster inside this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def simulator_is_there() -> Iterator[None]:
-    """Names the package that an import of the simulator misses."""
+def require_simulator() -> Iterator[None]:
+    """Turn an ImportError inside into an error that names the missing package."""
     try:
         yield
     except ImportError as missing:
@@ -46,23 +46,23 @@ def spawn(
 
     Args:
         device: "cpu" is the simulator: deterministic, no GPU needed. "cuda" puts the ranks on the
-            visible GPUs as threads, several to a GPU when there are fewer GPUs than ranks; they
-            share its SMs. "auto" is "cuda" where there is a GPU.
-        seed: of the simulator's schedule. A failure prints it, and the same seed fails again.
-        timeout: seconds that a wait may last; simulated ones when simulating.
-        links: pace links to given rates, for measurements on a GPU.
-        sim: how the simulator behaves: slow or late ranks, CTAs that run one after the other.
+            visible GPUs as threads. If there are fewer GPUs than ranks, several ranks share a GPU
+            and its SMs. "auto" is "cuda" if there is a GPU.
+        seed: seed of the simulator's schedule. A failure prints it, and recurs with the same seed.
+        timeout: how long a wait may last, in seconds; in the simulator, in simulated seconds.
+        links: rates to pace links to, for measurements on a GPU.
+        sim: options of the simulator, such as slow or late ranks, or CTAs that run one after the other.
     """
     check_cluster(nodes, gpus_per_node)
     check_timeout(timeout)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        with simulator_is_there():
+        with require_simulator():
             from mkernel.sim.world import spawn as simulate
         return simulate(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, seed=seed, timeout=timeout, options=sim)
     if device == "cuda":
-        from mkernel.runtime.cuda import spawn as run_on_gpus
+        from mkernel.runtime.cuda_threads import spawn as run_on_gpus
 
         return run_on_gpus(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, timeout=timeout, links=links or Links())
     raise ArgumentError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")

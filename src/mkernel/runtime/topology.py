@@ -28,10 +28,10 @@ class Topology:
     def of(node_ids: Sequence[int]) -> Topology:
         """The topology of a group whose rank i lives on physical node `node_ids[i]`.
 
-        Operators need the same number of ranks on every node, in blocks. Where the group is not like
-        that, its nodes are cut into equal smaller ones (down to one rank each): always right, and as
-        much over NVLink as the cut allows. Ranks of a node that are not next to each other in the
-        group's order count as different nodes.
+        Operators need consecutive blocks of equally many ranks, one block per node. If the nodes of the group differ
+        in size, they are split into smaller nodes of equal size (down to one rank each): always correct, with as much
+        traffic over NVLink as the split allows. Ranks of a node that are not adjacent in the group count as different
+        nodes.
         """
         runs: list[int] = []
         previous = None

@@ -1,19 +1,18 @@
-"""Tuned configurations: what `mkernel tune` found to be fast, kept in a file and used by itself afterwards.
+"""Tuned configurations: what `mkernel tune` has found to be fast, kept in a file and then used automatically.
 
-The file is $MKERNEL_TUNED_FILE if that is set, else mkernel/tuned.json in $XDG_CACHE_HOME or ~/.cache. It is read
-when a group is made on GPUs, by rank 0, which gives it to the others: so all ranks take the same. Groups
-that were made before do not see what was tuned later.
+The file is $MKERNEL_TUNED_FILE if that is set, else mkernel/tuned.json in $XDG_CACHE_HOME or ~/.cache. When a group is
+made on GPUs, rank 0 reads it and broadcasts it, so that all ranks use the same entries. Existing groups do not see
+later changes.
 
-An entry is found by the version of this package, the GPU, the shape of the group (nodes x ranks, CTAs of a
-rank, paced links), the operator, the dtype and a bucket of sizes: the nearest power of two of each, and
-whether it is divisible by 128. Sizes that are the same on every rank (`agreed`) lead to what must be the same
-on every rank (`shared` fields); the others, together with those, to what each rank may choose for itself. Where all
-sizes are the same on every rank, they lead to the whole configuration.
+The key of an entry consists of the version of this package, the GPU, the shape of the group (nodes x ranks, CTAs of a
+rank, paced links), the operator, the dtype and a bucket of sizes: the nearest power of two of each size, and whether it
+is divisible by 128. Sizes that are the same on every rank (`agreed`) determine the fields that must be the same on
+every rank (`shared`); together with the other sizes they determine the fields that each rank may choose. If all sizes
+are the same on every rank, they determine the whole configuration.
 
-Writers take a lock, read the file again, and put a new file in its place in one step: a reader sees the old file
-or the new one, and of two writers none loses what the other one wrote. A file that can not be
-understood is reported once, and ignored; the next writer puts it aside. A file that another user could change (see
-cache.py) is reported and ignored as well, and nothing is written to it.
+Writers take a lock, read the file again, and replace it atomically: a reader sees either the old file or the new one,
+and no writer loses another one's entries. A file that cannot be parsed is reported once and ignored; the next writer
+moves it aside. A file that another user could change (see cache.py) is reported and ignored, too, and never written.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 VARIABLE = "MKERNEL_TUNED_FILE"
-LOCK_SECONDS = 10.0  # that a writer waits for another one
+LOCK_SECONDS = 10.0  # how long a writer waits for another one
 
 Entries = dict[str, dict[str, Any]]
 Sizes = Mapping[str, int]  # a bool says whether a call has some property
@@ -65,7 +64,7 @@ def path() -> Path:
 
 
 def read(file: Path) -> Entries:
-    """The entries of a file; none if there is no file, or none that can be understood."""
+    """The entries of a file; none if there is no file, or if it cannot be parsed."""
     if not os.path.lexists(file):
         return {}
     try:
@@ -80,7 +79,7 @@ def read(file: Path) -> Entries:
         return {}
     except (OSError, ValueError, RecursionError) as problem:
         _report(
-            f"mkernel: the file of tuned configurations {file} is ignored, because it can not be read: {problem}. "
+            f"mkernel: the file of tuned configurations {file} is ignored, because it cannot be read: {problem}. "
             f"`mkernel tune` writes a new one; calls take the default configuration until then"
         )
         return {}
@@ -111,18 +110,18 @@ def _report(problem: str) -> None:
 
 
 def write(file: Path, entries: Entries) -> None:
-    """Add entries to a file, in place of those with the same keys."""
+    """Add entries to a file, replacing those with the same keys."""
     try:
         _write(cache.resolve(file.parent, make=True, on_the_way=True) / file.name, entries)
     except cache.UnsafePath as problem:
         raise MKernelError(
-            f"tuned configurations can not be kept in {file}, because other users could change it: {problem}, or set "
+            f"tuned configurations cannot be kept in {file}, because other users could change it: {problem}, or set "
             f"{VARIABLE} to a file in a folder that only you can write to"
         ) from problem
 
 
 def _write(file: Path, entries: Entries) -> None:
-    """The same, in a folder that was checked."""
+    """`write`, in a folder that has been checked."""
     with _locked(file.with_name(file.name + ".lock")):
         kept: Entries = {}
         with contextlib.suppress(FileNotFoundError):
@@ -160,23 +159,23 @@ def _locked(file: Path) -> Iterator[None]:
         yield
 
 
-# -- what a group knows of it
+# -- the entries of a group
 
 
 @dataclass(frozen=True)
 class Table:
-    """The entries as one group sees them: all of its ranks have rank 0's."""
+    """The entries of one group: those of rank 0, on all ranks."""
 
     place: str
     entries: Entries
-    chosen: dict[Any, Config | None] = field(default_factory=dict)  # what calls have asked for so far
+    chosen: dict[Any, Config | None] = field(default_factory=dict)  # the lookups of calls so far
 
     def find(self, op: str, dtype: torch.dtype, sizes: Sizes) -> dict[str, Any] | None:
         return self.entries.get(key_of(self.place, op, dtype, sizes))
 
 
 def table_of(group: Group) -> Table:
-    """The table of a new group. Collective on GPUs; elsewhere nothing is tuned."""
+    """The table of a new group. Collective on GPUs; elsewhere it is empty."""
     if group.device.type != "cuda":
         return Table("", {})
     mine = (place_of(group), _what_is_known()) if group.rank == 0 else None
@@ -186,7 +185,7 @@ def table_of(group: Group) -> Table:
 def _what_is_known() -> Entries:
     try:
         file = path()
-    except MKernelError:  # there is no place for such a file, so there is none
+    except MKernelError:  # there is no folder for such a file
         return {}
     return read(file)
 
@@ -205,7 +204,7 @@ def place_of(group: Group) -> str:
 
 
 def bucket(size: int) -> str:
-    """Sizes for which one configuration is used."""
+    """Identifies the sizes that share a configuration."""
     if isinstance(size, bool):
         return "yes" if size else "no"
     nearest = 2 ** round(math.log2(size)) if size > 0 else 0
@@ -213,20 +212,20 @@ def bucket(size: int) -> str:
 
 
 def key_of(place: str, op: str, dtype: torch.dtype, sizes: Sizes) -> str:
-    """The name of an entry."""
+    """The key of an entry."""
     shape = ", ".join(f"{name} {bucket(size)}" for name, size in sorted(sizes.items()))
     return " | ".join([f"mkernel {__version__}", place, op, str(dtype).removeprefix("torch."), shape])
 
 
-# -- what an operator asks
+# -- for operators
 
 
 @dataclass(frozen=True)
 class Tunable:
-    """How an operator's configurations are kept.
+    """How the configurations of an operator are stored.
 
     agreed: sizes that are the same on every rank. own: those that may differ.
-    shared: fields of a configuration that must be the same on every rank; without own sizes all fields are.
+    shared: fields of a configuration that must be the same on every rank; without own sizes, all fields.
     """
 
     op: str
@@ -235,7 +234,7 @@ class Tunable:
     shared: tuple[str, ...]
 
     def choose(self, group: Group, dtype: torch.dtype, given: Config | None, **sizes: int) -> Config | None:
-        """The configuration of a call: what was given, or what tuning found, or None."""
+        """The configuration of a call: the given one, a tuned one, or None."""
         table = group.tuned
         if given is not None or not table.entries:
             return given
@@ -252,17 +251,17 @@ class Tunable:
             return _config(common["config"])
         mine = table.find(self.op, dtype, sizes)
         fields = {name: value for name, value in common["config"].items() if name in self.shared}
-        # what was tuned together with other shared fields is no good with these
+        # it was tuned together with other values of the shared fields
         if mine is not None and mine.get("with") == common["config"]:
             fields |= {name: value for name, value in mine["config"].items() if name not in self.shared}
         elif not fields:
-            return None  # only the own sizes of others were tuned, and all of it was for them
+            return None  # only other own sizes were tuned, and the rest of that configuration was for them
         return _config(fields)
 
     def entries(
         self, place: str, dtype: torch.dtype, config: Config, measured: Mapping[str, Any], **sizes: int
     ) -> Entries:
-        """What to write down for a configuration that was found for these sizes."""
+        """The entries to write for a configuration that was found for these sizes."""
         fields = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
         if not self.own:
             return {key_of(place, self.op, dtype, sizes): {"config": fields, **measured}}
@@ -276,14 +275,14 @@ class Tunable:
 
     @staticmethod
     def origin(given: Config | None, chosen: Config | None) -> str:
-        """Where the configuration of a call comes from, for its plan."""
+        """Where the configuration of a call comes from, for the reasons of its plan."""
         if given is not None:
-            return "configuration: as given; what is None in it is the default"
+            return "configuration: as given; fields that are None have defaults"
         return "configuration: tuned" if chosen is not None else "configuration: default"
 
 
 def _config(fields: Mapping[str, Any]) -> Config | None:
-    """A configuration of an entry; None, reported once, if it is none."""
+    """The configuration of an entry. If it is invalid, None, with one warning."""
     try:
         config = Config(**fields)
         check_given(config)

@@ -1,39 +1,46 @@
-"""Where ranks live: what the host side needs from a place to run.
+"""What the host side needs from a place where ranks run.
 
-There are four in this package: the simulator (`mkernel.sim.world`), the threads of one process with
-CUDA (`mkernel.runtime.cuda`), and processes, with GPUs (`mkernel.runtime.cuda_processes`) or without
-(`mkernel.runtime.cpu_processes`). A world knows ranks by their number in the world; groups are subsets
-of it.
+A world consists of four parts, and each backend picks one implementation of each:
+
+| backend | exchange | memory | launcher | network |
+|---|---|---|---|---|
+| simulator (`sim.world`) | SimExchange | SimMemory | SimLauncher | SimNetwork |
+| threads with CUDA (`runtime.cuda_threads`) | ThreadExchange | DeviceMemory | CudaLauncher | NativeNetwork |
+| processes with CUDA (`runtime.cuda_processes`) | StoreExchange | SymmetricMemory | CudaLauncher | NativeNetwork |
+| processes on CPUs (`runtime.cpu_processes`) | StoreExchange | SharedMemory | InlineLauncher | NativeNetwork |
+
+A world numbers ranks from 0 to its size - 1. A group is a subset of these ranks and numbers them anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from mkernel.runtime.errors import CommTimeout, MKernelError
+    from mkernel.net import Statistics
+    from mkernel.runtime.errors import MKernelError
     from mkernel.runtime.group import Group, Uses
 
 
 def exchange_addresses(
     group: Group, shared: Any, address_of: Callable[[Any], int] = lambda shared: shared
 ) -> list[int]:
-    """Every rank gives what the others need to address its memory, and gets the addresses: 0 for ranks of
-    other nodes."""
+    """All-gather what the other ranks need to address this rank's memory. Return the addresses of all ranks' memory: 0
+    for ranks on other nodes."""
     everyone = enumerate(group.exchange("heap", shared))
     return [address_of(theirs) if group.topology.node_of(rank) == group.node else 0 for rank, theirs in everyone]
 
 
 @dataclass(frozen=True)
 class Links:
-    """Rates that links are paced to, for measurements; None is as fast as the hardware goes.
+    """Rates to pace links to, for measurements. None means unpaced.
 
-    nvlink: GB/s that one rank can push to the other ranks of its node, all together.
-    network: GB/s that one rank can send to other nodes, all together.
+    nvlink: total GB/s from one rank to the other ranks of its node.
+    network: total GB/s from one rank to other nodes.
     network_latency: seconds from the last byte of a transfer to its signal.
     """
 
@@ -44,7 +51,7 @@ class Links:
 
 @dataclass(eq=False)
 class Launch:
-    """One kernel on one rank, ready to go."""
+    """One kernel launch on one rank."""
 
     op: str
     group: Group
@@ -52,19 +59,18 @@ class Launch:
     grid: int
     arguments: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    # launches of one variant run the same binary
-    variant: Hashable = None
-    uses: Uses | None = None  # of a workspace
-    call: Hashable = None  # what all ranks must have called
-    # For the simulator: arguments that the kernel only reads, and arguments of which it writes every element.
+    variant: Hashable = None  # launches with the same kernel and variant run the same binary
+    uses: Uses | None = None  # what the launch keeps in a workspace
+    call: Hashable = None  # the call that all ranks must make
+    # For the simulator: arguments that the kernel only reads, and arguments whose every element it writes.
     inputs: Sequence[str] = ()
     results: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Part:
-    """What bytes start..end-1 of a segment are. kind: "signals"; "buffer", in which kernels leave things for each
-    other; or "tensor", which belongs to the user."""
+    """What the bytes [start, end) of a segment are for. kind: "signals"; "buffer", through which kernels pass data to
+    each other; or "tensor", which belongs to the user."""
 
     name: str
     start: int
@@ -74,8 +80,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Array:
-    """Elements in a segment, of `item` bytes each. start: bytes from the beginning of the segment. strides: in
-    elements; None: one behind the other."""
+    """An array in a segment, with elements of `item` bytes. start: its offset in the segment, in bytes. strides: in
+    elements; None means contiguous."""
 
     name: str
     start: int
@@ -86,7 +92,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One request to the network, as a trace shows it: from when it was posted to when its signal was raised."""
+    """One network request in a trace, from when it was posted to when its signal was raised."""
 
     source: int
     target: int
@@ -96,107 +102,170 @@ class Transfer:
     end: int
 
 
-class World(Protocol):
-    """A place where ranks run. Those with a native network also have what runtime/network.py gives them."""
+class Exchange(Protocol):
+    """How the hosts of the ranks find each other and hear of failures."""
 
-    size: int
-    links: Links
-
-    def device(self, rank: int) -> torch.device:
-        """The device that the tensors of a rank of this process live on."""
-
-    def gpu(self, rank: int) -> Hashable:
-        """Names the GPU of any rank: equal for ranks that share one."""
-
-    def node_of(self, rank: int) -> int:
-        """The physical node of a rank."""
-
-    def ctas(self, rank: int) -> int:
-        """How many CTAs of one launch fit on the rank's share of its GPU at the same time."""
-
-    def exchange(
+    def all_gather(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
-        """Every member gives a value and gets all, in the order of members. Blocks the caller. `what`
-        is the call that needs it, for the error when a member does not come."""
+        """Block until every member has passed a value under this key, and return the values in the order of `members`.
+        Raise CommTimeout after `timeout` seconds, or earlier if a missing member is known to be gone. `what` names the
+        call in that error."""
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        """What the others get of this rank in the exchange of that name. Does not block."""
+        """Pass a value under this key without waiting for the other members."""
 
     def confirm(self, group: Group, call: Hashable) -> None:
-        """Raise, on all ranks, unless all of them make the same call now: nothing of it is carried out then."""
+        """Raise ArgumentError on every rank unless all ranks of the group make this call now. A rank launches nothing
+        before this has returned."""
 
-    def leave(self, group: Group, why: str) -> None:
-        """This rank leaves the group in the middle of a call: tell the others, and let its own kernels end."""
+    def join(self, group: Group) -> None:
+        """Start to watch over a group that is being made on this rank."""
 
-    def broke(self, group: Group, failure: MKernelError) -> None:
-        """The group broke on this rank: tell those of the others that wait for it."""
+    def leave(self, group: Group) -> None:
+        """Forget a group that was closed on this rank."""
 
-    def lost(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
-        """Why waits of the group ended on this rank: the rank that was lost (-1 if that is not known), and how. None if
-        nothing is known; `timed_out`: one of them ended by itself."""
+    def abandon(self, group: Group, why: str) -> None:
+        """Abort the group's kernels on this rank, which leaves a call half done, and tell the other ranks why."""
+
+    def report_failure(self, group: Group, failure: MKernelError) -> None:
+        """Tell ranks that wait for this one that the group is broken here."""
+
+    def wait_for_lost_rank(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
+        """Return the rank of the group whose loss ended this rank's waits (-1 if unknown) and what happened to it; None
+        if nothing is known. Unless a wait of this rank timed out by itself, another rank knows the reason: wait a
+        moment for its report."""
+
+
+class Memory(Protocol):
+    """Memory that kernels of several ranks, or a kernel and its host, share."""
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        """Zeroed bytes that other ranks of the node can address."""
+        """Zeroed bytes that the other ranks of the node can map."""
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
-        """The addresses, for this rank's kernels, of what `allocate` gave to the ranks of the group, all of
-        which call this; 0 for ranks of other nodes."""
+        """Map what every rank of the group got from `allocate`, and return the addresses that this rank's kernels use:
+        0 for ranks on other nodes. Collective."""
 
-    def multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
-        """A multicast address, for this rank's kernels, of all copies of what `map` gave the addresses of. 0, on all
-        ranks, where there is none for one of them: with several nodes, or ranks that share a GPU. All ranks of the
-        group call this."""
+    def unmap(self, memory: torch.Tensor) -> None:
+        """No kernel uses the addresses that `map` returned any more. They end with the memory at the latest."""
+
+    def map_multicast(self, group: Group, memory: torch.Tensor, addresses: Sequence[int]) -> int:
+        """The multicast address of the copies that `map` returned the addresses of. 0 on all ranks if any of them has
+        none: with several nodes, or if ranks share a GPU. Collective."""
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
-        """64-bit words in the memory of the rank's device."""
+        """These 64-bit words in the memory of the rank's device."""
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         """Zeroed 64-bit words that both the host and the rank's kernels can address."""
 
-    def opened(self, group: Group) -> None:
-        """A group was made on this rank."""
+    def describe(self, group: Group, segment: int, memory: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Say which segment of the group's heap this memory is, and what its parts are for. The simulator checks that
+        kernels respect this, and uses the names in its errors."""
 
-    def closed(self, group: Group) -> None:
-        """A group was closed on this rank."""
+    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized output tensor on the rank's device."""
 
-    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
-        """A group has, or no longer has (None), a segment of its heap on this rank."""
 
-    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
-        """Serve the requests that the group's kernels on this rank will write into the ring."""
+class Clock(Protocol):
+    """The clock that a rank's traced kernels read."""
 
-    def drain(self, rank: int, ring: torch.Tensor, timeout: float) -> None:
-        """Wait until the proxy has completed every request in the ring, or the time is over."""
+    @property
+    def name(self) -> Hashable:
+        """Equal for ranks that read the same clock."""
 
-    def cause_of(self, group: Group, timeout: CommTimeout) -> MKernelError:
-        """What to raise when a kernel of the group gave up: the timeout, or what was behind it."""
+    def compare(self) -> list[tuple[int, int, int]]:
+        """Readings of (host clock before, this clock, host clock after), in nanoseconds."""
 
-    def watch_transfers(self, group: Group, watch: bool) -> list[Transfer]:
-        """Begin, or end, to write down what the group's proxy on this rank does; what was written since it began.
-        Only the simulator can."""
 
-    def clock(self, rank: int) -> Hashable:
-        """Names the clock that the rank's traced kernels read: equal for ranks that read the same one."""
+class Launcher(Protocol):
+    """Streams and kernels."""
 
-    def compare_clocks(self, rank: int) -> list[tuple[int, int, int]]:
-        """Readings (host's clock before, the rank's clock, host's clock after) in nanoseconds."""
+    def ctas(self, rank: int) -> int:
+        """How many CTAs of one launch are resident at a time on the rank's share of its GPU."""
+
+    def open(self, group: Group) -> None:
+        """Prepare to launch and abort kernels of a new group."""
 
     def stream_key(self, rank: int) -> Hashable:
-        """Names the stream that the rank's next launch goes to."""
+        """Identifies the stream of the rank's next launch."""
 
     def capturing(self, rank: int) -> bool:
         """Is the rank's current stream being captured into a graph?"""
 
     def launch(self, rank: int, launch: Launch) -> None:
-        """Queue a kernel on the rank's current stream, if all ranks of the group are ready to (`Group.confirm`)."""
+        """Queue a kernel on the rank's current stream once all ranks of the group have confirmed the call."""
 
     def synchronize(self, rank: int) -> None:
-        """Wait until everything that the rank has queued is done."""
+        """Wait for everything that the rank has queued."""
 
-    def name(self, memory: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Say what a segment consists of: the simulator checks that kernels keep to it, and uses the names."""
-        ...
+    def poll_idle(self, rank: int) -> bool:
+        """Has everything finished that the rank has queued?"""
 
-    def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An output tensor on the rank's device."""
+    def abort(self, group: Group) -> None:
+        """End all waits of the group's kernels on this rank. Callable from any thread, also while kernels spin."""
+
+    def clock(self, rank: int) -> Clock:
+        """The clock of the rank's traced kernels."""
+
+
+class Network(Protocol):
+    """Transfers between nodes. A group with several nodes has one proxy per rank."""
+
+    def start_proxy(self, group: Group, ring: torch.Tensor) -> None:
+        """Serve the requests that the group's kernels on this rank write to the ring. Collective."""
+
+    def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
+        """Let transfers access a segment of the group's heap on this rank; with None, no longer. Collective."""
+
+    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
+        """Wait until the proxy has completed every request in the ring, for `timeout` seconds at most."""
+
+    def error(self, group: Group) -> str | None:
+        """Why the group's network failed on this rank; None if it works."""
+
+    def statistics(self, group: Group) -> Statistics | None:
+        """What the group's proxy on this rank has done so far; None if there is no native proxy."""
+
+    def record_transfers(self, group: Group, record: bool) -> list[Transfer]:
+        """Start, or stop, to record the transfers of the group's proxy on this rank, and return those recorded so far.
+        Only the simulator records any."""
+
+    def disconnect(self, group: Group) -> None:
+        """Stop the proxy of a group that is being closed, after it has sent what was posted. Collective, unless the
+        group is broken."""
+
+    def abort(self, group: Group) -> None:
+        """Stop the proxy at once, so that the ranks on other nodes see the connection close."""
+
+
+class World(Protocol):
+    """A place where ranks run."""
+
+    size: int
+    links: Links
+
+    @property
+    def node_ids(self) -> Sequence[int]:
+        """The physical node of every rank."""
+
+    @property
+    def gpu_ids(self) -> Sequence[Hashable]:
+        """Identifies the GPU of every rank: equal for ranks that share one."""
+
+    @property
+    def devices(self) -> Mapping[int, torch.device]:
+        """The torch device of every rank of this process."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    @property
+    def launcher(self) -> Launcher: ...
+
+    @property
+    def network(self) -> Network: ...

@@ -59,7 +59,7 @@ def spread(count: int) -> Iterator[int]:
             yield place
 
 
-def in_turns(points: Sequence[tuple[Point, Hashable]]) -> list[Point]:
+def round_robin(points: Sequence[tuple[Point, Hashable]]) -> list[Point]:
     """The points of a run in the order in which they are stalled: each place in the code in turn."""
     places: dict[Hashable, list[Point]] = {}
     for point, place in points:
@@ -83,7 +83,7 @@ def _combinations(count: int, size: int) -> Iterator[tuple[int, ...]]:
 
 def stalls(points: Sequence[tuple[Point, Hashable]], bound: int) -> Iterator[str]:
     """The names of all schedules with up to `bound` stalls at the points of a run."""
-    turns = in_turns(points)
+    turns = round_robin(points)
     when = {point: number for number, (point, _) in enumerate(points)}
     for size in range(1, bound + 1):
         for chosen in _combinations(len(turns), size):

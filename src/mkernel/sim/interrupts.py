@@ -15,7 +15,7 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[Callable[[], None]]:
+def deferred() -> Iterator[Callable[[], None]]:
     """Inside, Ctrl-C does nothing until the function that this gives is called, which raises KeyboardInterrupt then.
     A handler of the user's own is left alone."""
     plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler

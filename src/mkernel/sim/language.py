@@ -116,8 +116,8 @@ def _clock() -> Tensor:
     return Tensor(np.int64(running.get().clock()), INT64)
 
 
-def _stamp() -> Tensor:
-    return Tensor(np.int64(running.get().stamp()), INT64)
+def _trace_time() -> Tensor:
+    return Tensor(np.int64(running.get().trace_time()), INT64)
 
 
 def _nothing_after(action: str) -> Callable[[], Tensor]:
@@ -164,7 +164,7 @@ def _sums(dtype: Any) -> Callable[..., tuple[Tensor, ...]]:
 _SUM = "multimem.ld_reduce.relaxed.sys.global.add{} {{$0, $1, $2, $3}}, [$4];"
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.u64 $0, %globaltimer;": _clock,
-    "/* trace */ mov.u64 $0, %globaltimer;": _stamp,
+    "/* trace */ mov.u64 $0, %globaltimer;": _trace_time,
     "fence.proxy.async.global; mov.u32 $0, 0;": _nothing_after("acquire_for_descriptors"),
     "bar.sync 0; mov.u32 $0, 0;": _nothing_after("barrier"),
     "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;": _nothing_after(

@@ -1,8 +1,10 @@
-"""Launches in the simulator: their CTAs, what they may touch, and what they move."""
+"""Launches in the simulator: their CTAs, what they may access, and the queues of streams."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,50 +12,34 @@ import numpy as np
 import torch
 
 from mkernel.lang import context as words
-from mkernel.runtime.errors import SimulatorError
+from mkernel.runtime.errors import CommTimeout, SimulatorError
 from mkernel.runtime.world import Launch
 from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.memory import Keeps
 from mkernel.sim.order import NOTHING, Clock, joined
-from mkernel.sim.scheduler import CtaTask
-from mkernel.sim.shadow import Access
+from mkernel.sim.races import Actor
+from mkernel.sim.scheduler import CtaTask, Task
+from mkernel.sim.shadow import SPENT, Access
+
+DEFAULT_STREAM = "default"
+POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
 
 if TYPE_CHECKING:
-    from mkernel.sim.world import SimWorld
-
-
-class Traffic:
-    """What moved where, and what was computed meanwhile."""
-
-    def __init__(self, size: int):
-        self.nvlink = [[0] * size for _ in range(size)]  # bytes from rank to rank, inside a node
-        self.network = [[0] * size for _ in range(size)]  # bytes from rank to rank, between nodes
-        self.to_switch = [0] * size  # bytes that a rank gives for multicast stores and sums
-        self.from_switch = [0] * size  # and takes
-        self.on_progress: Callable[[], None] | None = None  # called now and then, while a launch goes on
-        self.multiplications = [0] * size  # tile steps that a rank has computed
-        self.before_last_arrival = [0] * size  # how many of them before its last byte came in
-
-    def progress(self) -> None:
-        if self.on_progress is not None:
-            self.on_progress()
-
-    def arrived(self, rank: int) -> None:
-        self.before_last_arrival[rank] = self.multiplications[rank]
+    from mkernel.sim.simulator import Simulator
 
 
 class RunningLaunch:
     """A launch whose CTAs are tasks."""
 
-    def __init__(self, world: SimWorld, rank: int, launch: Launch):
-        self.world = world
+    def __init__(self, simulator: Simulator, rank: int, launch: Launch):
+        self.simulator = simulator
         self.rank = rank
         self.op = launch.op
         self.spec = launch
         self.grid = launch.grid
-        self.function = python_function(launch.kernel, world.options.replace)
-        self.arguments = kernel_arguments(launch.kernel, launch.arguments, world.options.replace)
-        self.stream: Hashable = "default"
+        self.function = python_function(launch.kernel, simulator.options.replace)
+        self.arguments = kernel_arguments(launch.kernel, launch.arguments, simulator.options.replace)
+        self.stream: Hashable = DEFAULT_STREAM
         self.clock: Clock = NOTHING  # what was known when it was launched
         self.end: Clock = NOTHING  # what its CTAs know that have ended
         self.first_event = 0
@@ -62,7 +48,7 @@ class RunningLaunch:
         self.done = False
         self.number = 0  # of the exchange in which its ranks compare what they call
         self.exchange: Hashable = None  # that exchange, if not all had come to it
-        self.leaves = False  # its ranks called different things
+        self.aborted = False  # its ranks called different things
         self.loans: list[Any] = []  # what it was given
         self.constants: dict[tuple[np.uint64, np.dtype], Any] = {}  # what its CTAs have loaded that no kernel changes
         uses = launch.uses
@@ -72,39 +58,41 @@ class RunningLaunch:
         self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
         self._epoch_before: int | None = None  # if the kernel asked for it
 
-    def leave(self) -> None:
-        """Let all waits of the launch end."""
-        self.leaves = True
-        self.world.given_up.add(self.spec.group.name)
-        self.spec.group._control.memory[:8].view(torch.int64)[0] = 1
-        for task in self.world.scheduler.tasks:
+    def abort(self) -> None:
+        """End all waits of the launch."""
+        self.aborted = True
+        self.simulator.given_up.add(self.spec.group.name)
+        flag = self.spec.group.abort_flag
+        assert flag is not None
+        flag[0] = 1
+        for task in self.simulator.scheduler.tasks:
             if isinstance(task, CtaTask) and task.launch is self:
-                task.leaves = True
+                task.aborted = True
 
     def start_more(self, time: float) -> None:
         """Start as many CTAs as may be resident, at that time of a trace."""
-        resident = self.world.options.resident or self.grid
-        races = self.world.races
+        resident = self.simulator.options.resident or self.grid
+        races = self.simulator.races
         while self.started < self.grid and self.started - self.ended < resident:
             order = None
             if races is not None:
                 name = f"rank {self.rank}, CTA {self.started} of {self.op}"
-                known = joined(self.clock, self.world.clock_of_stream(self.rank, self.stream))
+                known = joined(self.clock, self.simulator.stream_clock(self.rank, self.stream))
                 order = races.cta((self.rank, self.stream, self.started), name, known)
-            task = CtaTask(self.world.scheduler, self.rank, self, self.started, self.grid, time, order)
-            task.leaves = self.leaves
-            self.world.scheduler.add(task)
+            task = CtaTask(self.simulator.scheduler, self.rank, self, self.started, self.grid, time, order)
+            task.aborted = self.aborted
+            self.simulator.scheduler.add(task)
             self.started += 1
 
     def given_up(self) -> bool:
         """Has its group given up a wait? Then nothing is in order any more."""
-        return self.spec.group.name in self.world.given_up
+        return self.spec.group.name in self.simulator.given_up
 
     def on_change(self, changed: Sequence[int]) -> None:
         """Words were changed by an atomic operation."""
         for word in changed:
-            if word in self.world.flags:
-                self.world.given_up.add(self.world.flags[word])
+            if word in self.simulator.abort_flags:
+                self.simulator.given_up.add(self.simulator.abort_flags[word])
 
     def on_load_one(self, address: int) -> None:
         if address == self._epoch:
@@ -119,16 +107,16 @@ class RunningLaunch:
             )
 
     def on_store(self, touched: Sequence[Access]) -> None:
-        self.world.traffic.progress()
+        self.simulator.traffic.progress()
         for owner, size in self._remote(touched):
             if size > 8:  # more than a signal
-                self.world.traffic.nvlink[self.rank][owner] += size
-            self.world.traffic.arrived(owner)
+                self.simulator.traffic.nvlink[self.rank][owner] += size
+            self.simulator.traffic.arrived(owner)
 
     def on_load(self, touched: Sequence[Access]) -> None:
         for owner, size in self._remote(touched):
-            self.world.traffic.nvlink[owner][self.rank] += size
-            self.world.traffic.arrived(self.rank)
+            self.simulator.traffic.nvlink[owner][self.rank] += size
+            self.simulator.traffic.arrived(self.rank)
 
     def _remote(self, touched: Sequence[Access]) -> Iterator[tuple[int, int]]:
         """Which of it is in other ranks' memory, and how many bytes."""
@@ -138,22 +126,157 @@ class RunningLaunch:
                 yield owner, access.addresses.size * access.size
 
     def on_store_everywhere(self, nbytes: int) -> None:
-        traffic = self.world.traffic
+        traffic = self.simulator.traffic
         traffic.to_switch[self.rank] += nbytes
         for member in self.spec.group.members:
             traffic.from_switch[member] += nbytes
             traffic.arrived(member)
 
     def on_load_sum(self, nbytes: int) -> None:
-        traffic = self.world.traffic
+        traffic = self.simulator.traffic
         for member in self.spec.group.members:
             traffic.to_switch[member] += nbytes
         traffic.from_switch[self.rank] += nbytes
         traffic.arrived(self.rank)
 
     def on_dot(self) -> None:
-        self.world.traffic.multiplications[self.rank] += 1
-        self.world.traffic.progress()
+        self.simulator.traffic.multiplications[self.rank] += 1
+        self.simulator.traffic.progress()
+
+
+class Execution:
+    """The launches on the streams of the ranks of this process, and what happens when their CTAs and they end."""
+
+    def __init__(self, simulator: Simulator):
+        self.simulator = simulator
+        self.queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}  # by rank and stream
+        self.launches_done = 0
+        self.timeouts: list[CommTimeout] = []  # of ranks whose Python code has ended with one
+        self.on_launch_done: Callable[[RunningLaunch], None] = lambda running: None
+        self._entered: dict[int, list[Hashable]] = {}  # rank -> the streams it has entered
+        self._times: dict[int, float] = {}  # rank -> when its last CTA ended, in the time of a trace
+
+    def start(self, running: RunningLaunch, stream: Hashable) -> None:
+        """Queue a launch on a stream. While it runs, the kernel may access the tensors it was given."""
+        self._lend(running, stream)
+        queue = self.queues.setdefault((running.rank, stream), deque())
+        queue.append(running)
+        if len(queue) == 1:
+            running.start_more(self._times.get(running.rank, 0.0))
+
+    @contextlib.contextmanager
+    def stream(self, rank: int, name: Hashable) -> Iterator[None]:
+        """Inside, `stream_key` of the rank is this name."""
+        self._entered.setdefault(rank, []).append(name)
+        try:
+            yield
+        finally:
+            self._entered[rank].pop()
+
+    def stream_key(self, rank: int) -> Hashable:
+        entered = self._entered.get(rank)
+        return entered[-1] if entered else DEFAULT_STREAM
+
+    def poll_idle(self, rank: int) -> bool:
+        return not any(queue for (owner, _), queue in self.queues.items() if owner == rank)
+
+    def streams_of(self, rank: int) -> list[Hashable]:
+        """The streams that a rank has launched on."""
+        return [stream for owner, stream in self.queues if owner == rank]
+
+    def _lend(self, running: RunningLaunch, stream: Hashable) -> None:
+        """The kernel may touch the tensors it was given, while it runs."""
+        host = self.simulator.host_thread(running.rank)
+        running.stream = stream
+        if host is not None and self.simulator.races is not None:
+            running.clock = host.release_clock()
+            running.first_event = self.simulator.races.now
+        launch = running.spec
+        tensors = dict(tensors_in(launch.arguments))
+        running.loans = self.simulator.scheduler.memory.lend(
+            tensors, running.rank, lambda name: name != "context" and name not in launch.inputs
+        )
+
+    def finish_call(self, running: RunningLaunch) -> None:
+        """A call has returned: the rank's Python code may do with its tensors what it likes. Those in the symmetric
+        heap other ranks' kernels can reach, too."""
+        self.simulator.host_waited_for(running.rank, running.stream)
+        host = self.simulator.host_thread(running.rank)
+        if host is None or self.simulator.races is None or running.given_up():
+            return
+        site = self.simulator.races.sites.named("Python code, after the call has returned")
+        for piece, region in running.loans:
+            if piece.belongs_to_user:
+                access = self.simulator.scheduler.memory.span(region.start, region.end - region.start, "Python code")
+                self.simulator.races.store(Actor(host, host.clock), access, site)
+
+    def task_done(self, task: Task) -> None:
+        if task.failure is not None:
+            # ranks that time out together: all may tell, then the one whose wait ran out is raised
+            if not isinstance(task.failure, CommTimeout):
+                raise task.failure
+            self.timeouts.append(task.failure)
+        if not isinstance(task, CtaTask):
+            return
+        running: RunningLaunch = task.launch
+        running.ended += 1
+        if task.order is not None:
+            running.end = joined(running.end, task.order.ended())
+        self._times[running.rank] = max(self._times.get(running.rank, 0.0), task.time)
+        running.start_more(task.time)
+        if running.ended == running.grid:
+            self._launch_done(running)
+
+    def _launch_done(self, running: RunningLaunch) -> None:
+        if not running.given_up():
+            running.check_epoch()
+            self._check_results(running)
+        self.simulator.set_stream_clock(running.rank, running.stream, running.end)
+        uses = running.spec.uses
+        if uses is not None:
+            workspace = uses.workspace
+            used = workspace.data if uses.whole else workspace.half(int(workspace.state[0]) % 2)
+            for start, end in uses.free:
+                if end > start:
+                    used[start:end] = POISON
+                    self._spend(running, used[start:end])
+        self.simulator.scheduler.memory.take_back(running.loans)
+        running.done = True
+        self.launches_done += 1
+        for queue in self.queues.values():
+            if queue and queue[0] is running:
+                queue.popleft()
+                if queue:
+                    queue[0].start_more(self._times.get(running.rank, 0.0))
+        self.on_launch_done(running)
+
+    def _spend(self, running: RunningLaunch, used: torch.Tensor) -> None:
+        """Nobody may rely on this any more, and nobody may still be reading it."""
+        races, start, size = self.simulator.races, used.data_ptr(), used.numel()
+        piece = self.simulator.scheduler.memory.piece_of(start)
+        if races is None or piece is None or running.given_up():
+            return
+        key = running.rank, running.stream
+        thread = races.thread(("end", key), f"rank {running.rank}, the end of {running.op}")
+        thread.begin(self.simulator.stream_clock(*key))
+        access = self.simulator.scheduler.memory.span(start, size, "the end of a launch")
+        site = races.sites.named("what a launch was given for itself is overwritten when it has ended")
+        races.store(Actor(thread, thread.clock), access, site)
+        piece.set(start, start + size, SPENT)
+        self.simulator.set_stream_clock(*key, thread.release_clock())
+
+    def _check_results(self, running: RunningLaunch) -> None:
+        """Every element of a result must have been written."""
+        if self.simulator.races is None:
+            return
+        for piece, region in running.loans:
+            if region.name in running.spec.results:
+                missing = piece.unwritten_since(region, running.first_event)
+                if missing is not None:
+                    raise SimulatorError(
+                        f"{running.op}: the launch on rank {running.rank} has ended, and nobody has written "
+                        f"{region.name}{region.place(missing)}"
+                    )
 
 
 def tensors_in(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -79,30 +79,27 @@ class Memory:
             return self._pieces[place]
         return None
 
-    def name(self, start: int, parts: Sequence[Part]) -> None:
-        """Say what a piece of memory consists of."""
+    def mark_segment(self, start: int, segment: Hashable, parts: Sequence[Part]) -> None:
+        """A piece of memory is a rank's copy of this segment, and consists of these parts; () if it is not divided."""
         piece = self.piece_of(start)
         assert piece is not None
+        piece.segment, piece.segment_start = segment, start
+        if not parts:
+            return
         piece.regions = [
             Region(part.name, start + part.start, start + part.end, unit="word" if part.kind == "signals" else "byte")
             for part in parts
         ]
-        piece.is_user_s = any(part.kind == "tensor" for part in parts)
+        piece.belongs_to_user = any(part.kind == "tensor" for part in parts)
         for part in parts:
             if self.races is not None and part.kind == "buffer" and part.end > part.start:
                 piece.set(start + part.start, start + part.end, UNWRITTEN)
 
-    def fresh(self, tensor: torch.Tensor) -> None:
-        """Nobody has written this tensor: a kernel that loads of it before it has stored to it is wrong."""
+    def mark_uninitialized(self, tensor: torch.Tensor) -> None:
+        """Nobody has written this tensor: a kernel must store to it before it loads from it."""
         start = tensor.untyped_storage().data_ptr()
         self._fresh.add(start)
         weakref.finalize(tensor.untyped_storage(), self._fresh.discard, start)  # what is there next is another's
-
-    def is_segment(self, start: int, segment: Hashable) -> None:
-        """A piece of memory is a rank's copy of a segment."""
-        piece = self.piece_of(start)
-        assert piece is not None
-        piece.segment, piece.segment_start = segment, start
 
     def lend(self, tensors: Mapping[str, torch.Tensor], owner: int, writable: Callable[[str], bool]) -> list[Any]:
         """Kernels may touch these tensors, until `take_back` gets what this returns."""
@@ -137,12 +134,12 @@ class Memory:
             if not piece.regions:
                 self.remove(piece.start)
 
-    def made_as_new(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         """A piece of memory was made as new, while nobody used it."""
         piece = self.piece_of(start)
         assert piece is not None
         fresh = Shadow(piece.start, piece.end, piece.owner, GIVEN)
-        fresh.regions, fresh.is_user_s = piece.regions, piece.is_user_s
+        fresh.regions, fresh.belongs_to_user = piece.regions, piece.belongs_to_user
         self._pieces[self._pieces.index(piece)] = fresh
         if self.races is not None:
             self.races.forget(piece)

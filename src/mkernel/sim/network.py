@@ -147,7 +147,7 @@ class Proxy(Task):
             for access in self.memory.accesses(address, 8, "a signal of the network"):
                 races.atomic(Actor(thread, thread.clock), access, True, site, in_order)
             if in_order:
-                clock = thread.told()  # of this change too
+                clock = thread.release_clock()  # of this change too
             races.release(thread, clock, word, before, value, site)
 
     def _touch(self, thread: Thread | None, tensor: torch.Tensor, stores: bool) -> None:
@@ -220,7 +220,10 @@ class Proxy(Task):
         )
         self.consumed += 1
         self._set_word(
-            self.ring[layout.CONSUMED.value :], self.consumed, thread, thread.told() if thread is not None else NOTHING
+            self.ring[layout.CONSUMED.value :],
+            self.consumed,
+            thread,
+            thread.release_clock() if thread is not None else NOTHING,
         )
         self.scheduler.signalled(self.ring[layout.CONSUMED.value :].data_ptr(), posted)
 
@@ -255,14 +258,14 @@ class Proxy(Task):
         assert request.signal is not None
         before = int(request.signal.view(torch.int64).item())
         thread = request.thread
-        clock = thread.told() if thread is not None else NOTHING
+        clock = thread.release_clock() if thread is not None else NOTHING
         # who waits for one of two requests with the same signal takes the other's for it, if they can come in any order
         in_order = request.target.numel() > 0 and not self.given_up()
         self._set_word(request.signal, max(before, request.value), thread, clock, in_order)
         self.scheduler.signalled(request.signal.data_ptr(), request.arrives)
         self.on_arrival(request)
         self.flying.remove(request)
-        self._ended[request.ticket] = thread.told() if thread is not None else NOTHING
+        self._ended[request.ticket] = thread.release_clock() if thread is not None else NOTHING
         known = NOTHING
         while self.completed_in_order in self._ended:
             known = joined(known, self._ended.pop(self.completed_in_order))

@@ -93,7 +93,7 @@ class Thread:
         self.number = number
         self.name = name
         self.last = 0  # its last event
-        self.told_of = 0  # the last event that others may know of
+        self.released_up_to = 0  # the last event that others may know of
         self.speaker = self  # who releases for it, and waits
         self.completed_by = ""  # what its speaker must call before a release speaks for it; a barrier is always needed
         self.begin(NOTHING)
@@ -104,13 +104,13 @@ class Thread:
         self.clock[: len(clock)] = clock
         self.clock[self.number] = EVERYTHING
 
-    def learn(self, clock: Clock) -> None:
+    def acquire(self, clock: Clock) -> None:
         self.clock = joined(self.clock, clock)
 
     def knows_of(self, thread: Thread) -> int:
         return int(self.clock[thread.number]) if thread.number < len(self.clock) else 0
 
-    def told(self, up_to: int | None = None) -> Clock:
+    def release_clock(self, up_to: int | None = None) -> Clock:
         """What it tells: all it knows, and its own events up to one of them; None is all."""
         clock = self.clock.copy()
         clock[self.number] = self.last if up_to is None else up_to
@@ -127,7 +127,7 @@ class Cta:
 
     def __init__(self, main: Thread, atomics: Thread, descriptors: Thread, multicast: Thread):
         self.main, self.atomics, self.descriptors, self.multicast = main, atomics, descriptors, multicast
-        main.learn(_of(atomics, EVERYTHING))
+        main.acquire(_of(atomics, EVERYTHING))
         for thread in (atomics, descriptors, multicast):
             thread.speaker = main
         descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
@@ -159,7 +159,7 @@ class Cta:
         self._acquired.remove(word)
         if by_all:
             self._by_all.pop(word, None)
-            self.main.learn(clock)
+            self.main.acquire(clock)
         else:
             self._by_each.pop(word, None)
             self._behind_barrier.append(clock)
@@ -170,27 +170,27 @@ class Cta:
         if not self._by_all and not self._by_each:
             return False
         for clock in (*self._by_all.values(), *self._by_each.values()):
-            self.main.learn(clock)
+            self.main.acquire(clock)
         self._by_all.clear()
         self._by_each.clear()
         return True
 
     def barrier(self) -> None:
         for clock in (*self._behind_barrier, *self._by_each.values()):
-            self.main.learn(clock)
+            self.main.acquire(clock)
         self._behind_barrier.clear()
         self._by_each.clear()
         self._cover()
 
-    def _told(self, up_to: int | None = None) -> Clock:
-        clock = self.main.told(up_to)
-        clock[self.atomics.number] = self.atomics.told_of = self.atomics.last
+    def _release_clock(self, up_to: int | None = None) -> Clock:
+        clock = self.main.release_clock(up_to)
+        clock[self.atomics.number] = self.atomics.released_up_to = self.atomics.last
         return clock
 
     def released(self) -> Clock:
         """What a release tells."""
         self.settle()
-        clock = self._told(self._covered)
+        clock = self._release_clock(self._covered)
         for thread, covered in zip((self.descriptors, self.multicast), self._covered_others):
             if thread.number < len(clock):
                 clock[thread.number] = covered
@@ -198,24 +198,24 @@ class Cta:
 
     def complete_descriptors(self) -> None:
         """Stores through descriptors are done."""
-        self.main.learn(_of(self.descriptors, self.descriptors.last))
+        self.main.acquire(_of(self.descriptors, self.descriptors.last))
 
     def fence_descriptors(self) -> None:
         """Accesses through descriptors know what the CTA knows now and, of its own accesses, those before its last
         barrier: each thread of the GPU fences its own."""
         self.settle()
-        self.descriptors.learn(self._told(self._covered))
+        self.descriptors.acquire(self._release_clock(self._covered))
 
     def fence_multicast(self) -> None:
         """Loads through multicast addresses know what the CTA knows now and, of its own accesses, those before its last
         barrier; stores through them are done."""
         self.settle()
-        self.main.learn(_of(self.multicast, self.multicast.last))
-        self.multicast.learn(self._told(self._covered))
+        self.main.acquire(_of(self.multicast, self.multicast.last))
+        self.multicast.acquire(self._release_clock(self._covered))
 
     def ended(self) -> Clock:
         """What is known when the CTA has ended: all it did, on all paths."""
         self.settle()
         for thread in (self.descriptors, self.multicast):
-            self.main.learn(_of(thread, thread.last))
-        return self._told()
+            self.main.acquire(_of(thread, thread.last))
+        return self._release_clock()

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mkernel.sim.world import SimWorld
+    from mkernel.sim.launches import Execution
 
 FIRST_SECONDS = 5.0  # before a line appears
 NEXT_SECONDS = 0.5  # until it changes
@@ -17,8 +17,8 @@ STEPS = 256  # between two looks at the time
 class Line:
     """How far a simulation is. Shown on a terminal only, unless a command shows progress of its own."""
 
-    def __init__(self, world: SimWorld):
-        self._world = world
+    def __init__(self, execution: Execution):
+        self._execution = execution
         self._stream = sys.stderr
         self._terminal = self._stream.isatty()
         self._begun = time.monotonic()
@@ -32,15 +32,15 @@ class Line:
             self._show()
 
     def _show(self) -> None:
-        world = self._world
-        if world.traffic.on_progress is not None:
+        execution = self._execution
+        if execution.simulator.traffic.on_progress is not None:
             return
         self._next = time.monotonic() + NEXT_SECONDS
         self._shown = True
         seconds = int(time.monotonic() - self._begun)
-        running = sorted({launch.op for queue in world._queues.values() for launch in queue})
+        running = sorted({launch.op for queue in execution.queues.values() for launch in queue})
         what = f"in {', '.join(running)}" if running else "between launches"
-        text = f"mkernel simulator: {seconds // 60}:{seconds % 60:02}, {world.launches_done} launches done, {what}"
+        text = f"mkernel simulator: {seconds // 60}:{seconds % 60:02}, {execution.launches_done} launches done, {what}"
         self._stream.write(f"\r{text}\033[K")
         self._stream.flush()
 

@@ -28,7 +28,7 @@ from mkernel.runtime.errors import RaceError, SimulatorError
 from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
-BETWEEN = 4  # frames of the simulator, at least, from a kernel's line to where it is noted
+SIMULATOR_FRAMES = 4  # frames of the simulator, at least, from a kernel's line to where it is noted
 FRAMES = 8  # kernel functions that are noted, from the innermost
 WAITS = 16  # and waits
 NETWORK = -1  # minus its rank: who uses a word, if it is a rank's network
@@ -44,7 +44,7 @@ class Release:
 
     word: int
     value: int
-    tells: Clock
+    releases: Clock
     after: int  # all threads' events up to this one came before it
     site: int
 
@@ -72,7 +72,7 @@ class Sites:
     def here(self) -> int:
         """The kernel line that is running."""
         found: list[Any] = []
-        frame: FrameType | None = sys._getframe(BETWEEN)
+        frame: FrameType | None = sys._getframe(SIMULATOR_FRAMES)
         known = self._is_kernel.get
         while frame is not None:
             code = frame.f_code
@@ -276,16 +276,16 @@ class Races:
 
     # -- what ranks tell each other
 
-    def tell(self, key: Hashable, thread: Thread) -> None:
+    def release_exchange(self, key: Hashable, thread: Thread) -> None:
         """A rank tells the others something."""
-        told = thread.told()
+        told = thread.release_clock()
         self._mail[key] = joined(self._mail[key], told) if key in self._mail else told
 
-    def hear(self, key: Hashable, thread: Thread) -> None:
+    def acquire_exchange(self, key: Hashable, thread: Thread) -> None:
         """A rank has waited until all had told theirs."""
-        thread.learn(self._mail[key])
+        thread.acquire(self._mail[key])
 
-    def forget_mail(self, key: Hashable) -> None:
+    def forget_exchange(self, key: Hashable) -> None:
         self._mail.pop(key, None)
 
     # -- accesses
@@ -323,7 +323,7 @@ class Races:
         shadow, thread = access.shadow, actor.thread
         if not changes:
             looks = shadow.looks.get((access.low, access.high))
-            if looks is not None and looks.get(thread.number, 0) > thread.told_of:
+            if looks is not None and looks.get(thread.number, 0) > thread.released_up_to:
                 return  # it polls: nobody can tell this look from the one before
         event = self._event(thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
@@ -481,7 +481,9 @@ class Races:
         releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]
         releases.sort(key=lambda each: each.word not in waits)  # those that the other waited for are the ones meant
         since = [each for each in releases if each.after > earlier]
-        enough = [each for each in since if thread.number < len(each.tells) and each.tells[thread.number] >= earlier]
+        enough = [
+            each for each in since if thread.number < len(each.releases) and each.releases[thread.number] >= earlier
+        ]
         relaxed = [
             (change, word) for change, word in self._changed.get(first.number, ())
             if change > earlier and self.is_named(word) and all(change != each.after for each in releases)

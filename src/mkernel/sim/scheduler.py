@@ -38,7 +38,7 @@ PATIENCE = 500  # looks, or ticks, with no progress that mean that there will be
 REPEATED = 1000  # loads of constants of which one is not taken from those before
 SPINS = 64  # equal loads in a row that count as polling
 IDLE_SECONDS = 1e-4
-LOOK_AT_CLOCK = 0.05  # seconds between two looks at the clock by CTAs that wait
+CLOCK_SECONDS = 0.05  # seconds between two looks at the clock by CTAs that wait
 START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
 # How fast things are in a trace. Made up: only proportions are like a GPU's.
@@ -82,7 +82,7 @@ class Options:
 class Task:
     """Something that can be run for a while."""
 
-    asleep = False  # it can not run before it is woken
+    asleep = False  # it cannot run before it is woken
     seen_nothing_new: Any = ()  # unless this is None, it must be asked whether it can run
     label = ""  # in the names of schedules: the rank and what the task is
     number = 0  # tasks are numbered as they are added
@@ -145,7 +145,7 @@ class HostTask(Task):
         self.asleep = not ready
         return ready
 
-    def block(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
+    def wait_until(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
         """Let others run until the condition holds. False if the time was over first."""
         self.condition, self.waits_for = condition, waits_for
         self.deadline = self.scheduler.clock + seconds * 1e9
@@ -170,20 +170,20 @@ class CtaTask(Task):
     ):  # fmt: skip
         super().__init__(scheduler, rank, f"rank {rank}, {launch.op}, CTA {program_id}")
         self.label = f"{rank}.cta{program_id}"
-        self.time = time  # see Scheduler.stamp
+        self.time = time  # see Scheduler.trace_time
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
         self.order = order  # what it knows of others; None where nobody looks for races
         self.unused_from: dict[Any, int] = {}  # descriptor -> the first of its rows that is not used
         self.replaced = scheduler.replaced
-        self.looks_at: dict[int, int] = {}  # word -> how often, since a wait for it was over
+        self.poll_counts: dict[int, int] = {}  # word -> how often, since a wait for it was over
         self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
         self.seen_nothing_new: tuple[int, int] | None = None
-        self.last_look: tuple[int, int] | None = None
-        self.looks_now = 0  # with memory and clock as they are
-        self.looks = 0  # how often it was let look again with the clock standing still
-        self.leaves = False  # it was told to: all its waits end at once, so it does not wait for the clock
+        self.last_poll: tuple[int, int] | None = None
+        self.polls_now = 0  # with memory and clock as they are
+        self.extra_polls = 0  # how often it was let look again with the clock standing still
+        self.aborted = False  # it was told to: all its waits end at once, so it does not wait for the clock
         self.last_load: tuple[int, bytes] | None = None
         self.repeated = 0  # loads of constants
         self.spins = 0
@@ -192,7 +192,7 @@ class CtaTask(Task):
         run_kernel(self, self.launch.function, **self.launch.arguments)
 
     def ready(self) -> bool:
-        return self.leaves or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
+        return self.aborted or self.seen_nothing_new != (self.scheduler.memory.writes, self.scheduler.clock)
 
     def wake(self) -> None:
         if self.asleep:
@@ -256,7 +256,7 @@ class CtaTask(Task):
 
     def _stores(self, nbytes: int) -> None:
         self.polled.clear()
-        self.looks = 0
+        self.extra_polls = 0
         self.time += nbytes / BYTES_PER_NANOSECOND
 
     def store_everywhere(self, addresses: np.ndarray, values: np.ndarray) -> None:
@@ -291,17 +291,17 @@ class CtaTask(Task):
         races, order = self.scheduler.memory.races, self.checked
         addresses, mask, expected = np.broadcast_arrays(addresses, mask, expected)
         words = addresses[mask].tolist()
-        late = any(self.looks_at.pop(word, 1) > 1 for word in words)
+        late = any(self.poll_counts.pop(word, 1) > 1 for word in words)
         if races is not None and order is not None:
             races.waited(order, words, expected[mask].tolist(), addresses.size == 1, late)
 
-    def stamp(self) -> int:
-        return self.scheduler.stamp(self)
+    def trace_time(self) -> int:
+        return self.scheduler.trace_time(self)
 
     def on_dot(self, products: int) -> None:
         self.time += products / PRODUCTS_PER_NANOSECOND
         self.scheduler.memory.progress += 1
-        self.looks = 0
+        self.extra_polls = 0
         self.launch.on_dot()
 
     def clock(self) -> int:
@@ -357,7 +357,7 @@ class CtaTask(Task):
         if acquire:
             for word in words:
                 order.acquired(word, races.clock_of(word), by_all)
-                self.looks_at[word] = self.looks_at.get(word, 0) + 1
+                self.poll_counts[word] = self.poll_counts.get(word, 0) + 1
         if release:
             clock = order.released()
             for word, old, value in zip(words, before, now):
@@ -367,15 +367,15 @@ class CtaTask(Task):
         """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing
         is new, it sleeps."""
         now = (self.scheduler.memory.writes, self.scheduler.clock)
-        self.looks_now = self.looks_now + 1 if now == self.last_look else 1
-        self.last_look = now
+        self.polls_now = self.polls_now + 1 if now == self.last_poll else 1
+        self.last_poll = now
         same = all(self.polled.get(address) == value for address, value in seen.items())
         if any(self.polled.get(address, value) != value for address, value in seen.items()):
             self.polled.clear()  # this is new: it may do something else now
         self.polled.update(seen)
         # of several words that it polls, another one may have changed: it gets to look at each of them
-        if same and (self.looks_now > len(self.polled) or not self.sees_a_change()):
-            if "clock" in self.polled and not self.leaves and not self.sees_a_change():
+        if same and (self.polls_now > len(self.polled) or not self.sees_a_change()):
+            if "clock" in self.polled and not self.aborted and not self.sees_a_change():
                 self.asleep = True
                 self.scheduler.watch(self, self.polled)
             else:
@@ -389,12 +389,12 @@ class CtaTask(Task):
                 return True
         return self.polled.get("clock", self.scheduler.clock) != self.scheduler.clock
 
-    def may_look_again(self) -> bool:
+    def may_poll_again(self) -> bool:
         """A CTA that never asks for the time may just be looking at many signals that are there; it
         gets more looks for nothing. One that asks is waiting."""
-        if self.asleep or "clock" in self.polled or self.looks >= PATIENCE:
+        if self.asleep or "clock" in self.polled or self.extra_polls >= PATIENCE:
             return False
-        self.looks += 1
+        self.extra_polls += 1
         self.seen_nothing_new = None
         return True
 
@@ -402,13 +402,13 @@ class CtaTask(Task):
 class Scheduler:
     """Runs tasks until the ranks' Python code has ended everywhere."""
 
-    sees_all = True  # that is done to memory: so it can tell what races
+    sees_all_accesses = True  # that is done to memory: so it can tell what races
 
     def __init__(self, seed: int, options: Options):
         self.choices: Choices = choices_of(options.schedule, seed)
         self.rng = self.choices.rng
         self.options = options
-        self.memory = Memory(self.rng, Races() if options.races and self.sees_all else None)
+        self.memory = Memory(self.rng, Races() if options.races and self.sees_all_accesses else None)
         self.clock = START_OF_TIME
         self.steps = 0
         self.replaced: set[Any] = set()  # functions of `Options.replace` that were called
@@ -418,7 +418,7 @@ class Scheduler:
         self._added = 0
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
-        self.look_for_interrupt: Callable[[], None] = lambda: None
+        self.poll_interrupt: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self._watched: list[int] = []  # addresses that sleeping tasks wait for, sorted
         self._watchers: dict[int, list[Task]] = {}  # by address
@@ -429,7 +429,7 @@ class Scheduler:
         """What a CTA reads from the clock."""
         return self.clock
 
-    def stamp(self, task: CtaTask) -> int:
+    def trace_time(self, task: CtaTask) -> int:
         """The time that a trace shows: nanoseconds of a clock that every CTA has for itself, as if all ran at
         the same time. What it computes and copies advances it, and whoever sees a signal is not earlier than
         the one who raised it."""
@@ -518,7 +518,7 @@ class Scheduler:
         """Run tasks until `finished`; `on_done` is told of each that ended."""
         self.hub = greenlet.getcurrent()
         while not finished():
-            self.look_for_interrupt()
+            self.poll_interrupt()
             self.on_step()
             ready = [t for t in self.tasks if not t.asleep and (t.seen_nothing_new is None or t.ready())]
             if self.late:
@@ -539,7 +539,7 @@ class Scheduler:
 
     def _nothing_can_run(self) -> None:
         ctas = [task for task in self.tasks if isinstance(task, CtaTask)]
-        if any([task.may_look_again() for task in ctas]):
+        if any([task.may_poll_again() for task in ctas]):
             return
         if any(steps > self.steps for steps in self.late.values()):
             self.steps = min(steps for steps in self.late.values() if steps > self.steps)
@@ -567,7 +567,7 @@ class RealTimeScheduler(Scheduler):
     turn. The words that its CTAs wait for are watched from outside, without running the CTAs, so that
     a waiting rank leaves the processor to those that work; the clock is the real one."""
 
-    sees_all = False
+    sees_all_accesses = False
 
     def __init__(self, seed: int, options: Options):
         super().__init__(seed, options)
@@ -577,16 +577,16 @@ class RealTimeScheduler(Scheduler):
     def time_now(self) -> int:
         # It must not be old when a wait begins: the wait would seem to have lasted since then. But it goes on in
         # steps, since whoever looks at it runs again when it has changed.
-        if time.monotonic_ns() - self.clock > LOOK_AT_CLOCK * 1e9:
+        if time.monotonic_ns() - self.clock > CLOCK_SECONDS * 1e9:
             self.advance(time.monotonic_ns())
         return self.clock
 
-    def stamp(self, task: CtaTask) -> int:
+    def trace_time(self, task: CtaTask) -> int:
         return time.monotonic_ns()  # of this machine: the same for all its processes
 
     def _nothing_can_run(self) -> None:
         begun = time.monotonic()
-        while time.monotonic() - begun < LOOK_AT_CLOCK:
+        while time.monotonic() - begun < CLOCK_SECONDS:
             self.on_idle()
             changed = [task for task in self.tasks if isinstance(task, CtaTask) and task.sees_a_change()]
             if changed:

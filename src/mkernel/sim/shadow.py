@@ -116,7 +116,9 @@ class Shadow:
         self.segment_start = start
         self.arrays: Sequence[Region] = ()  # what the last launch that used it kept there
         self.constant = False  # kernels only read it
-        self.is_user_s = False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
+        self.belongs_to_user = (
+            False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
+        )
         self._initially = initially
         self.may_be_undefined = initially < 0
         self.writers: dict[int, int] = {}  # thread -> its last store here

@@ -58,7 +58,7 @@ class Trace:
         self.device = "simulator" if self.simulated else torch.cuda.get_device_name(group.device)
         group.quiet()  # what was asked of the network before is no part of the trace
         group.tracer = Tracer(group, self._room)
-        group.world.watch_transfers(group, True)
+        group.world.network.record_transfers(group, True)
         return self
 
     def __exit__(
@@ -70,10 +70,10 @@ class Trace:
         if failure is None:
             group.quiet()
             group.check()
-        transfers = group.world.watch_transfers(group, False)
+        transfers = group.world.network.record_transfers(group, False)
         if failure is None:
             offsets = clocks.offsets(group)
-            alike = group.exchange("trace", str(group.world.clock(group.world_rank)))
+            alike = group.exchange("trace", str(group.world.launcher.clock(group.world_rank).name))
             self.emulated = not self.simulated and (
                 len(set(alike)) < group.size or group.world.links.nvlink is not None
             )
@@ -91,7 +91,7 @@ class Trace:
             ]
         else:
             # a rank that failed can not count on the others: its own events are there all the same
-            group.world.synchronize(group.world_rank)
+            group.world.launcher.synchronize(group.world_rank)
             offsets = [clocks.Offset(0, 0)] * group.size
             told = [([], [], [])] * group.size
             told[group.rank] = (tracer.read(), tracer.launches, transfers)

@@ -169,10 +169,10 @@ class Trial:
             self._stopwatch = Stopwatch([stream for _, stream in everyone])
         try:
             for rank, (launch, stream) in launches.items():
-                world.load(rank, launch, stream)
+                world.launcher.loader.load(rank, launch, stream)
         except DOES_NOT_COMPILE:
             return None
-        return self._stopwatch.bursts({"fused": lambda: world.launch_together(launches)}, REPEATS)["fused"]
+        return self._stopwatch.bursts({"fused": lambda: world.launcher.launch_together(launches)}, REPEATS)["fused"]
 
     def _compare(self, config: Config) -> None:
         """Two ways to add up the same products differ by rounding, and by no more."""

@@ -96,8 +96,8 @@ def all_gather_matmul(
     group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
     rows = group.size * m
     if out is None:
-        out = group.world.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
-    gathered = group.world.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
+        out = group.world.memory.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
+    gathered = group.world.memory.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
     if a.numel():
         group.launch(prepare(group, a, b, out, gathered, config))
     else:

@@ -12,7 +12,7 @@ from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
-from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
 
 
@@ -22,7 +22,7 @@ def measure(
     """One shape; runs on every rank, the same figures come back on each."""
     device = group.device
     world = group.world
-    assert isinstance(world, CudaWorld)
+    assert isinstance(world, CudaThreads)
     rows = m_total // group.size
     a, w = draw(group.rank, rows, n, k, dtype, device)
     if group.nodes > 1:
@@ -57,11 +57,11 @@ def measure(
 
     out.fill_(float("nan"))
     group.quiet()
-    before = world.network_statistics(group)
+    before = world.network.statistics(group)
     all_gather_matmul(a, w.t(), out=out, config=config)
     group.synchronize()
     group.quiet()
-    after = world.network_statistics(group)
+    after = world.network.statistics(group)
     sent = after.bytes - before.bytes if after is not None and before is not None else 0
     exact = torch.cat([part.to(device) for part in parts]).double() @ w.double().t()
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))

@@ -44,13 +44,7 @@ class Access:
         )
 
     def reasons(self, nodes: int) -> list[str]:
-        reasons = []
-        if not self.descriptors:
-            reasons.append("the device has no tensor descriptors (TMA): operands are read through pointers")
-        else:
-            for name, good in (("b", self.right.uses_tma), ("out", self.out_uses_tma)):
-                if not good:
-                    reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers")
+        reasons = planning.reasons_of_access(self.descriptors, dict(b=self.right.uses_tma, out=self.out_uses_tma))
         if self.staged:
             reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
         if nodes > 1:
@@ -99,7 +93,7 @@ def plan(
     planning.check_tile(settings, a.dtype, access.descriptors and access.right.uses_tma)
     planning.check(
         settings,
-        max_ctas=group.world.ctas(group.world_rank),
+        max_ctas=group.world.launcher.ctas(group.world_rank),
         least_send=1 if group.nodes > 1 or access.staged else 0,
         least_intra=1 if group.gpus_per_node > 1 and not on_hopper else 0,
     )
@@ -124,7 +118,7 @@ def _on_hopper(
         tile_m=hopper.TILE_M, tile_n=hopper.TILE_N, tile_k=pick("tile_k", defaults.tile_k),
         group_m=pick("group_m", defaults.group_m), stages=pick("stages", hopper.STAGES),
         warps=pick("warps", hopper.WARPS),
-        ctas=pick("ctas", planning.fewest_ctas(tiles, group.world.ctas(group.world_rank))),
+        ctas=pick("ctas", planning.fewest_ctas(tiles, group.world.launcher.ctas(group.world_rank))),
         send_ctas=pick("send_ctas", 0), intra_ctas=0, join_tiles=0, chunk_rows=chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
@@ -140,7 +134,7 @@ def _portable(
     pick = planning.chooser(config)
     defaults = planning.default_tiles(group.device, a.dtype, n, access.right.uses_tma and access.out_uses_tma)
     tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
-    most = group.world.ctas(group.world_rank)
+    most = group.world.launcher.ctas(group.world_rank)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
     tile_seconds = 2 * tile_m * tile_n * k / planning.CTA_RATE[a.dtype]
     compute_seconds = tiles * tile_seconds / most

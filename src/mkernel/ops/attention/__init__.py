@@ -153,8 +153,8 @@ def ring_attention(
         layout=layout, cu_seqlens=documents, tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     if out is None:
-        out = group.world.empty(group.world_rank, query.shape, query.dtype)
-    lse = group.world.empty(group.world_rank, query.shape[:3], torch.float32) if return_lse else None
+        out = group.world.memory.empty(group.world_rank, query.shape, query.dtype)
+    lse = group.world.memory.empty(group.world_rank, query.shape[:3], torch.float32) if return_lse else None
     if query.numel():
         group.launch(prepare(group, query, key, value, out, lse, bool(is_causal), scale, layout, documents, config))
     else:
@@ -245,7 +245,7 @@ def prepare(
     cut = ("ring_attention", layouts, is_causal, layout, config, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may be others at every call, and such a plan has memory of its own: it stays on its stream
-        (*cut, documents, group.world.stream_key(group.world_rank) if documents is not None else None),
+        (*cut, documents, group.world.launcher.stream_key(group.world_rank) if documents is not None else None),
         lambda: plan(group, query, key, value, out, is_causal, layout, documents, config),
         kept=PLANS_KEPT if documents is None else PACKED_PLANS_KEPT,
     )

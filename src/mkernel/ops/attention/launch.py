@@ -38,7 +38,7 @@ def launch(
     partial = None
     if plan.parts > 1:
         words = heads // kv_heads * blocks * c.tile_m * (c.tile_k + 2)
-        partial = group.world.empty(group.world_rank, (words,), torch.float32)
+        partial = group.world.memory.empty(group.world_rank, (words,), torch.float32)
     polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
     mask = Mask(
         length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)

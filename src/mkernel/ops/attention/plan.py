@@ -14,7 +14,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import BYTES, has_descriptors, matmul_precision
+from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
 
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
@@ -108,16 +108,6 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
     )
 
 
-def _describable(tensor: torch.Tensor) -> bool:
-    """Can a descriptor be made of a [batch, heads, length, dim] tensor?"""
-    size = tensor.element_size()
-    return (
-        tensor.stride(3) == 1
-        and tensor.data_ptr() % BYTES == 0
-        and all(n == 1 or (s > 0 and s * size % BYTES == 0) for n, s in zip(tensor.shape[:3], tensor.stride()[:3]))
-    )
-
-
 def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
     """(parts, part_rows, window): whole units if the buffer holds two of them, else parts of units."""
     room = tiles.steps * units * padded  # rows of keys; as many of values go with them
@@ -181,7 +171,7 @@ def _work(
         blocks=blocks,
         tiles=batch * heads * len(costs),
         block_seconds=block_seconds,
-        compute_seconds=blocks * block_seconds / group.world.ctas(group.world_rank),
+        compute_seconds=blocks * block_seconds / group.world.launcher.ctas(group.world_rank),
         pushed=keys * 2 * dim * query.element_size(),
         link=group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE,
     )
@@ -191,7 +181,7 @@ def _resolve(
     group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None
 ) -> tuple[Settings, float]:  # fmt: skip
     """(settings, seconds that the pushing takes): how many CTAs have which role. chunks: in all rounds together."""
-    most, nodes, gpus = group.world.ctas(group.world_rank), group.nodes, group.gpus_per_node
+    most, nodes, gpus = group.world.launcher.ctas(group.world_rank), group.nodes, group.gpus_per_node
     pick = planning.chooser(config)
     send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
     if hopper:  # a warp of each CTA pushes, beside those that compute
@@ -216,7 +206,7 @@ def _how_read(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, lis
     """(are all tensors read and written through tensor descriptors, why not)"""
     if not has_descriptors(group.device):
         return False, ["the device has no tensor descriptors (TMA): tensors are read through pointers"]
-    uneven = [name for name, tensor in tensors.items() if not _describable(tensor)]
+    uneven = [name for name, tensor in tensors.items() if tensor.numel() and not describable(tensor)]
     if uneven:
         rule = "rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
         return False, [f"{', '.join(uneven)}: {rule}"]
@@ -229,7 +219,7 @@ def _spans(group: Group, sequences: Sequences) -> torch.Tensor | None:
         return None
     ranges = [edge for rank in range(sequences.size) for edge in sequences.span(rank)]
     starts, ends = sequences.seen(group.rank)
-    return group.world.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
+    return group.world.memory.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
 
 
 def plan(
@@ -274,7 +264,7 @@ def plan(
         resolved, query.dtype, uses_tma, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
     )
     planning.check(
-        resolved, max_ctas=group.world.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
+        resolved, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
         least_intra=1 if gpus > 1 else 0, copiers_compute=hopper,
     )  # fmt: skip
     # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
@@ -296,6 +286,6 @@ def plan(
     return Plan(
         config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,
         slots=slots, parts=parts, part_rows=part_rows, window=window, rounds=rounds, chunks=chunks,
-        precision=matmul_precision(query.dtype), schedule=group.world.upload(group.world_rank, schedule),
+        precision=matmul_precision(query.dtype), schedule=group.world.memory.upload(group.world_rank, schedule),
         syncs_grid=syncs_grid, spans=_spans(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip

@@ -234,7 +234,7 @@ def moe_combine(
         chunk_rows=sizes.chunk_rows,
     )  # fmt: skip
     if out is None:
-        out = group.world.empty(group.world_rank, (sizes.tokens, y.shape[1]), y.dtype)
+        out = group.world.memory.empty(group.world_rank, (sizes.tokens, y.shape[1]), y.dtype)
     group.launch(prepare(group, y, handle, topk_weights, out, config))
     return out
 

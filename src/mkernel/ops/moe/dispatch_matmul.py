@@ -143,7 +143,7 @@ def _launch(
     workspace = memory.workspace(group)
     c, sizes, share = plan.config, plan.sizes, plan.copying
     _, hidden, n = w.shape
-    rows = group.world.empty(group.world_rank, (max(sizes.capacity, 1), plan.row_stride), x.dtype)[:, :hidden]
+    rows = group.world.memory.empty(group.world_rank, (max(sizes.capacity, 1), plan.row_stride), x.dtype)[:, :hidden]
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
         ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),

@@ -361,7 +361,7 @@ def _launch(
     _, inter, hidden = w_down.shape
     rows = empty_rows(group, max(sizes.capacity, 1), hidden, x.dtype, c.tile_m)
     inner_shape = (max(sizes.capacity, 1), row_stride_of(inter, x.dtype))
-    inner = group.world.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
+    inner = group.world.memory.empty(group.world_rank, inner_shape, x.dtype)[:, :inter]
     tables = tables_for(group, sizes, c.tile_m, COUNTERS.value)
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
@@ -490,7 +490,7 @@ def moe_ffn(
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     if out is None:
-        out = group.world.empty(group.world_rank, tuple(x.shape), x.dtype)
+        out = group.world.memory.empty(group.world_rank, tuple(x.shape), x.dtype)
     group.launch(prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config))
     return out
 

@@ -29,7 +29,7 @@ from mkernel.ops.moe.routing import ENTRY
 from mkernel.ops.moe.schedule import tile_of
 from mkernel.ops.moe.sizes import row_stride_of
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import BYTES, constants, descriptor
+from mkernel.runtime.operands import BYTES, constants, describable, descriptor
 
 
 class WeightStrides(NamedTuple):
@@ -62,9 +62,9 @@ class WeightLayout(NamedTuple):
 
     @staticmethod
     def of(w: torch.Tensor) -> WeightLayout:
-        if _describable(w):
+        if describable(w):
             return WeightLayout(True, False)
-        transposed = _describable(w.transpose(1, 2))
+        transposed = describable(w.transpose(1, 2))
         return WeightLayout(transposed, transposed)
 
     @staticmethod
@@ -87,20 +87,9 @@ class WeightLayout(NamedTuple):
         return WeightStrides(*w.stride(), *constants(self.uses_tma, self.transposed))
 
 
-def _describable(w: torch.Tensor) -> bool:
-    size = w.element_size()
-    strides = [w.stride(i) * size for i in (0, 1) if w.shape[i] > 1]
-    return (
-        w.numel() > 0
-        and w.stride(2) == 1
-        and w.data_ptr() % BYTES == 0
-        and all(stride > 0 and stride % BYTES == 0 for stride in strides)
-    )
-
-
 def empty_rows(group: Group, rows: int, columns: int, dtype: torch.dtype, tile_m: int) -> torch.Tensor:
     """A result of the grouped GEMM, [rows, columns]: rows are aligned, and tile_m more lie in front of the first."""
-    whole = group.world.empty(group.world_rank, (tile_m + rows, row_stride_of(columns, dtype)), dtype)
+    whole = group.world.memory.empty(group.world_rank, (tile_m + rows, row_stride_of(columns, dtype)), dtype)
     return whole[tile_m:, :columns]
 
 

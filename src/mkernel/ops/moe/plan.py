@@ -48,7 +48,7 @@ class Copying:
         """All CTAs but those that send place the rows of their own rank: nobody can multiply before, and all do
         afterwards. Rows of the node come at the pace of NVLink, those of other nodes at the network's; so only as many
         CTAs wait for them, and send, as are needed to keep pace, if nearly all tokens are needed everywhere."""
-        most = pick("ctas", group.world.ctas(group.world_rank))
+        most = pick("ctas", group.world.launcher.ctas(group.world_rank))
         tokens = sizes.max_tokens * row_bytes
         of_a_rank = sizes.expected_rows * row_bytes / sizes.world_size
         nvlink = (group.world.links.nvlink or planning.NVLINK_RATE / 1e9) * 1e9
@@ -81,7 +81,7 @@ def _settings(
     pick: Callable[[str, int], int],
 ) -> Settings:  # fmt: skip
     """The configuration of a launch that dispatches; checked. uses_tma: matrices are read through descriptors."""
-    most = group.world.ctas(group.world_rank)
+    most = group.world.launcher.ctas(group.world_rank)
     resolved = Settings(
         tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
         group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
@@ -129,7 +129,7 @@ def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, 
     tiles_of = planning.default_tiles(group.device, x.dtype, n, weights.uses_tma)
     pick = planning.chooser(config)
     tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
-    most = group.world.ctas(group.world_rank)
+    most = group.world.launcher.ctas(group.world_rank)
     tiles = (math.ceil(sizes.expected_rows / tile_m) + sizes.experts) * math.ceil(n / tile_n)
     compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / most
     copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
@@ -181,7 +181,7 @@ def plan_combine(group: Group, y: torch.Tensor, sizes: Sizes, config: Config | N
     """Decide how to run a call."""
     given = config or Config()
     cuda = group.device.type == "cuda"
-    most = group.world.ctas(group.world_rank)
+    most = group.world.launcher.ctas(group.world_rank)
     ctas = most if given.ctas is None else given.ctas
     copy_bytes = given.copy_bytes if given.copy_bytes is not None else COMBINE_BYTES[y.dtype] if cuda else 1024
     if not 1 <= ctas <= most:
@@ -242,7 +242,7 @@ def plan_ffn(
     tile_n = pick("tile_n", tiles_of.tile_n)
     if tile_n < 32:
         raise ArgumentError(f"config.tile_n must be at least 32: half of it is gate, half is up; got {tile_n}")
-    most = group.world.ctas(group.world_rank)
+    most = group.world.launcher.ctas(group.world_rank)
     seconds = 6 * sizes.expected_rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
     copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
     reasons.append(f"{copying}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")

@@ -130,7 +130,7 @@ def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables
         row_token=sizes.capacity,
     )
     rounded = [round_up(max(length, 1), 16) for length in lengths]
-    memory = group.world.empty(group.world_rank, (sum(rounded),), torch.float32).view(torch.int32)
+    memory = group.world.memory.empty(group.world_rank, (sum(rounded),), torch.float32).view(torch.int32)
     return Tables(*(part[: max(length, 1)] for part, length in zip(torch.split(memory, rounded), lengths, strict=True)))
 
 

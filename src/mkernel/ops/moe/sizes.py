@@ -76,7 +76,7 @@ def agree(
         return sizes
     # chunks follow from how many tokens there are: ranks compare where they take them from
     chunk_rows = "tuned" if config is None else config.chunk_rows or "default"
-    everyones = group.tell(op, tokens, **alike, chunk_rows=chunk_rows)
+    everyones = group.all_gather_checked(op, tokens, **alike, chunk_rows=chunk_rows)
     most = max(*everyones, 1)
     return sized(group, topk_ids, experts, capacity, most, sum(everyones), choose(most))
 

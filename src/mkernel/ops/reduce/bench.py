@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mkernel.bench.timing import Stopwatch
-from mkernel.runtime.cuda import CudaWorld
+from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
@@ -60,12 +60,12 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
     everyone: Sequence[OnRank] = group.exchange("ready", mine)
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:
-        assert isinstance(group.world, CudaWorld)
+        assert isinstance(group.world, CudaThreads)
         world = group.world
         streams = [each.stream for each in everyone]
 
         def fused() -> None:
-            world.launch_together({rank: (each.launch, each.stream) for rank, each in enumerate(everyone)})
+            world.launcher.launch_together({rank: (each.launch, each.stream) for rank, each in enumerate(everyone)})
 
         def library() -> None:
             for each in everyone:

@@ -67,7 +67,7 @@ def call_of(
     if reduce_dtype not in (None, a.dtype, torch.float32):
         raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
     if out is None:
-        out = group.world.empty(group.world_rank, shape, a.dtype)
+        out = group.world.memory.empty(group.world_rank, shape, a.dtype)
     else:
         inputs = {"a": a, "b": b} | ({"bias": bias} if bias is not None else {})
         # out may be the residual, each element being read before it is written
@@ -138,7 +138,7 @@ def plan_of(
         group.device, a.dtype, *tile, uses_tma["a"] and right.uses_tma, ctas, call.config
     )
     planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
-    planning.check(settings, max_ctas=group.world.ctas(group.world_rank), least_send=0, least_intra=0)
+    planning.check(settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
     dtype = str(call.travels).removeprefix("torch.")
     movement = (

@@ -28,7 +28,7 @@ def why_no_multicast(group: Group, small: bool) -> str | None:
             return "there is none between CPUs"
         if group.nodes > 1:
             return "the ranks are on several nodes"
-        if len({group.world.gpu(member) for member in group.members}) < group.size:
+        if len({group.world.gpu_ids[member] for member in group.members}) < group.size:
             return "several ranks share a GPU"
         return (
             "symmetric memory has none here; it takes processes (torchrun) with a GPU each, and NVSwitch between "
