@@ -184,7 +184,7 @@ def test_an_error_of_the_package_is_told_without_a_traceback(mine):
         (["mine.py:on_rank", "--calls", "2"], "is for operators"),
         (["all_gather_matmul", "--shape", "33x8x8"], "must be divisible by the number of ranks (4)"),
         (["all_gather_matmul", "--schedule", "17"], "there is no schedule '17'; a schedule is one of in-order,"),
-        (["all_gather_matmul", "--schedule", "slow:4"], "there are the ranks 0 to 3"),
+        (["all_gather_matmul", "--schedule", "slow:4"], "the ranks are 0 to 3"),
         (["all_gather_matmul", "--without", "fast"], "there is no schedule 'fast'"),
         (["all_gather_matmul", "--schedules", "0"], "nothing would run"),
         (["all_gather_matmul", "--schedules", "-1"], "--schedules"),

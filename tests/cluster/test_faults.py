@@ -308,3 +308,31 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     for rank, (output, code) in enumerate(run_ranks(FORKED, 2, forked=False)):
         assert code == 0, output
         assert f"right on rank {rank}" in output, output
+
+
+INTERRUPTED_EARLY = """
+    import torch
+    from patience import WAIT
+    import mkernel as mk
+    from mkernel.runtime.cpu_processes import SharedMemory
+
+    torch.distributed.init_process_group("gloo")
+    if torch.distributed.get_rank() == 0:
+        def interrupted(*_):
+            raise KeyboardInterrupt
+        SharedMemory.allocate = interrupted
+    try:
+        mk.init(timeout=WAIT)
+        raise SystemExit("made")
+    except (KeyboardInterrupt, mk.MKernelError) as failure:
+        print("raised:", type(failure).__name__, failure, flush=True)
+    torch.distributed.barrier()
+"""
+
+
+def test_an_interrupt_before_the_group_has_memory():
+    """There is no abort flag to raise yet, but the others hear of it all the same."""
+    (zero, code), (one, other) = run_ranks(INTERRUPTED_EARLY, 2)
+    assert (code, other) == (0, 0), zero + one
+    assert "raised: KeyboardInterrupt" in zero, zero
+    assert "raised: RankLost rank 0 is lost: it left mk.init on KeyboardInterrupt" in one, one

@@ -69,9 +69,9 @@ def touch(x, place, HOW: tl.constexpr):
 @pytest.mark.parametrize(
     ("place", "where"),
     [
-        (-1, "8 bytes before the beginning of x on rank 0, of shape [4] (element -1, counted from its first one)"),
-        (4, "0 bytes behind the end of x on rank 0, of shape [4] (element 4, counted from its first one)"),
-        (9, "40 bytes behind the end of x on rank 0, of shape [4] (element 9, counted from its first one)"),
+        (-1, "8 bytes before the start of x on rank 0, of shape [4] (element -1, counted from its first one)"),
+        (4, "0 bytes after the end of x on rank 0, of shape [4] (element 4, counted from its first one)"),
+        (9, "40 bytes after the end of x on rank 0, of shape [4] (element 9, counted from its first one)"),
     ],
 )
 @pytest.mark.parametrize("how", HOWS)
@@ -109,14 +109,14 @@ def touch_block(x, first, HOW: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.con
 def test_every_element_of_a_block_counts_unless_it_is_masked(how):
     block = dict(HOW=how, COUNT=8)
     refused(
-        r"0 bytes behind the end of x on rank 0, of shape \[4\]",
+        r"0 bytes after the end of x on rank 0, of shape \[4\]",
         touch_block,
         x=with_room(4),
         first=0,
         MASKED=8,
         **block,
     )
-    refused("8 bytes before the beginning of x", touch_block, x=with_room(9), first=-1, MASKED=8, **block)
+    refused("8 bytes before the start of x", touch_block, x=with_room(9), first=-1, MASKED=8, **block)
     run(touch_block, x=with_room(4), first=0, MASKED=4, **block)
     run(touch_block, x=with_room(4), first=100, MASKED=4, **block)  # nothing at all
 
@@ -125,9 +125,7 @@ def test_every_element_of_a_block_counts_unless_it_is_masked(how):
 def test_between_the_elements_of_a_tensor(how):
     """Every second number; another tensor is nearer to the gap than the ends of this one."""
     x = with_room(64)[::2]
-    refused(
-        rf"between the elements of x on rank 0, of shape \[32\], behind \[10\]{HERE}", touch, x=x, place=21, HOW=how
-    )
+    refused(rf"between the elements of x on rank 0, of shape \[32\], after \[10\]{HERE}", touch, x=x, place=21, HOW=how)
     run(touch, x=x, place=20, HOW=how)
 
 
@@ -140,7 +138,7 @@ def test_an_element_that_is_wider_than_those_of_the_tensor(how):
         touch(x.to(tl.pointer_type(tl.int64)), 0, HOW)
 
     refused(
-        r"between the elements of x on rank 0, of shape \[4\], behind \[0\]",
+        r"between the elements of x on rank 0, of shape \[4\], after \[0\]",
         wide,
         x=with_room(8, torch.int32)[::2],
         HOW=how,
@@ -158,8 +156,8 @@ def test_between_two_tensors():
         touch(x, place, "load")
 
     # they are parts of one allocation
-    refused(r"8 bytes behind the end of x on rank 0, of shape \[4\]", beside, place=5, **pair)
-    refused(r"16 bytes before the beginning of y on rank 0, of shape \[4\]", beside, place=10, **pair)
+    refused(r"8 bytes after the end of x on rank 0, of shape \[4\]", beside, place=5, **pair)
+    refused(r"16 bytes before the start of y on rank 0, of shape \[4\]", beside, place=10, **pair)
     run(beside, place=13, **pair)
 
 
@@ -194,9 +192,9 @@ def test_behind_the_signals_of_a_workspace(how):
 
     simulate(lambda group: on_rank(group, 2, how))
     name = f"the signals of {OP} on rank 0, of 24 bytes"
-    with pytest.raises(mk.SimulatorError, match=f"0 bytes behind the end of {name}.*{HERE}"):
+    with pytest.raises(mk.SimulatorError, match=f"0 bytes after the end of {name}.*{HERE}"):
         simulate(lambda group: on_rank(group, 3, how))
-    with pytest.raises(mk.SimulatorError, match=f"8 bytes before the beginning of {name}"):
+    with pytest.raises(mk.SimulatorError, match=f"8 bytes before the start of {name}"):
         simulate(lambda group: on_rank(group, -1, how))
 
 
@@ -220,7 +218,7 @@ def test_across_the_two_halves():
         simulate(lambda group, before=before, wide=wide: on_rank(group, before, wide))
     with pytest.raises(mk.SimulatorError, match=f"across the edge of half 0 of the workspace of {OP} on rank 0"):
         simulate(lambda group: on_rank(group, 2, True))
-    with pytest.raises(mk.SimulatorError, match=f"0 bytes behind the end of half 1 of the workspace of {OP} on rank 0"):
+    with pytest.raises(mk.SimulatorError, match=f"0 bytes after the end of half 1 of the workspace of {OP} on rank 0"):
         simulate(lambda group: on_rank(group, -group.workspace(OP, 3, 64).half_bytes, False))
 
 

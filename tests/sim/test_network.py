@@ -200,7 +200,7 @@ def test_a_request_may_use_all_that_was_declared():
     asking(source=size - 64, target=size - 64)
     asking(source=1024, target=1024, size=size - 1024)
     asking(source=size, target=size, size=0)
-    with pytest.raises(mk.SimulatorError, match="8 bytes behind the end of the signals of all_gather_matmul on rank"):
+    with pytest.raises(mk.SimulatorError, match="8 bytes after the end of the signals of all_gather_matmul on rank"):
         asking(source=40, target=1024, size=8)
 
 

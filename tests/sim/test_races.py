@@ -391,9 +391,9 @@ def test_a_fence_that_is_missing_is_named():
         )
 
     for message in races(lambda group: on_rank(group, False, "fence")):
-        assert "through tensor descriptors need acquire_for_descriptors() behind the wait" in message
+        assert "through tensor descriptors need acquire_for_descriptors() after the wait" in message
     for message in races(lambda group: on_rank(group, True, "complete")):
-        assert "complete_descriptor_stores() and a barrier must stand between the access and that" in message
+        assert "complete_descriptor_stores() and a barrier must come between the access and that" in message
 
 
 def workspace_of(group):

@@ -448,7 +448,8 @@ class Group:
     @torch.inference_mode(False)
     def _make_workspace(self, op: str, signal_words: int, half_bytes: int, replaces: Segment | None) -> Workspace:
         # Ranks that make different calls may happen to ask for the same number of bytes.
-        cut = (f"workspace of {op}", (("signal_words", signal_words), ("half_bytes", half_bytes)))
+        values = self._call[1] if self._call is not None else ()
+        cut = (f"workspace of {op}", (*values, ("signal_words", signal_words), ("half_bytes", half_bytes)))
         nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
         start = nbytes - 2 * half_bytes
         parts = [Part(f"the signals of {op}", 0, signal_words * 8, "signals")]

@@ -1,15 +1,14 @@
 """What decides the order of events in the simulator.
 
-The scheduler and the network leave every choice to a `Choices`: which task runs next, whether a task goes on at a
-preemption point, which request the network moves. `Choices` itself draws all of them
-from a seed. `Systematic` follows a named schedule; `mkernel.sim.explore` says which ones are worth running. What a name
-does not fix (pieces of transfers) is drawn from a generator that is seeded with the name, so the
-name alone replays the run.
+The scheduler and the network leave every choice to a `Choices`: which task runs next, whether a task continues at a
+preemption point, which request the network moves. `Choices` itself makes all of them at random, from a seed.
+`Systematic` follows a named schedule; `mkernel.sim.explore` decides which ones are worth running. What a name does not
+determine (the pieces of transfers) comes from a generator seeded with the name, so the name alone replays the run.
 
 Stalls are delays as in delay-bounded scheduling (Emmi, Qadeer, Rakamaric: Delay-Bounded Scheduling, POPL 2011). A
-preemption in the sense of CHESS has to say which of the other tasks runs instead, 30 and more here, so all schedules
-with one preemption are some 30 times as many as all those with one delay. A stalled task stays stalled until no other
-task can run: the longest delay that there is, in which all others get as far as they can without it.
+preemption in the sense of CHESS must also choose which of the other tasks, 30 or more here, runs instead, so there are
+some 30 times as many schedules with one preemption as with one delay. A stalled task stays stalled until no other task
+can run: the longest possible delay, in which all others get as far as they can without it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ FIXED = (IN_ORDER, REVERSED, ALTERNATING, OLDEST_FIRST, NEWEST_FIRST, ONE_CTA)
 OF_A_RANK = (SLOW, LATE, AHEAD)
 POINT = r"\d+\.(?:host|net|cta\d+)@\d+"
 
-UNBROKEN = 1_000  # points that a task may pass in a row before others get a turn, should it spin without waiting
-STARVED = 10_000  # points after which a task that was passed over gets a turn, should the others spin
+UNBROKEN = 1_000  # points that a task may pass in a row before another one runs, in case it spins without waiting
+STARVED = 10_000  # points after which a task that was passed over runs, in case the others spin
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in a run where a task can be stalled: the task, such as "1.cta3", and how often it went on before."""
+    """A point of a run at which a task can be stalled: the task, such as "1.cta3", and how often it was resumed
+    before."""
 
     task: str
     count: int
@@ -77,19 +77,17 @@ class Schedule:
             return Schedule(name, kind, stalls=frozenset(Point(task, int(count)) for task, count in points))
         raise ArgumentError(
             f"there is no schedule {name!r}; a schedule is one of {', '.join(FIXED)}, or like slow:0, late:0, ahead:0 "
-            "(a rank), stall:0.cta3@17 or stall:0.cta3@17+1.net@5 (a task of a rank, and how often it went on before), "
-            "or random:17 (a seed)"
+            "(a rank), stall:0.cta3@17 or stall:0.cta3@17+1.net@5 (a task of a rank, and how often it was resumed "
+            "before), or random:17 (a seed)"
         )
 
     def check_ranks(self, size: int) -> None:
-        """Refuse a schedule of ranks that a cluster of so many does not have."""
+        """Refuse a schedule that names ranks which a cluster of this size does not have."""
         ranks = {int(point.task.partition(".")[0]) for point in self.stalls}
         if self.kind in OF_A_RANK and self.number is not None:
             ranks.add(self.number)
         if any(rank >= size for rank in ranks):
-            raise ArgumentError(
-                f"schedule {self.name!r} is about rank {max(ranks)}; there are the ranks 0 to {size - 1}"
-            )
+            raise ArgumentError(f"schedule {self.name!r} names rank {max(ranks)}, but the ranks are 0 to {size - 1}")
 
 
 class Choices:
@@ -97,11 +95,11 @@ class Choices:
 
     def __init__(self, seed: int | str):
         self.rng = random.Random(seed)
-        # some seeds let a task run on for long, some switch at nearly every point
+        # with some seeds tasks run for long, with others they switch at nearly every point
         self.stay = self.rng.choice((0.1, 0.5, 0.9))
 
     def stays(self, task: Task) -> bool:
-        """Does a task that could go on at a preemption point do so?"""
+        """Does a task that could continue at a preemption point do so?"""
         return self.rng.random() < self.stay
 
     def pick(self, ready: Sequence[Task], slow: Mapping[int, float]) -> Task:
@@ -115,13 +113,13 @@ class Choices:
         return self.rng.random() < 0.5
 
     def moves(self, flying: Sequence[Request]) -> Request:
-        """The request in flight that moves next, of those that were taken, the oldest first."""
+        """The request in flight that moves next. `flying` is sorted by age, the oldest first."""
         return self.rng.choice(flying)
 
 
 class Systematic(Choices):
     """The choices of a named schedule. Unless its name says otherwise, a task runs until it has to wait, and then the
-    next one that can run, in the order in which tasks were made; the network moves the oldest request.
+    next one that can run, in the order of their creation; the network moves the oldest request.
 
     reversed: in the opposite order of tasks. alternating: another task at every point. one-cta: a launch starts a CTA
     when the one before has ended. slow:R: a task of rank R runs only when no other task can. late:R: the same for its
@@ -134,10 +132,10 @@ class Systematic(Choices):
     def __init__(self, schedule: Schedule):
         super().__init__(schedule.name)
         self.schedule = schedule
-        self.counts: Counter[str] = Counter()  # how often each task went on
+        self.counts: Counter[str] = Counter()  # how often each task was resumed
         self.reached: set[Point] = set()  # of the schedule's stalls
-        self.points: list[tuple[Point, Hashable]] = []  # of the schedule `in-order`, with places in the code
-        self._stalled: list[Task] = []  # the one that was stalled first is the first to go on
+        self.points: list[tuple[Point, Hashable]] = []  # of the schedule `in-order`, with their locations in the code
+        self._stalled: list[Task] = []  # the first task that was stalled is the first to resume
         self._current: Task | None = None
         self._last = -1  # number of the task that ran last
         self._unbroken = 0
@@ -164,7 +162,7 @@ class Systematic(Choices):
         return task
 
     def _stalls(self, task: Task) -> bool:
-        """Count the point at which a task would go on. Is it stalled here?"""
+        """Count a point at which a task would resume. Is it stalled there?"""
         point = Point(task.label, self.counts[task.label])
         self.counts[task.label] += 1
         if self.schedule.kind == IN_ORDER:
@@ -206,7 +204,7 @@ class Systematic(Choices):
         return False
 
     def _after(self, tasks: Sequence[Task]) -> Task:
-        """The task behind the one that ran last, cyclically."""
+        """The task after the one that ran last, cyclically."""
         size = 1 + max(self._last, max(task.number for task in tasks))
         if self.schedule.kind == REVERSED:
             last = size if self._last < 0 else self._last
@@ -223,7 +221,7 @@ class Systematic(Choices):
 
 
 def _place(task: Task, started: bool) -> Hashable:
-    """Where in the code a task is: the lines of a CTA's calls at a preemption point; else what kind of task it is."""
+    """The location of a task in the code: the call stack of a CTA at a preemption point, or else the kind of task."""
     frame: FrameType | None = sys._getframe(2)  # of `stays` or `pick`
     if frame is None or frame.f_code.co_name != "stays":
         return task.label.partition(".")[2].rstrip("0123456789"), started

@@ -1,11 +1,11 @@
 """Many schedules of one program, in an order that finds bugs early, and what they covered.
 
-The first ones are the extremes: every rank slow, the network newest first and oldest first, one CTA at a time, tasks
-in reverse and in turns. Then come stalls: one task is stalled at one point of its run until no other task can run.
-There are thousands of such points, and most of them are alike, so each *place* in the code (the lines of the calls in
-which a CTA is) gets its turn before any of them comes again, at other times of the run and for other tasks. When all
-points have had a stall, schedules with two of them follow. Stalls alternate with ranks that are late in every call, or
-ahead of all others. The sequence does not depend on how many schedules are run: more of them only go further.
+The first ones are the extremes: each rank slow, the network newest first and oldest first, one CTA at a time, tasks
+reversed and alternating. Then come stalls: one task is stalled at one point of its run until no other task can run.
+There are thousands of such points, and most of them are alike, so every *place* in the code (the call stack of a CTA)
+is tried once before any of them is tried again, at another time of the run and for another task. When all points have
+been tried, schedules with two stalls follow. Stalls alternate with ranks that are late in every call, or ahead of all
+others. The sequence does not depend on how many schedules are run: more of them only go further.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from mkernel.sim.choices import (
 from mkernel.sim.scheduler import Options
 from mkernel.sim.world import SimWorld
 
-GOLDEN = 0.618  # rotates the times at which places get their turns, so that they are spread over the run
+GOLDEN = 0.618  # rotates the points of each place, so that stalls are spread over the run
 BOUND = 2  # stalls of a schedule
 CO_RESIDENT = (
-    f"{ONE_CTA} starts a CTA of a launch when the one before has ended. A kernel whose CTAs wait for each other, and "
-    f"are all resident on a GPU, is checked without={[ONE_CTA]}."
+    f"{ONE_CTA} starts a CTA of a launch when the one before has ended. To check a kernel whose CTAs wait for each "
+    f"other, and are all resident on a GPU, pass without={[ONE_CTA]}."
 )
 SHOWN = 20  # pairs and waits that a report lists
 
 
 def spread(count: int) -> Iterator[int]:
-    """The numbers below `count`, such that the first few of them are spread evenly, however many are taken."""
+    """The numbers below `count`, in an order whose beginnings, however long, are spread evenly."""
     bits = max(count - 1, 0).bit_length()
     for number in range(1 << bits):
         place = int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
@@ -60,7 +60,7 @@ def spread(count: int) -> Iterator[int]:
 
 
 def round_robin(points: Sequence[tuple[Point, Hashable]]) -> list[Point]:
-    """The points of a run in the order in which they are stalled: each place in the code in turn."""
+    """The points of a run in the order in which they are stalled: round-robin over the places in the code."""
     places: dict[Hashable, list[Point]] = {}
     for point, place in points:
         places.setdefault(place, []).append(point)
@@ -72,7 +72,7 @@ def round_robin(points: Sequence[tuple[Point, Hashable]]) -> list[Point]:
 
 
 def _combinations(count: int, size: int) -> Iterator[tuple[int, ...]]:
-    """So many of the first `count` numbers: those of the lower ones come first."""
+    """All combinations of `size` of the first `count` numbers, sorted by their largest number."""
     if size == 0:
         yield ()
         return
@@ -92,7 +92,7 @@ def stalls(points: Sequence[tuple[Point, Hashable]], bound: int) -> Iterator[str
 
 
 def names(points: Sequence[tuple[Point, Hashable]], ranks: int, bound: int = BOUND) -> Iterator[str]:
-    """The names of all schedules of a program but the first one, `in-order`, which has these points."""
+    """The names of all schedules of a program except the first one, `in-order`, whose points these are."""
     yield from (f"{SLOW}:{rank}" for rank in range(ranks) if ranks > 1)
     if any(point.task.endswith(".net") for point, _ in points):
         yield from (NEWEST_FIRST, OLDEST_FIRST)
@@ -110,8 +110,8 @@ class Report:
     ran: the names of the schedules that have ended. failed: the one that failed. complete: are there no others within
     the bound of stalls?
     points, places: points at which a task could be stalled in the schedule `in-order`, and their places in the code.
-    stalled: points at which a task was stalled. unreached: stalls that a run never came to.
-    orders: (line, line) of two accesses that conflict -> how often they came in that order; None if the race detector
+    stalled: points at which a task was stalled. unreached: stalls that a run never reached.
+    orders: (line, line) of two conflicting accesses -> how often they occurred in that order; None if the race detector
     is off. waits: line of a wait -> how often it was satisfied at once, and how often it had to wait.
     """
 
@@ -130,14 +130,14 @@ class Report:
 
     @property
     def both_orders(self) -> list[tuple[str, str]]:
-        """Pairs of lines whose conflicting accesses were seen in both orders; a line and itself are one."""
+        """Pairs of lines whose conflicting accesses were seen in both orders, including a line with itself."""
         orders = self.orders or Counter()
         return sorted(pair for pair in orders if pair[0] <= pair[1] and pair[::-1] in orders)
 
     @property
     def one_order(self) -> list[tuple[str, str]]:
-        """Pairs of lines whose conflicting accesses came in this order only: what the protocol orders, or what was not
-        explored."""
+        """Pairs of lines whose conflicting accesses were seen in this order only: the protocol orders them, or the
+        other order was not explored."""
         orders = self.orders or Counter()
         return sorted(pair for pair in orders if pair[::-1] not in orders)
 
@@ -148,11 +148,11 @@ class Report:
 
     @property
     def never_waited(self) -> list[str]:
-        """Lines of waits that were always satisfied at once: nothing would have changed without them."""
+        """Lines of waits that were always satisfied at once: without them, nothing would have changed."""
         return sorted(line for line, (_, late) in (self.waits or {}).items() if not late)
 
     def add(self, world: SimWorld) -> None:
-        """What a run of a schedule has covered."""
+        """Add what a run has covered."""
         choices = world.scheduler.choices
         if isinstance(choices, Systematic):
             self.stalled |= choices.reached
@@ -187,7 +187,7 @@ class Report:
             f"{f' ({of_kinds})' if of_kinds else ''}{end}"
         )
         if self.complete:
-            yield "these are all schedules with so many stalls"
+            yield "these are all schedules with this many stalls"
         if self.points:
             yield (
                 f"preemption points: {self.points} in schedule {IN_ORDER}, at {self.places} places in the code; tasks "
@@ -218,11 +218,11 @@ def _some(lines: Sequence[str]) -> Iterator[str]:
 
 class Exploration:
     """Runs `fn(group, *args)` on every rank of a simulated cluster, under one schedule after the other. Iterating runs
-    them, and gives the name of each that has passed; a failure is raised as it is, with the name of its schedule as
-    its attribute `schedule`. `report` has what was covered so far.
+    them, and yields the name of each that has passed; a failure is raised unchanged, with the name of its schedule as
+    the attribute `schedule`. `report` has what was covered so far.
 
-    schedules: how many systematic ones, at most. random: how many random ones behind them, with seeds from `seed` on.
-    only: the name of the one schedule to run. without: names of schedules to leave out. bound: stalls of a schedule.
+    schedules: the most systematic schedules. random: how many random ones follow, with seeds from `seed` on.
+    only: the name of the one schedule to run. without: names of schedules to skip. bound: stalls per schedule.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Exploration:
                     f"{getattr(sim, name)}"
                 )
         if sim.schedule is not None:
-            raise ArgumentError(f"sim.schedule must be None; to run one schedule alone, name it: {sim.schedule!r}")
+            raise ArgumentError(f"sim.schedule must be None; to run one schedule, pass only={sim.schedule!r}")
         check_cluster(nodes, gpus_per_node)
         size = nodes * gpus_per_node
         for given in (*without, *([only] if only is not None else [])):
@@ -256,7 +256,7 @@ class Exploration:
         self._without = frozenset(without)
         self._points: list[tuple[Point, Hashable]] = []
         self.report = Report(nodes, gpus_per_node)
-        self.planned = 1 if only is not None else schedules + random  # fewer, if there are no more
+        self.planned = 1 if only is not None else schedules + random  # or fewer, if there are not as many
 
     def __iter__(self) -> Iterator[str]:
         begun = time.monotonic()

@@ -1,15 +1,14 @@
 """Triton functions as Python functions: the same kernel source, run on numpy.
 
-`python_function` compiles the source of a @triton.jit function, once, into a Python function with names of its own:
-Triton's language stands for language.py there, other @triton.jit functions for their Python functions, and
-tl.constexpr for plain values. A run may have other functions called in place of some (`Options.replace`). Nothing of
-Triton is patched, so a process can compile for a GPU while it simulates. File names and line numbers are those of the
-kernel.
+`python_function` compiles the source of a @triton.jit function, once, into a Python function with its own globals, in
+which triton.language is replaced by language.py, other @triton.jit functions by their Python functions, and
+tl.constexpr by plain values. A run may replace some functions by others (`Options.replace`). Triton itself is not
+patched, so a process can compile for a GPU while it simulates. File names and line numbers are those of the kernel.
 
-Statements mean what they mean to Triton's compiler: `x = 3` makes a tensor, `range` counts in tensors, `and` and `or`
-of conditions are conditions. What the compiler refuses is refused: a kernel that reads a global variable which is not
-tl.constexpr, calls a Python function, or asks for a tensor's value fails with `mk.SimulatorError`, as it would fail to
-compile for a GPU.
+Statements have the semantics of Triton's compiler: `x = 3` makes a tensor, `range` counts in tensors, `and` and `or` of
+conditions are conditions. What the compiler refuses is refused here: a kernel that reads a global variable which is not
+tl.constexpr, calls a Python function, or needs the value of a tensor on the host raises `mk.SimulatorError`, as it
+would fail to compile for a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def _host_function(name: str, function: Callable) -> Callable:
-    """A Python function that a kernel reaches through a module: as in Triton, it may work with constants."""
+    """A Python function that a kernel accesses through a module: as in Triton, it may be called with constants."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, (Tensor, Descriptor)) for arg in (*args, *kwargs.values())):
@@ -74,7 +73,7 @@ _REFUSED = object()
 
 
 def _translated(value: Any) -> Any:
-    """What a global of a kernel's module is to the kernel; _REFUSED if Triton's compiler refuses it."""
+    """The value of a global of the module in the kernel; _REFUSED if Triton's compiler refuses it."""
     if isinstance(value, tl.constexpr):
         return _constant(value)
     if isinstance(value, tl.dtype):
@@ -118,7 +117,7 @@ def _refuse(message: str) -> Any:
 
 
 def _value_of(value: Any) -> Any:
-    """`x.value`: of a constant, which Triton would have in a tl.constexpr, that is the constant."""
+    """`x.value` of a constant, which Triton would keep in a tl.constexpr, is the constant."""
     return value if isinstance(value, (*_PLAIN, tl.dtype)) else value.value
 
 
@@ -126,7 +125,7 @@ def _value_of(value: Any) -> Any:
 
 
 class _Compiler(ast.NodeTransformer):
-    """Rewrites the body of a @triton.jit function; collects what its names stand for."""
+    """Rewrites the body of a @triton.jit function, and collects the values of its names."""
 
     def __init__(self, function: FunctionType, definition: ast.FunctionDef):
         self.around: dict[str, Any] = function.__globals__
@@ -141,7 +140,7 @@ class _Compiler(ast.NodeTransformer):
             "(combined)": statements.combined, "(value)": _value_of, "(assert)": device_assert,
             "(tuple)": tuple, "(shown)": statements.shown,
         }  # fmt: skip
-        self.uses: list[tuple[dict[str, Any], str, Any]] = []  # what was looked up where
+        self.uses: list[tuple[dict[str, Any], str, Any]] = []  # which names were looked up where
         self.temporaries = 0
 
     def _call(self, node: ast.AST, name: str, *args: ast.expr) -> ast.Call:
@@ -161,7 +160,7 @@ class _Compiler(ast.NodeTransformer):
     # names
 
     def _look_up(self, node: ast.expr) -> tuple[str, Any] | None:
-        """What a name, or an attribute of a module, is outside of the function: its source and Triton's object."""
+        """The value of a global name, or of an attribute of a module: its source and Triton's object."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             if node.id in self.enclosing:
                 return node.id, self.enclosing[node.id]
@@ -180,7 +179,7 @@ class _Compiler(ast.NodeTransformer):
         return None
 
     def _resolved(self, node: ast.expr) -> tuple[str, Any] | None:
-        """What a name that is not local stands for in the kernel."""
+        """The value of a name in the kernel that is not local."""
         found = self._look_up(node)
         if found is None:
             return None
@@ -200,14 +199,14 @@ class _Compiler(ast.NodeTransformer):
             return None
         name, value = found
         if isinstance(value, ModuleType):
-            return self._refusal(node, f"a module is no value in a kernel: {name}")
+            return self._refusal(node, f"a kernel cannot use a module as a value: {name}")
         if value is _REFUSED:
             known = name.split(".")[0] in self.enclosing or name.split(".")[0] in self.around
             return self._refusal(
                 node,
                 f"a kernel cannot use the global variable `{name}`: only values that are tl.constexpr, e.g. "
                 f"{name} = tl.constexpr(...), @triton.jit functions, and modules are known to it"
-                if known else f"the name `{name}` is not defined in the kernel, and no builtin that Triton knows",
+                if known else f"the name `{name}` is not defined in the kernel, and not a builtin that Triton knows",
             )  # fmt: skip
         if isinstance(value, _PLAIN):
             return ast.copy_location(ast.Constant(value=value), node)
@@ -252,7 +251,7 @@ class _Compiler(ast.NodeTransformer):
         return False
 
     def _assigned(self, node: ast.expr) -> ast.expr:
-        """A visited expression, as it is assigned."""
+        """The value to assign for a visited expression."""
         plain = self._gives_tensor(node)
         visited = self.visit(node)
         if plain:
@@ -270,7 +269,7 @@ class _Compiler(ast.NodeTransformer):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         if not isinstance(node.target, ast.Name):
-            return ast.copy_location(ast.Expr(self._refusal(node, "only variables are assigned to in a kernel")), node)
+            return ast.copy_location(ast.Expr(self._refusal(node, "a kernel can only assign to variables")), node)
         read = ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node)
         changed = ast.copy_location(ast.BinOp(left=read, op=node.op, right=node.value), node)
         return self.visit(ast.copy_location(ast.Assign(targets=[node.target], value=changed), node))
@@ -291,7 +290,7 @@ class _Compiler(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.stmt:
         found = self._resolved(node.iter.func) if isinstance(node.iter, ast.Call) else None
         if found is None or not any(found[1] is each for each in _RANGES):
-            message = f"a loop of a kernel goes over range, tl.range or tl.static_range, got {ast.unparse(node.iter)}"
+            message = f"a loop in a kernel must be over range, tl.range or tl.static_range: {ast.unparse(node.iter)}"
             return ast.copy_location(ast.Expr(self._refusal(node.iter, message)), node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
@@ -362,7 +361,7 @@ class _Compiled:
         self.calls: set[_Compiled] = set()
 
     def current(self) -> bool:
-        """Are all names, also in the functions that are called, what they were?"""
+        """Are all names unchanged, also in the functions that are called?"""
         seen, left = {self}, [self]
         while left:
             compiled = left.pop()
@@ -389,7 +388,7 @@ class _Program:
 _plain = _Program({})
 _replacing: OrderedDict[frozenset[Any], _Program] = OrderedDict()  # those used last, by what they replace
 _program = _plain  # the one that is compiled for
-_compiling: list[_Compiled] = []  # the functions that are being compiled, each used by the one before
+_compiling: list[_Compiled] = []  # the functions being compiled, each called by the one before
 _lock = threading.RLock()
 
 
@@ -433,7 +432,7 @@ def _compile(function: FunctionType, stands_for: FunctionType | None = None) -> 
     ast.increment_lineno(tree, first + start - 1)
     compiler = _Compiler(function, definition)
     names = compiler.names
-    # it may call itself, and be called by what it calls: the function is there before its names are
+    # it may be recursive: the function exists before its names are resolved
     result = _Compiled(FunctionType(_EMPTY, names), stands_for)
     cache, key = (_program.compiled, function) if stands_for is None else (_program.stand_ins, stands_for)
     cache[key] = result
@@ -465,8 +464,8 @@ _EMPTY = _nothing.__code__
 
 
 def python_function(jit: Any, replace: Mapping[Any, Any] = _NOTHING) -> Callable[..., Any]:
-    """The Python function that does what a @triton.jit function does, for `run`. replace: @triton.jit functions, and
-    what is called in their place."""
+    """The Python function for a @triton.jit function, to be called by `run`. replace: @triton.jit functions, and what is
+    called in their place."""
     with _compiling_for(replace):
         if not _compiled(jit).current():
             _program.forget()  # a global of some kernel is something else now
@@ -474,7 +473,7 @@ def python_function(jit: Any, replace: Mapping[Any, Any] = _NOTHING) -> Callable
 
 
 def _place_in_kernel(error: BaseException) -> str:
-    """The line of the innermost kernel function, Triton's own left out."""
+    """The line of the innermost kernel function that is not Triton's own."""
     place, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -485,10 +484,10 @@ def _place_in_kernel(error: BaseException) -> str:
 
 
 def run(cta: Cta, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a Python function of a kernel, as one CTA."""
+    """Run the Python function of a kernel as one CTA."""
     token = running.set(cta)
     try:
-        with np.errstate(all="ignore"):  # infinities and NaN are values like others, as on a GPU
+        with np.errstate(all="ignore"):  # infinities and NaN are ordinary values, as on a GPU
             return function(*args, **kwargs)
     except KernelError as error:
         error.args = (_place_in_kernel(error) + str(error),)
@@ -537,7 +536,7 @@ def argument(value: Any) -> Any:
     return _constant(value)
 
 
-# -- methods of tensors that Triton has written in its own language
+# -- methods of tensors that Triton implements in its own language
 
 
 def _method_of_triton(name: str, *args: Any, **kwargs: Any) -> Any:

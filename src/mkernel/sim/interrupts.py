@@ -1,8 +1,8 @@
 """Ctrl-C while CTAs run in this process.
 
-Python raises KeyboardInterrupt wherever it happens to be. Inside a destructor or a callback of a weak reference, of
-which the simulated memory has many, it is printed and forgotten, and the rank goes on. So while a launch runs, Ctrl-C
-is only noted, and raised between two steps of the scheduler.
+Python raises KeyboardInterrupt wherever it happens to be. Inside a destructor or a weakref callback, of which the
+simulated memory has many, the exception is printed and dropped, and the rank continues. So while a launch runs, Ctrl-C
+is only recorded, and raised between two steps of the scheduler.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import FrameType
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C does nothing until the function that this gives is called, which raises KeyboardInterrupt then.
-    A handler of the user's own is left alone."""
+    """Defer Ctrl-C. The function that this yields raises KeyboardInterrupt if there was one. A handler that the user
+    has installed is left alone."""
     plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not plain or threading.current_thread() is not threading.main_thread():
         yield lambda: None

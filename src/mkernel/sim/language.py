@@ -1,11 +1,11 @@
 """triton.language on `Tensor`: the functions that interpreted kernels call.
 
-`native` finds the function that stands for one of Triton's. What is used in kernels is written here, on numpy. Triton's
-library functions that are kernels themselves (tl.sort, tl.softmax, ...) are interpreted from their source. Any other
-builtin goes to Triton's own interpreter, with tensors converted there and back (`_Elsewhere`).
+`native` maps a function of Triton to its implementation. Those that kernels use are implemented here, on numpy. Library
+functions of Triton that are kernels themselves (tl.sort, tl.softmax, ...) are interpreted from their source. Any other
+builtin is passed to Triton's own interpreter, with tensors converted in both directions (`_Elsewhere`).
 
-Memory, atomics, barriers and the clock belong to the running CTA: `running` holds it. It is a context variable, and
-each greenlet has a context of its own.
+Memory, atomics, barriers and the clock belong to the running CTA, which is in `running`, a context variable; each
+greenlet has a context of its own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ from mkernel.sim.dtypes import (
 from mkernel.sim.elsewhere import BlockPointer, elsewhere
 from mkernel.sim.tensors import Tensor, convert, to_tensor
 
-# -- instructions that Triton has no name for
+# -- inline assembly
 
 
 def _clock() -> Tensor:

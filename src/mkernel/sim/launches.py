@@ -40,23 +40,23 @@ class RunningLaunch:
         self.function = python_function(launch.kernel, simulator.options.replace)
         self.arguments = kernel_arguments(launch.kernel, launch.arguments, simulator.options.replace)
         self.stream: Hashable = DEFAULT_STREAM
-        self.clock: Clock = NOTHING  # what was known when it was launched
-        self.end: Clock = NOTHING  # what its CTAs know that have ended
+        self.clock: Clock = NOTHING  # what happened before it was launched
+        self.end: Clock = NOTHING  # the clocks of its CTAs that have ended
         self.first_event = 0
         self.started = 0
         self.ended = 0
         self.done = False
-        self.number = 0  # of the exchange in which its ranks compare what they call
-        self.exchange: Hashable = None  # that exchange, if not all had come to it
-        self.aborted = False  # its ranks called different things
-        self.loans: list[Any] = []  # what it was given
-        self.constants: dict[tuple[np.uint64, np.dtype], Any] = {}  # what its CTAs have loaded that no kernel changes
+        self.number = 0  # of the exchange in which its ranks compare their calls
+        self.exchange: Hashable = None  # that exchange, if ranks were missing when it was launched
+        self.aborted = False  # its ranks made different calls
+        self.loans: list[Any] = []  # of the tensors it was given
+        self.constants: dict[tuple[np.uint64, np.dtype], Any] = {}  # constants that its CTAs have loaded
         uses = launch.uses
         segment = (launch.group.name, uses.workspace.segment.number) if uses is not None and uses.arrays else None
         self.keeps = Keeps(segment, uses.arrays if uses is not None else ())
         table = launch.arguments.get("context")
         self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
-        self._epoch_before: int | None = None  # if the kernel asked for it
+        self._epoch_before: int | None = None  # if the kernel has loaded it
 
     def abort(self) -> None:
         """End all waits of the launch."""
@@ -70,7 +70,7 @@ class RunningLaunch:
                 task.aborted = True
 
     def start_more(self, time: float) -> None:
-        """Start as many CTAs as may be resident, at that time of a trace."""
+        """Start as many CTAs as may be resident, at this trace time."""
         resident = self.simulator.options.resident or self.grid
         races = self.simulator.races
         while self.started < self.grid and self.started - self.ended < resident:
@@ -85,11 +85,11 @@ class RunningLaunch:
             self.started += 1
 
     def given_up(self) -> bool:
-        """Has its group given up a wait? Then nothing is in order any more."""
+        """Has its group given up a wait? Then nothing is ordered any more."""
         return self.spec.group.name in self.simulator.given_up
 
     def on_change(self, changed: Sequence[int]) -> None:
-        """Words were changed by an atomic operation."""
+        """An atomic operation has changed these words."""
         for word in changed:
             if word in self.simulator.abort_flags:
                 self.simulator.given_up.add(self.simulator.abort_flags[word])
@@ -99,11 +99,11 @@ class RunningLaunch:
             self._epoch_before = ctypes.c_int64.from_address(address).value
 
     def check_epoch(self) -> None:
-        """A kernel that asked for the epoch must have completed it."""
+        """A kernel that has loaded the epoch must complete it."""
         if self._epoch_before is not None and ctypes.c_int64.from_address(self._epoch).value == self._epoch_before:
             raise SimulatorError(
                 f"{self.op}: the launch on rank {self.rank} has ended, but its epoch has not: every CTA must call "
-                f"finish(context, epoch, SIZE) last. The next launch would take old signals for its own"
+                f"finish(context, epoch, SIZE) last. The next launch would mistake old signals for its own"
             )
 
     def on_store(self, touched: Sequence[Access]) -> None:
@@ -119,7 +119,7 @@ class RunningLaunch:
             self.simulator.traffic.arrived(self.rank)
 
     def _remote(self, touched: Sequence[Access]) -> Iterator[tuple[int, int]]:
-        """Which of it is in other ranks' memory, and how many bytes."""
+        """The accesses to memory of other ranks: the rank, and how many bytes."""
         for access in touched:
             owner = access.shadow.owner
             if owner is not None and owner != self.rank:
@@ -145,16 +145,16 @@ class RunningLaunch:
 
 
 class Execution:
-    """The launches on the streams of the ranks of this process, and what happens when their CTAs and they end."""
+    """Runs the launches on the streams of this process's ranks."""
 
     def __init__(self, simulator: Simulator):
         self.simulator = simulator
         self.queues: dict[tuple[int, Hashable], deque[RunningLaunch]] = {}  # by rank and stream
         self.launches_done = 0
-        self.timeouts: list[CommTimeout] = []  # of ranks whose Python code has ended with one
+        self.timeouts: list[CommTimeout] = []  # that ended the Python code of ranks
         self.on_launch_done: Callable[[RunningLaunch], None] = lambda running: None
         self._entered: dict[int, list[Hashable]] = {}  # rank -> the streams it has entered
-        self._times: dict[int, float] = {}  # rank -> when its last CTA ended, in the time of a trace
+        self._times: dict[int, float] = {}  # rank -> when its last CTA ended, in trace time
 
     def start(self, running: RunningLaunch, stream: Hashable) -> None:
         """Queue a launch on a stream. While it runs, the kernel may access the tensors it was given."""
@@ -185,7 +185,7 @@ class Execution:
         return [stream for owner, stream in self.queues if owner == rank]
 
     def _lend(self, running: RunningLaunch, stream: Hashable) -> None:
-        """The kernel may touch the tensors it was given, while it runs."""
+        """Let the kernel access the tensors it was given, while it runs."""
         host = self.simulator.host_thread(running.rank)
         running.stream = stream
         if host is not None and self.simulator.races is not None:
@@ -198,8 +198,8 @@ class Execution:
         )
 
     def finish_call(self, running: RunningLaunch) -> None:
-        """A call has returned: the rank's Python code may do with its tensors what it likes. Those in the symmetric
-        heap other ranks' kernels can reach, too."""
+        """A call has returned, so the Python code of the rank may do anything with its tensors: nobody may still access
+        those in the symmetric heap, which kernels of other ranks can reach."""
         self.simulator.host_waited_for(running.rank, running.stream)
         host = self.simulator.host_thread(running.rank)
         if host is None or self.simulator.races is None or running.given_up():
@@ -212,7 +212,7 @@ class Execution:
 
     def task_done(self, task: Task) -> None:
         if task.failure is not None:
-            # ranks that time out together: all may tell, then the one whose wait ran out is raised
+            # ranks time out together: collect all timeouts, and then raise one that is a cause
             if not isinstance(task.failure, CommTimeout):
                 raise task.failure
             self.timeouts.append(task.failure)
@@ -251,7 +251,7 @@ class Execution:
         self.on_launch_done(running)
 
     def _spend(self, running: RunningLaunch, used: torch.Tensor) -> None:
-        """Nobody may rely on this any more, and nobody may still be reading it."""
+        """Mark this memory as spent: nobody may use its contents, or still be reading it."""
         races, start, size = self.simulator.races, used.data_ptr(), used.numel()
         piece = self.simulator.scheduler.memory.piece_of(start)
         if races is None or piece is None or running.given_up():
@@ -260,7 +260,7 @@ class Execution:
         thread = races.thread(("end", key), f"rank {running.rank}, the end of {running.op}")
         thread.begin(self.simulator.stream_clock(*key))
         access = self.simulator.scheduler.memory.span(start, size, "the end of a launch")
-        site = races.sites.named("what a launch was given for itself is overwritten when it has ended")
+        site = races.sites.named("the workspace of a launch is overwritten when it has ended")
         races.store(Actor(thread, thread.clock), access, site)
         piece.set(start, start + size, SPENT)
         self.simulator.set_stream_clock(*key, thread.release_clock())
@@ -280,7 +280,7 @@ class Execution:
 
 
 def tensors_in(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors among the arguments of a kernel, in structures too, and their names."""
+    """The tensors among the arguments of a kernel, also inside structures, and their names."""
     for name, value in arguments.items():
         tensor = getattr(value, "base", value)  # of a descriptor
         if isinstance(tensor, torch.Tensor):

@@ -1,13 +1,13 @@
-"""The memory of a simulated cluster: what kernels may touch, and what they find there.
+"""The memory of a simulated cluster: what kernels may access, and its contents.
 
-Memory comes in pieces, each allocated as one (`Shadow`), with named parts (`Region`). Every element that a kernel
-touches must lie in one of them; one that does not is an error here, instead of a corrupted process.
+Memory consists of pieces, one per allocation (`Shadow`), with named parts (`Region`). Every element that a kernel
+accesses must lie in one of them; one that does not is an error here, instead of a corrupted process.
 
-A store is in memory at once, and a load sees the newest value. A GPU is weaker than that, but what a weaker memory
-would show is always a race, and those are found as such (`races.py`).
+A store takes effect at once, and a load sees the latest value. The memory model of a GPU is weaker, but a program that
+could tell the difference has a race, and races are detected as such (`races.py`).
 
 Multicast addresses are ranges of their own: a store there is one store to each member; a load adds the members in
-random order, since the switch promises none.
+random order, since the switch guarantees none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FENCES = {PLAIN: "", DESCRIPTOR: "acquire_for_descriptors", MULTICAST: "fence_al
 
 
 class Memory:
-    """All memory that simulated CTAs share. `races` is None where nobody looks for them."""
+    """All memory that simulated CTAs share. `races` is None if races are not detected."""
 
     def __init__(self, rng: random.Random, races: Races | None = None):
         self.rng = rng
@@ -47,18 +47,18 @@ class Memory:
         if races is not None:
             races.describe, races.is_named = self.describe, self._is_named
             self.sites = races.sites
-        self.writes = 0  # how often memory changed; waiting tasks look again when it does
-        self.progress = 0  # the same without what a waiting task itself writes: the newest time it saw
+        self.writes = 0  # how often memory has changed; each change lets waiting tasks poll again
+        self.progress = 0  # the same, not counting the newest time that a waiting task writes
         self.on_change: Callable[[Sequence[int] | range | None], None] = lambda where: None  # see `changed`
         self._starts: list[int] = []
         self._pieces: list[Shadow] = []
-        self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start of a range -> its end, and where members begin
-        self._fresh: set[int] = set()  # where tensors begin that nobody has written yet
+        self._multicasts: dict[int, tuple[int, list[int]]] = {}  # start -> end, and addresses of the members
+        self._fresh: set[int] = set()  # addresses of tensors that nobody has written yet
 
-    # -- what may be touched
+    # -- what kernels may access
 
     def add(self, start: int, size: int, owner: int | None = None, *regions: Region) -> None:
-        """Memory that kernels may touch until it is removed: all of it, or these parts."""
+        """Let kernels access memory until it is removed: all of it, or these parts."""
         piece = Shadow(start, start + size, owner, GIVEN if start not in self._fresh else UNWRITTEN)
         piece.regions = list(regions) or [Region(OWN, start, start + size)]
         place = bisect.bisect_left(self._starts, start)
@@ -99,10 +99,10 @@ class Memory:
         """Nobody has written this tensor: a kernel must store to it before it loads from it."""
         start = tensor.untyped_storage().data_ptr()
         self._fresh.add(start)
-        weakref.finalize(tensor.untyped_storage(), self._fresh.discard, start)  # what is there next is another's
+        weakref.finalize(tensor.untyped_storage(), self._fresh.discard, start)  # the address may be reused
 
     def lend(self, tensors: Mapping[str, torch.Tensor], owner: int, writable: Callable[[str], bool]) -> list[Any]:
-        """Kernels may touch these tensors, until `take_back` gets what this returns."""
+        """Let kernels access these tensors until the result of this is passed to `take_back`."""
         loans = []
         for name, tensor in tensors.items():
             if not tensor.numel():
@@ -135,7 +135,7 @@ class Memory:
                 self.remove(piece.start)
 
     def reset(self, start: int) -> None:
-        """A piece of memory was made as new, while nobody used it."""
+        """Forget the history of a piece of memory that nobody uses: its contents have been reset."""
         piece = self.piece_of(start)
         assert piece is not None
         fresh = Shadow(piece.start, piece.end, piece.owner, GIVEN)
@@ -145,24 +145,24 @@ class Memory:
             self.races.forget(piece)
 
     def describe(self, address: int) -> str:
-        """An address, for people."""
+        """An address in readable form."""
         piece = self.piece_of(address)
         return piece.describe(address) if piece is not None else f"{address:#x}"
 
     def _is_named(self, address: int) -> bool:
-        """Does an author know what is at this address?"""
+        """Does this address have a name that the author of a kernel knows?"""
         piece = self.piece_of(address)
         return piece is not None and any(region.name != OWN for region in piece.regions)
 
     def allow_multicast(self, start: int, size: int, members: Sequence[int]) -> None:
-        """Let kernels touch all members' memory through one range of addresses, until `forbid_multicast`."""
+        """Let kernels access the memory of all members through one range of addresses, until `forbid_multicast`."""
         self._multicasts[start] = (start + size, list(members))
 
     def forbid_multicast(self, start: int) -> None:
         del self._multicasts[start]
 
     def _members(self, addresses: np.ndarray, size: int, what: str) -> list[np.ndarray]:
-        """The addresses, in each member's memory, of pieces of `size` bytes."""
+        """The addresses of elements of `size` bytes in the memory of each member."""
         low, high = int(addresses.min()), int(addresses.max()) + size
         for start, (end, members) in self._multicasts.items():
             if start <= low and high <= end:
@@ -173,8 +173,8 @@ class Memory:
         )
 
     def accesses(self, addresses: np.ndarray, size: int, what: str, stores: bool = False) -> list[Access]:
-        """What elements of `size` bytes at these addresses touch, one for each piece of memory. Raises if any of them
-        is outside of what may be touched."""
+        """The accesses to elements of `size` bytes at these addresses, one per piece of memory. Raises if an element is
+        outside of what kernels may access."""
         if addresses.size == 1:
             low = int(addresses.item())
             high = low + size
@@ -232,12 +232,12 @@ class Memory:
         self, what: str, low: int, high: int, inside: Shadow | None = None, of_it: Sequence[Region] = (),
         by: str | None = None,
     ) -> SimulatorError:  # fmt: skip
-        """inside: the piece of memory that it is in, and what of that may be touched."""
+        """inside: the piece of memory, and the parts of it that may be accessed."""
         regions = [(region, piece) for piece in self._pieces for region in piece.regions if piece is not inside]
         regions += [(region, inside) for region in of_it if inside is not None]
         where = ""
         if regions:
-            # of those that are as near, the one that holds it; then an argument of the kernel; then what ends before it
+            # of equally near ones: one that contains it, then an argument of the kernel, then one that ends before it
             region, piece = min(
                 regions,
                 key=lambda pair: (
@@ -247,11 +247,11 @@ class Memory:
             shape = f" of shape {list(region.shape)}" if region.shape else f" of {region.end - region.start} bytes"
             name = f"{region.name}{piece.where},{shape}"
             if low >= region.end:
-                where = f": {low - region.end} bytes behind the end of {name}"
+                where = f": {low - region.end} bytes after the end of {name}"
             elif high <= region.start:
-                where = f": {region.start - low} bytes before the beginning of {name}"
+                where = f": {region.start - low} bytes before the start of {name}"
             elif region.holds(low, high):
-                where = f": between the elements of {name}, behind {region.place(low)}"
+                where = f": between the elements of {name}, after {region.place(low)}"
             else:
                 where = f": across the edge of {name}"
             if (low - region.start) % (high - low) == 0 and not region.holds(low, high):
@@ -262,7 +262,7 @@ class Memory:
         )
 
     def _here(self) -> str:
-        """Who is running, and where."""
+        """Which CTA is running, and where."""
         cta: Any = running.get(None)
         if cta is None:
             return ""
@@ -273,7 +273,7 @@ class Memory:
     def check_request(
         self, launches: Sequence[Keeps], start: int, size: int, what: str, posted_by: Callable[[], str]
     ) -> None:
-        """A request touches bytes of a segment. One of these launches of its rank has posted it."""
+        """Check the bytes of a segment that a request accesses. One of these launches of its rank has posted it."""
         piece = self.piece_of(start)
         if not size or piece is None:
             return
@@ -292,7 +292,7 @@ class Memory:
         return self.accesses(np.arange(start, start + size, unit, dtype=np.uint64), unit, what)[0]
 
     def copy_undefined(self, source: int, target: int, size: int) -> None:
-        """What was copied is as undefined as it was where it came from."""
+        """Undefined bytes stay undefined when they are copied."""
         origin, copy = self.piece_of(source), self.piece_of(target)
         if self.races is not None and origin is not None and copy is not None and origin.may_be_undefined:
             undefined = origin.undefined(source, source + size)
@@ -305,7 +305,7 @@ class Memory:
         self, cta: Cta | None, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype,
         path: str = PLAIN, volatile: bool = False,
     ) -> tuple[np.ndarray, list[Access]]:  # fmt: skip
-        """The values of a block, and what was touched."""
+        """Load a block. Returns its values, and the accesses."""
         if addresses.size == 1 and mask.size == 1:
             touched = addresses if mask.item() else None
         else:
@@ -333,7 +333,7 @@ class Memory:
     def store(
         self, cta: Cta | None, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, path: str = PLAIN
     ) -> list[Access]:
-        """Store a block. Returns what was touched."""
+        """Store a block. Returns the accesses."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         if not mask.all():
             addresses, values = addresses[mask], values[mask]
@@ -353,14 +353,14 @@ class Memory:
             self.store(cta, places, values, np.ones(places.shape, dtype=bool), MULTICAST)
 
     def load_from_all(self, cta: Cta | None, addresses: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
-        """What each member has at multicast addresses, the members in random order."""
+        """The values of all members at multicast addresses, in random order of the members."""
         members = self._members(addresses, dtype.itemsize, "a multicast load")
         self.rng.shuffle(members)
         zero = np.zeros((), dtype=dtype)
         return [self.load(cta, places, np.ones(places.shape, bool), zero, dtype, MULTICAST)[0] for places in members]
 
     def atomic(self, cta: Cta | None, addresses: np.ndarray, size: int, changes: bool) -> None:
-        """Words are changed, or looked at, by an atomic operation."""
+        """An atomic operation changes or reads words."""
         for access in self.accesses(addresses, size, "an atomic operation", stores=changes):
             if self.races is not None and cta is not None:
                 for word in _words(access):
@@ -369,17 +369,17 @@ class Memory:
     # -- memory itself
 
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Values reach memory."""
+        """Write values to memory."""
         addresses, values = np.ascontiguousarray(addresses), np.ascontiguousarray(values)
         _native.store(addresses, values, np.ones(addresses.shape, dtype=bool))
         self.changed(True, range(int(addresses.min()), int(addresses.max()) + values.itemsize))
 
     def write_bytes(self, address: int, data: np.ndarray) -> None:
-        """Bytes that something other than a CTA writes: the network."""
+        """Write bytes on behalf of the network."""
         self.write(np.arange(address, address + data.size, dtype=np.uint64), data)
 
     def changed(self, progress: bool, where: Sequence[int] | range | None = None) -> None:
-        """Memory was changed: these words, bytes of this range, or anything."""
+        """Memory has changed: these words, bytes of this range, or anything."""
         self.writes += 1
         self.progress += progress
         self.on_change(where)
@@ -402,7 +402,7 @@ def _words(access: Access) -> list[Access]:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the elements of a tensor begin and end."""
+    """The addresses of the first byte of a tensor and of the byte after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
@@ -416,7 +416,7 @@ class Keeps:
         self._in_copies: dict[Shadow, list[Region]] = {}
 
     def in_copy(self, piece: Shadow) -> Sequence[Region]:
-        """What it keeps in a piece of memory, if that is a rank's copy of the segment."""
+        """The arrays in a piece of memory, if that is a rank's copy of the segment."""
         if piece.segment != self._segment:
             return ()
         found = self._in_copies.get(piece)
@@ -444,7 +444,7 @@ def _regions(piece: Shadow, arrays: Sequence[Array]) -> list[Region]:
 
 
 def _gaps(tensor: torch.Tensor) -> np.ndarray | None:
-    """By byte of its extent, whether it belongs to the tensor; None if all do."""
+    """For every byte in the extent of a tensor: does it belong to the tensor? None if all do."""
     low, high = extent(tensor)
     size = tensor.element_size()
     if tensor.numel() * size == high - low:

@@ -1,8 +1,8 @@
-"""The simulated network: takes requests out of the ranks' rings, in no particular order after that.
+"""The simulated network: delivers the requests in the ranks' rings in random order.
 
-A proxy belongs to one rank of one group. It takes requests as their turn comes; a taken request is in
-flight: its bytes are written to the peer piece by piece, requests in flight overtake each other, and
-only when all bytes of one are there is its signal raised. Any of these steps may be put off.
+A proxy belongs to one rank of one group. It takes requests out of the ring in order. A taken request is in flight: its
+bytes are written to the peer piece by piece, requests in flight overtake each other, and the signal of a request is
+raised when all of its bytes have arrived. Each of these steps may be delayed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mkernel.sim.races import NETWORK, Actor
 from mkernel.sim.scheduler import Scheduler, Task
 
 AT_ONCE = 8  # requests in flight per proxy
-REQUESTS = 32  # of a proxy that the race detector tells apart, the newest and those in flight
+REQUESTS = 32  # of a proxy that the race detector distinguishes: the newest ones and those in flight
 HEADER = layout.HEADER_WORDS.value
 WORDS = layout.REQUEST_WORDS.value
 
-# How fast the network is in a trace; as made up as what a CTA does in scheduler.py.
+# Speed of the network in a trace; invented, as those in scheduler.py.
 BYTES_PER_NANOSECOND = 4
 LATENCY = 500.0  # nanoseconds
 
@@ -45,7 +45,7 @@ class InFlight:
     pieces: list[tuple[int, int]]
     posted: float  # times of a trace, in nanoseconds
     arrives: float
-    thread: Thread | None  # as the race detector knows it; requests in flight know nothing of each other
+    thread: Thread | None  # for the race detector; requests in flight are unordered
     number: int  # of that thread
 
 
@@ -69,12 +69,12 @@ class Proxy(Task):
         self.ring = ring
         self.words = ring.numpy()
         self.segment = segment  # (rank in the group, segment) -> its bytes
-        self.check = check  # (segment, address, bytes, what, who): may a request touch this?
+        self.check = check  # (segment, address, bytes, what, who): raises if a request may not access this
         self.on_delivery = on_delivery  # (peer, bytes)
         self.on_arrival = on_arrival
         self.given_up = given_up
-        self._ended: dict[int, Clock] = {}  # ticket -> what is known once the request is completed
-        self.free = 0.0  # when the link has sent what it was given, in the time of a trace
+        self._ended: dict[int, Clock] = {}  # ticket -> what happened before the completion of the request
+        self.free = 0.0  # when the link is free again, in trace time
         self.group_rank = group_rank
         self.flying: list[InFlight] = []
         self._watched: list[int] = []
@@ -96,7 +96,7 @@ class Proxy(Task):
         return len(self.flying) < AT_ONCE and self.words[slot] == self.consumed // capacity + 1
 
     def reset(self) -> None:
-        """An empty ring, as at the start. Nothing is in flight."""
+        """Empty the ring. Nothing is in flight."""
         assert not self.flying
         capacity = self.words[layout.CAPACITY.value]
         self.words[:] = 0
@@ -108,7 +108,7 @@ class Proxy(Task):
         ready = bool(self.flying) or self._due()
         if not ready:
             self.asleep = True
-            self._watched = [self._turn()]
+            self._watched = [self._posted_address()]
             self.scheduler.watch(self, self._watched)
         return ready
 
@@ -117,8 +117,8 @@ class Proxy(Task):
             self.asleep = False
             self.scheduler.forget_watch(self, self._watched)
 
-    def _turn(self) -> int:
-        """The address of the word that says whether the next request is there."""
+    def _posted_address(self) -> int:
+        """The address of the word that says whether the next request has been posted."""
         capacity = int(self.words[layout.CAPACITY.value])
         return self.ring.data_ptr() + 8 * (HEADER + self.consumed % capacity * WORDS + layout.TURN.value)
 
@@ -134,8 +134,8 @@ class Proxy(Task):
     def _set_word(
         self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock, in_order: bool = False
     ) -> None:
-        """Give a word a value, by a release that tells what the clock knows. in_order: others that have changed the
-        word must have done so before."""
+        """Set a word, and release `clock` with it. in_order: all earlier changes of the word must happen before this
+        one."""
         word = tensor.data_ptr()
         before = int(tensor.view(torch.int64)[0])
         address = np.array([word], dtype=np.uint64)
@@ -147,7 +147,7 @@ class Proxy(Task):
             for access in self.memory.accesses(address, 8, "a signal of the network"):
                 races.atomic(Actor(thread, thread.clock), access, True, site, in_order)
             if in_order:
-                clock = thread.release_clock()  # of this change too
+                clock = thread.release_clock()  # including this change
             races.release(thread, clock, word, before, value, site)
 
     def _touch(self, thread: Thread | None, tensor: torch.Tensor, stores: bool) -> None:
@@ -182,9 +182,9 @@ class Proxy(Task):
         return f"\n  posted by {self._poster()}"
 
     def _poster(self) -> str:
-        """Who posted the request that is being taken."""
+        """Who posted the current request."""
         races = self.memory.races
-        return races.last_release(self._turn()) if races is not None else f"rank {self.group_rank}"
+        return races.last_release(self._posted_address()) if races is not None else f"rank {self.group_rank}"
 
     def _take(self) -> None:
         capacity = int(self.words[layout.CAPACITY.value])
@@ -228,8 +228,8 @@ class Proxy(Task):
         self.scheduler.signalled(self.ring[layout.CONSUMED.value :].data_ptr(), posted)
 
     def _start_thread(self, slot: int) -> Thread | None:
-        """A request is a thread of its own, which knows what was known when it was posted. Requests take turns to be
-        the same thread, but not with one that is still in flight: it may be overtaken by any number of them."""
+        """A request is a thread of its own; what happened before its posting happens before it. Threads are reused, but
+        never while their request is in flight: any number of others may overtake it."""
         races = self.memory.races
         if races is None:
             return None
@@ -259,7 +259,7 @@ class Proxy(Task):
         before = int(request.signal.view(torch.int64).item())
         thread = request.thread
         clock = thread.release_clock() if thread is not None else NOTHING
-        # who waits for one of two requests with the same signal takes the other's for it, if they can come in any order
+        # with two unordered requests to one signal, a wait for one of them could be satisfied by the other
         in_order = request.target.numel() > 0 and not self.given_up()
         self._set_word(request.signal, max(before, request.value), thread, clock, in_order)
         self.scheduler.signalled(request.signal.data_ptr(), request.arrives)

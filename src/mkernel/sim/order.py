@@ -1,20 +1,20 @@
-"""Happens-before: who knows of what in a simulated cluster.
+"""Happens-before in a simulated cluster, by vector clocks.
 
-Everything that acts by itself is a `Thread`: a CTA, its stores through descriptors and those through multicast
-addresses, a request in flight, a proxy, a rank's Python code. Each access to memory is an event with a number; numbers
-grow. A thread's *clock* says, for every thread, up to which of its events this one knows of: they came before whatever
-it does next. It learns by
+Everything that runs concurrently is a `Thread`: a CTA, its stores through descriptors and those through multicast
+addresses, a request in flight, a proxy, the Python code of a rank. Each access to memory is an event with a number;
+numbers grow. The *clock* of a thread has, for every thread, the last of its events that happened before whatever this
+one does next. A clock grows by
 
-- an acquire of a word that another has released (a signal, a counter);
-- being started: a launch knows what its rank's Python code, and the launches before it on its stream, knew;
+- an acquire of a word that another thread has released (a signal, a counter);
+- a start: a launch inherits the clocks of its rank's Python code, and of the launches before it on its stream;
 - waiting for a launch, or for other ranks in an exchange.
 
-A release tells what its CTA did before its last barrier: the thread of the GPU that releases speaks for the others only
-if a barrier stands between their accesses and its release.
+A release covers what its CTA did before its last barrier: the GPU thread that releases covers the accesses of the
+others only if a barrier comes between them and its release.
 
-What a wait guarantees. `wait(signal, expected)` returns when the signal has reached what was expected; by then it may
-have gone further, and in another schedule it has not. So a wait tells only what was released when the signal first
-reached the expected value (`Word.since`). A wait for the wrong epoch is found in every schedule.
+What a wait guarantees. `wait(signal, expected)` returns when the signal has reached the expected value. By then it may
+be larger, but in another schedule it is not. So a wait acquires only what was released when the signal first reached
+the expected value (`Word.since`), and a wait for the wrong epoch is found in every schedule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-EVERYTHING = np.iinfo(np.int32).max  # of its own events a thread knows all
-ROOM = 256  # clocks have places for a multiple of so many threads
-STEPS = 1000  # values of a word that are kept apart, at least
+EVERYTHING = np.iinfo(np.int32).max  # all events of a thread happen before its next one
+ROOM = 256  # clocks grow by this many threads at a time
+STEPS = 1000  # values of a word that are kept, at least
 
-Clock = np.ndarray  # int32: by thread, the last of its events that is known; what is not in it is not known
-NOTHING: Clock = np.zeros(0, dtype=np.int32)  # known
+Clock = np.ndarray  # int32: by thread, its last event that happened before; 0 for threads beyond its end
+NOTHING: Clock = np.zeros(0, dtype=np.int32)  # the empty clock
 
 
 def joined(mine: Clock, theirs: Clock) -> Clock:
-    """A new clock that knows what either knows."""
+    """A new clock, the maximum of two."""
     if len(mine) < len(theirs):
         mine, theirs = theirs, mine
     result = mine.copy()
@@ -43,7 +43,7 @@ def joined(mine: Clock, theirs: Clock) -> Clock:
 
 
 def _of(thread: Thread, event: int) -> Clock:
-    """A clock that knows this thread's events, up to one of them."""
+    """A clock with the events of one thread, up to this one."""
     clock = np.zeros(thread.number + 1, dtype=np.int32)
     clock[thread.number] = event
     return clock
@@ -51,7 +51,7 @@ def _of(thread: Thread, event: int) -> Clock:
 
 @dataclass(eq=False)
 class Step:
-    """A word has got a value, and whoever waited for it knows this much."""
+    """A value of a word, and the clock that a wait for it gets."""
 
     value: int
     clock: Clock
@@ -59,27 +59,27 @@ class Step:
 
 @dataclass(eq=False)
 class Word:
-    """A word that CTAs synchronise by: what was released to it. initial: its value before that."""
+    """A word that CTAs synchronize by: what was released to it. initial: its value before."""
 
     initial: int
     clock: Clock = field(default_factory=lambda: NOTHING)
-    steps: list[Step] = field(default_factory=list)  # values that only grow
+    steps: list[Step] = field(default_factory=list)  # of growing values
 
     def release(self, before: int, value: int, clock: Clock) -> None:
-        """The word had the value `before`: that may be another than the last that was released to it."""
+        """`before`: the value that the word had, which may differ from the last one that was released to it."""
         if self.steps and before > self.steps[-1].value:
             self.steps.append(Step(before, self.clock))
         self.initial = min(self.initial, before)
         self.clock = joined(self.clock, clock)
         if self.steps and min(before, value) < self.steps[-1].value:
-            self.steps.clear()  # it has begun again
+            self.steps.clear()  # it was reset
         self.steps.append(Step(value, self.clock))
         if len(self.steps) > 2 * STEPS:
             del self.steps[:STEPS]
 
     def since(self, expected: int) -> Clock:
-        """What a wait for this value guarantees: what was known when the word first reached it, and nothing if it had
-        that value from the start."""
+        """The clock that a wait for this value gets: what had been released when the word first reached it; nothing if
+        it had that value from the start."""
         if expected <= self.initial:
             return NOTHING
         place = bisect.bisect_left(self.steps, expected, key=lambda step: step.value)
@@ -87,19 +87,19 @@ class Word:
 
 
 class Thread:
-    """One that acts by itself."""
+    """Something that runs concurrently with others."""
 
     def __init__(self, number: int, name: str):
         self.number = number
         self.name = name
         self.last = 0  # its last event
-        self.released_up_to = 0  # the last event that others may know of
-        self.speaker = self  # who releases for it, and waits
-        self.completed_by = ""  # what its speaker must call before a release speaks for it; a barrier is always needed
+        self.released_up_to = 0  # its last event that was released
+        self.speaker = self  # the thread that releases and waits on its behalf
+        self.completed_by = ""  # what its speaker must call before a release covers it; a barrier is always needed
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
-        """The thread starts, or starts again, knowing this."""
+        """The thread starts, or starts again, with this clock."""
         self.clock = np.zeros(-(-max(len(clock), self.number + 1) // ROOM) * ROOM, dtype=np.int32)
         self.clock[: len(clock)] = clock
         self.clock[self.number] = EVERYTHING
@@ -111,18 +111,18 @@ class Thread:
         return int(self.clock[thread.number]) if thread.number < len(self.clock) else 0
 
     def release_clock(self, up_to: int | None = None) -> Clock:
-        """What it tells: all it knows, and its own events up to one of them; None is all."""
+        """The clock that it releases: its own, with its own events up to this one; None means all."""
         clock = self.clock.copy()
         clock[self.number] = self.last if up_to is None else up_to
         return clock
 
 
 class Cta:
-    """The threads of one CTA: the one that computes, its atomic operations, and its stores on other paths, which nobody
-    waits for unless told.
+    """The threads of one CTA: the one that computes, its atomic operations, and its stores on other paths, which are
+    asynchronous.
 
-    A release speaks for atomic operations before it, with or without a barrier: one thread of the GPU does them all.
-    What loads on other paths may know is less than what the CTA knows, until a fence.
+    A release covers the atomic operations before it, with or without a barrier: one GPU thread executes them all. Loads
+    on other paths are behind the clock of the CTA until a fence.
     """
 
     def __init__(self, main: Thread, atomics: Thread, descriptors: Thread, multicast: Thread):
@@ -131,29 +131,29 @@ class Cta:
         for thread in (atomics, descriptors, multicast):
             thread.speaker = main
         descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
-        # word -> what was acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
-        # result all threads of the GPU have; and by each for itself, so that all may rely on it behind a barrier
-        # (many words without a wait are taken to be brought together by a reduction, which has barriers in it)
+        # word -> the clock acquired from it, unless a wait says that less is guaranteed: by a scalar operation, whose
+        # result all GPU threads have; or by each thread separately, which covers all of them after a barrier (many
+        # words without a wait are assumed to be combined by a reduction, which contains barriers)
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
-        self._acquired: set[int] = set()  # words that no wait has said anything about since
+        self._acquired: set[int] = set()  # words acquired since the last wait for them
         self._cover()
         self.fence_descriptors()
         self.fence_multicast()
 
     def _cover(self) -> None:
-        """A release speaks for what was done until now."""
+        """From now on a release covers what was done so far."""
         self._covered = self.main.last
         self._covered_others = [self.main.knows_of(thread) for thread in (self.descriptors, self.multicast)]
 
     def acquired(self, word: int, clock: Clock, by_all: bool) -> None:
-        """A word was acquired, by a scalar operation or by one of many words."""
+        """A word was acquired, by a scalar operation (by_all) or as one of many words."""
         (self._by_all if by_all else self._by_each)[word] = clock
         self._acquired.add(word)
 
     def guaranteed(self, word: int, clock: Clock, by_all: bool) -> bool:
-        """A wait for the word is over, and guarantees this much, if it has acquired the word. False if it has not."""
+        """A wait for the word has ended, and guarantees this clock. Return False if it has not acquired the word."""
         if word not in self._acquired:
             return False
         self._acquired.remove(word)
@@ -166,7 +166,7 @@ class Cta:
         return True
 
     def settle(self) -> bool:
-        """Take what was acquired for granted. False if there was nothing."""
+        """Add all pending acquires to the clock. Return False if there were none."""
         if not self._by_all and not self._by_each:
             return False
         for clock in (*self._by_all.values(), *self._by_each.values()):
@@ -188,7 +188,7 @@ class Cta:
         return clock
 
     def released(self) -> Clock:
-        """What a release tells."""
+        """The clock of a release."""
         self.settle()
         clock = self._release_clock(self._covered)
         for thread, covered in zip((self.descriptors, self.multicast), self._covered_others):
@@ -197,24 +197,24 @@ class Cta:
         return clock
 
     def complete_descriptors(self) -> None:
-        """Stores through descriptors are done."""
+        """Stores through descriptors have completed."""
         self.main.acquire(_of(self.descriptors, self.descriptors.last))
 
     def fence_descriptors(self) -> None:
-        """Accesses through descriptors know what the CTA knows now and, of its own accesses, those before its last
-        barrier: each thread of the GPU fences its own."""
+        """Accesses through descriptors get the clock of the CTA, with its own accesses up to its last barrier: each GPU
+        thread fences its own."""
         self.settle()
         self.descriptors.acquire(self._release_clock(self._covered))
 
     def fence_multicast(self) -> None:
-        """Loads through multicast addresses know what the CTA knows now and, of its own accesses, those before its last
-        barrier; stores through them are done."""
+        """Loads through multicast addresses get the clock of the CTA, with its own accesses up to its last barrier;
+        stores through them have completed."""
         self.settle()
         self.main.acquire(_of(self.multicast, self.multicast.last))
         self.multicast.acquire(self._release_clock(self._covered))
 
     def ended(self) -> Clock:
-        """What is known when the CTA has ended: all it did, on all paths."""
+        """The clock at the end of the CTA: everything it did, on all paths."""
         self.settle()
         for thread in (self.descriptors, self.multicast):
             self.main.acquire(_of(thread, thread.last))

@@ -1,15 +1,15 @@
-"""The race detector: accesses that conflict and that nothing orders, and accesses to what is not there.
+"""The race detector: finds unordered conflicting accesses, and loads of undefined memory.
 
-Two accesses to a byte conflict if one of them stores, unless both are atomic. They must be ordered: one happens before
-the other (`order.py`). That is checked at every access, against the last store to each byte and the loads since
-(`shadow.py`), so a missing wait, signal, barrier or fence is an error in every schedule, whatever values it shows.
+Two accesses to a byte conflict if at least one of them is a store, unless both are atomic. One must happen before the
+other (`order.py`). Every access is checked against the last store to each byte and the loads since (`shadow.py`), so a
+missing wait, signal, barrier or fence is an error in every schedule, whatever the values.
 
-Since every race is found, memory needs not be weak to show one: what has no race sees the same values in a weak memory
-as in this one, in which a store is in memory at once.
+Since every race is found, the simulated memory need not be weak: a program without races sees the same values in a weak
+memory as in this one, in which stores take effect at once.
 
-What is seen: CTAs' loads and stores, plain, through tensor descriptors and through multicast addresses; their atomics;
-the network's reads and writes; what a rank's Python code may do with its tensors when a call has returned. What is not
-seen: threads of one CTA that race with each other, and memory that is shared with other processes.
+Covered: loads and stores of CTAs, plain, through tensor descriptors and through multicast addresses; their atomics;
+reads and writes of the network; and what the Python code of a rank may do with its tensors after a call has returned.
+Not covered: races between the threads of one CTA, and memory that is shared with other processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from mkernel.runtime.errors import RaceError, SimulatorError
 from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
-SIMULATOR_FRAMES = 4  # frames of the simulator, at least, from a kernel's line to where it is noted
-FRAMES = 8  # kernel functions that are noted, from the innermost
+SIMULATOR_FRAMES = 4  # the fewest frames of the simulator between a line of a kernel and where it is recorded
+FRAMES = 8  # kernel functions of a site, from the innermost
 WAITS = 16  # and waits
-NETWORK = -1  # minus its rank: who uses a word, if it is a rank's network
-RELEASES = 64  # of a thread that are remembered, to tell which of them would have ordered an access
+NETWORK = -1  # NETWORK - rank stands for the network of a rank among the users of a word
+RELEASES = 64  # of a thread that are kept, to say which of them would have ordered an access
 _PACKAGE = Path(__file__).parent.parent
 
 Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
@@ -40,23 +40,23 @@ Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
 
 @dataclass(frozen=True)
 class Release:
-    """That a thread has released a word, and what the release tells."""
+    """A release of a word by a thread, and the clock that it released."""
 
     word: int
     value: int
     releases: Clock
-    after: int  # all threads' events up to this one came before it
+    after: int  # it comes after all events up to this one
     site: int
 
 
 @dataclass(frozen=True)
 class Waited:
-    """That a thread has waited until a word reached a value."""
+    """A wait of a thread until a word reached a value."""
 
     word: int
     expected: int
     acquired: bool
-    one_by_one: bool  # many words at once, each by a thread of its own
+    one_by_one: bool  # many words at once, each by another thread
     site: int
 
 
@@ -70,7 +70,7 @@ class Sites:
         self._is_kernel: dict[CodeType, bool] = {}
 
     def here(self) -> int:
-        """The kernel line that is running."""
+        """The current line of the kernel."""
         found: list[Any] = []
         frame: FrameType | None = sys._getframe(SIMULATOR_FRAMES)
         known = self._is_kernel.get
@@ -84,7 +84,7 @@ class Sites:
                 if len(found) == FRAMES:
                     break
             elif found:
-                break  # whoever called the kernel
+                break  # the caller of the kernel
             frame = frame.f_back
         site = tuple(found)
         number = self._numbers.get(site)
@@ -93,7 +93,7 @@ class Sites:
         return number
 
     def named(self, name: str) -> int:
-        """A place that is not in a kernel."""
+        """A site outside of kernels."""
         if name not in self._named:
             self._named[name] = self._add(name)
         return self._named[name]
@@ -115,7 +115,7 @@ class Sites:
         return ", called from ".join(_line(*each) for each in site) or "somewhere"
 
     def caller(self, number: int) -> str:
-        """Where a function of lang/signals.py was called from: what its author knows it by."""
+        """The call site of a function of lang/signals.py, which the author of a kernel recognizes."""
         site = self._sites[number]
         if isinstance(site, str):
             return site
@@ -134,8 +134,8 @@ def _line(code: CodeType, line: int) -> str:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """Who accesses memory, and what it knows of. cta: of the CTA whose access it is; it may know more than that, from
-    what it has acquired. fence: what lets accesses on this path know what the CTA knows; none on the plain one."""
+    """Who accesses memory, and what happened before. cta: the CTA of the access, whose pending acquires may add to the
+    clock. fence: what orders accesses on this path after those of the CTA; "" on the plain path."""
 
     thread: Thread
     clock: Clock
@@ -144,15 +144,15 @@ class Actor:
 
 
 class Races:
-    """What all threads of a simulated cluster did to its memory."""
+    """The accesses of all threads of a simulated cluster to its memory."""
 
     def __init__(self) -> None:
         self.sites = Sites()
         self.record_orders = False
-        self.orders: dict[tuple[str, str], int] = {}  # sites of two ordered accesses that conflict -> how often
+        self.orders: dict[tuple[str, str], int] = {}  # sites of two conflicting accesses, in their order -> how often
         self._waits: dict[int, list[int]] = {}  # site of a wait -> [satisfied at once, had to wait]
-        self.describe: Callable[[int], str] = hex  # an address, for people
-        self.is_named: Callable[[int], bool] = lambda address: True  # does an author know what is there?
+        self.describe: Callable[[int], str] = hex  # an address in readable form
+        self.is_named: Callable[[int], bool] = lambda address: True  # does the address have a name that authors know?
         self._threads: dict[Hashable, Thread] = {}
         self._by_number: list[Thread] = []
         self._last = 0  # event
@@ -179,8 +179,8 @@ class Races:
     # -- threads
 
     def thread(self, key: Hashable, name: str) -> Thread:
-        """The thread of that key. It keeps its number when it is used again: what it does next must come after all that
-        it has done."""
+        """The thread of that key. A thread that is used again keeps its number: what it does next must happen after
+        everything it has done."""
         thread = self._threads.get(key)
         if thread is None:
             thread = self._threads[key] = Thread(len(self._by_number), name)
@@ -189,7 +189,7 @@ class Races:
         return thread
 
     def cta(self, key: Hashable, name: str, clock: Clock) -> Cta:
-        """The threads of a CTA that starts, knowing this."""
+        """The threads of a CTA that starts with this clock."""
         threads = [self.thread((key, part), name) for part in ("plain", "atomic", "descriptor", "multicast")]
         for thread in threads:
             thread.begin(clock)
@@ -209,20 +209,20 @@ class Races:
         """The number of the last event."""
         return self._last
 
-    # -- words that order
+    # -- synchronization
 
     def release(
         self, thread: Thread, clock: Clock, word: int, before: int, value: int, site: int | None = None
     ) -> None:
-        """A word was given a value, instead of the one before, by a release, which tells what the clock knows."""
+        """A word was set to a value, instead of `before`, by an operation that releases this clock."""
         self._words.setdefault(word, Word(before)).release(before, value, clock)
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         releases.append(Release(word, value, clock, self._last, site))
 
     def scopes(self, rank: int, words: Sequence[int], one_gpu: bool, site: int | None = None) -> None:
-        """A CTA of a rank, or a rank's network, uses these words by an atomic operation, of scope "gpu" or "sys". What
-        another GPU or the network uses too needs scope "sys" on both sides."""
+        """A CTA of a rank, or the network of a rank, uses these words by atomics of scope "gpu" or "sys". Words that
+        another GPU or the network uses, too, need scope "sys" on both sides."""
         for word in words:
             use = (word, rank, one_gpu)
             if use in self._uses:
@@ -240,7 +240,7 @@ class Races:
                     )
 
     def last_release(self, word: int) -> str:
-        """Who released the word last, and where; for people."""
+        """Who released the word last, and where, in readable form."""
         found = [(each.after, number, each.site) for number, releases in self._releases.items()
                  for each in releases if each.word == word]  # fmt: skip
         if not found:
@@ -249,17 +249,17 @@ class Races:
         return f"{self._by_number[number].name}: {self.sites.long(site)}"
 
     def clock_of(self, word: int) -> Clock:
-        """What the word tells whoever acquires it now."""
+        """The clock that an acquire of the word gets now."""
         known = self._words.get(word)
         return known.clock if known is not None else NOTHING
 
     def clock_since(self, word: int, value: int) -> Clock:
-        """What is guaranteed to whoever waited until the word reached the value."""
+        """The clock that a wait for this value of the word gets."""
         known = self._words.get(word)
         return known.since(value) if known is not None else NOTHING
 
     def waited(self, cta: Cta, words: Sequence[int], expected: Sequence[int], by_all: bool, late: bool) -> None:
-        """A wait is over: each word has reached what was expected of it. by_all: it was for a scalar."""
+        """A wait has ended: each word has reached its expected value. by_all: it was a scalar wait."""
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
@@ -268,21 +268,21 @@ class Races:
         self._waits.setdefault(site, [0, 0])[late] += 1
 
     def forget(self, shadow: Shadow) -> None:
-        """The memory was given back, or made as new while nobody used it."""
+        """The memory was freed, or reset while nobody used it."""
         for word in [word for word in self._words if shadow.start <= word < shadow.end]:
             del self._words[word]
         for word in [word for word in self._users if shadow.start <= word < shadow.end]:
             self._uses -= {(word, *user) for user in self._users.pop(word)}
 
-    # -- what ranks tell each other
+    # -- exchanges between ranks
 
     def release_exchange(self, key: Hashable, thread: Thread) -> None:
-        """A rank tells the others something."""
+        """A rank has passed a value to an exchange."""
         told = thread.release_clock()
         self._mail[key] = joined(self._mail[key], told) if key in self._mail else told
 
     def acquire_exchange(self, key: Hashable, thread: Thread) -> None:
-        """A rank has waited until all had told theirs."""
+        """A rank has waited for the values of all ranks."""
         thread.acquire(self._mail[key])
 
     def forget_exchange(self, key: Hashable) -> None:
@@ -291,7 +291,7 @@ class Races:
     # -- accesses
 
     def load(self, actor: Actor, access: Access, site: int | None = None, may_be_undefined: bool = False) -> None:
-        """Memory is loaded. may_be_undefined: by something that only hands it on."""
+        """A load. may_be_undefined: the value is only copied."""
         shadow = access.shadow
         event = self._event(actor.thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
@@ -304,7 +304,7 @@ class Races:
         shadow.loads.add(event, actor.thread.number, access)
 
     def store(self, actor: Actor, access: Access, site: int | None = None) -> None:
-        """Memory is stored to."""
+        """A store."""
         shadow = access.shadow
         event = self._event(actor.thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
@@ -319,12 +319,12 @@ class Races:
     def atomic(
         self, actor: Actor, access: Access, changes: bool, site: int | None = None, in_order: bool = False
     ) -> None:
-        """A word is changed, or only looked at, by an atomic operation. in_order: it must come after all changes."""
+        """An atomic operation that changes a word, or only reads it. in_order: it must come after all changes."""
         shadow, thread = access.shadow, actor.thread
         if not changes:
             looks = shadow.looks.get((access.low, access.high))
             if looks is not None and looks.get(thread.number, 0) > thread.released_up_to:
-                return  # it polls: nobody can tell this look from the one before
+                return  # a poll: indistinguishable from the one before
         event = self._event(thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
         what = "changes (atomically)" if changes else "looks at (atomically)"
@@ -345,19 +345,19 @@ class Races:
             shadow.define(access.units())
 
     def _lengthen(self, actor: Actor) -> None:
-        """Give the actor's clock a place for every thread there is."""
+        """Extend the clock of the actor to all threads."""
         if len(actor.clock) < len(self._by_number):
             actor.clock = np.concatenate([actor.clock, np.zeros(len(self._by_number) - len(actor.clock), np.int32)])
 
     def _after_stores(
         self, actor: Actor, access: Access, event: int, what: str, may_be_undefined: bool = False
     ) -> None:
-        """The event must come after all stores to what it touches and, if it loads, after one."""
+        """The event must come after all stores to what it accesses and, if it is a load, after at least one."""
         units = access.units()
         if type(units) is slice and units.stop - units.start == 1 and not self.record_orders:
             store = int(access.shadow.writes[units.start])
             if store == 0 or (store > 0 and store <= actor.clock[self._thread_of[store]]):
-                return  # one word, and all is well
+                return  # the common case: one word, in order
         stores = access.shadow.writes[units]
         if what == "loads" and not may_be_undefined and stores.size and stores.min() < 0:
             place = int(np.argmin(stores))
@@ -380,13 +380,13 @@ class Races:
     def _after_loads(self, actor: Actor, access: Access, event: int, what: str) -> None:
         """The event must come after all loads of what it changes."""
         shadow = access.shadow
-        # what a CTA itself has loaded is there before it stores, on whatever path
+        # the loads of a CTA have finished before it stores, on any path
         own = actor.cta.main.number if actor.cta is not None else actor.thread.number
         touched: np.ndarray | None = None
         for load, thread, theirs in shadow.loads.unknown(actor.clock, access.low, access.high):
             if thread == own:
                 continue
-            theirs.units()  # units may become smaller for these, and again for mine
+            theirs.units()  # units may be refined for these, and again for mine
             mine = access.units()
             units = theirs.units()
             if touched is None or len(touched) != len(shadow.writes):
@@ -407,7 +407,7 @@ class Races:
     def _after_atomics(
         self, actor: Actor, access: Access, event: int, what: str, kind: dict[tuple[int, int], dict[int, int]]
     ) -> None:
-        """The event, which is not atomic, must come after all atomic operations on what it touches."""
+        """The event, which is not atomic, must come after all atomic operations on what it accesses."""
         how = "looked at (atomically)" if kind is access.shadow.looks else "changed (atomically)"
         for (word, end), threads in kind.items():
             if word < access.high and access.low < end and access.meets(word, end):
@@ -416,7 +416,7 @@ class Races:
                         self._check(actor, access.shadow, word, event, what, last, thread, how)
 
     def _settle(self, actor: Actor) -> None:
-        """Let the actor know what its CTA has acquired."""
+        """Add the pending acquires of its CTA to the clock of the actor."""
         if actor.cta is not None and not actor.fence and actor.cta.settle():
             actor.clock = actor.cta.main.clock
             self._lengthen(actor)
@@ -436,7 +436,7 @@ class Races:
             pair = self.sites.short(self._site_of[first]), self.sites.short(self._site_of[second])
             self.orders[pair] = self.orders.get(pair, 0) + 1
 
-    # -- what is said
+    # -- messages
 
     def _did(self, event: int) -> str:
         return self._by_number[self._thread_of[event]].name
@@ -444,7 +444,7 @@ class Races:
     def _undefined(self, shadow: Shadow, address: int, event: int, why: int) -> SimulatorError:
         reason = {
             UNWRITTEN: "nobody has written",
-            SPENT: "was written for a launch that has ended, and by nobody since",
+            SPENT: "was written for a launch that has ended, and not since",
         }[why]
         return SimulatorError(
             f"{self._did(event)} loads {shadow.describe(address)}, which {reason}:\n"
@@ -466,20 +466,20 @@ class Races:
         )
 
     def _missing(self, actor: Actor, earlier: int, event: int) -> str:
-        """What would have ordered two events, as far as one can tell."""
+        """What would have ordered two events, as far as is known."""
         thread = self._by_number[self._thread_of[earlier]]
         first, second = thread.speaker, actor.thread.speaker
         one, other = first.name, second.name
         if first is second:
-            return f"{thread.completed_by or actor.fence}() must stand between the two."
+            return f"{thread.completed_by or actor.fence}() must come between the two."
         if actor.fence and actor.cta is not None:
             actor.cta.settle()
             if actor.cta.main.knows_of(thread) >= earlier:
                 path = "tensor descriptors" if actor.fence == "acquire_for_descriptors" else "multicast addresses"
-                return f"{other} has waited for that, but accesses through {path} need {actor.fence}() behind the wait."
+                return f"{other} has waited for that, but accesses through {path} need {actor.fence}() after the wait."
         waits = {each.word: each for each in self._waited.get(second.number, ())}
         releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]
-        releases.sort(key=lambda each: each.word not in waits)  # those that the other waited for are the ones meant
+        releases.sort(key=lambda each: each.word not in waits)  # releases that the other one waited for come first
         since = [each for each in releases if each.after > earlier]
         enough = [
             each for each in since if thread.number < len(each.releases) and each.releases[thread.number] >= earlier
@@ -493,30 +493,30 @@ class Races:
             return self._not_waited(enough[0], one, other, event, waits.get(enough[0].word))
         if since and (since[0].word in waits or not relaxed or relaxed[0][1] not in waits):
             stands = f"{thread.completed_by}() and a barrier" if thread.completed_by else "a barrier"
-            return f"{self._set(since[0], one, 'then')}, but {stands} must stand between the access and that."
+            return f"{self._set(since[0], one, 'then')}, but {stands} must come between the access and that."
         if relaxed:
             change, word = relaxed[0]
             where = f"{self.describe(word)} ({self._at(self._site_of[change])})"
-            return f"{one} then changed {where}, but not by a release, so that tells nothing."
+            return f"{one} then changed {where}, but not by a release, which orders nothing."
         before = [each for each in releases if each.word in waits]
         if before:
             wait = waits[before[-1].word]
             return (
                 f"{self._set(before[-1], one, 'had')} before that access, and {other} has only waited until it was "
-                f"{wait.expected} ({self._at(wait.site)}): the signal to wait for must come behind the access."
+                f"{wait.expected} ({self._at(wait.site)}): the signal to wait for must come after the access."
             )
         return f"{one} has signalled nothing since; {self._last_wait(event)}."
 
     def _not_waited(self, release: Release, one: str, other: str, event: int, wait: Waited | None) -> str:
-        """One has released enough; why does the other not know?"""
+        """One has released enough; why has the other not acquired it?"""
         told = self._set(release, one, "then")
         if wait is None:
             return f"{told}, which {other} has not waited for: {self._last_wait(event)}."
         at = f" ({self._at(wait.site)})"
         if not wait.acquired:
-            return f"{told}; {other} saw that by an operation that does not acquire{at}."
+            return f"{told}; {other} saw that with an operation that does not acquire{at}."
         if wait.one_by_one and wait.expected >= release.value:
-            return f"{told}; {other} waited for many signals at once{at}, and a barrier must follow that."
+            return f"{told}; {other} waited for many signals at once{at}, which a barrier must follow."
         return f"{told}; {other} has only waited until it was {wait.expected}{at}."
 
     def _scope(self, rank: int, one_gpu: bool) -> str:

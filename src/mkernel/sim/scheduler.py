@@ -1,13 +1,13 @@
-"""Cooperative tasks in an order that can be repeated: CTAs, the ranks' own Python code, and network proxies.
+"""Cooperative tasks in a reproducible order: CTAs, the Python code of ranks, and network proxies.
 
-One task runs at a time. Every atomic operation of a CTA, every read of the clock and every blocking
-call of a rank's Python code is a point where another task may run. Choices are made by `sim/choices.py`, from a
-seed or by the name of a schedule: the same one gives the same order, so any failure can be replayed.
+One task runs at a time. Another one may run at every atomic operation of a CTA, every read of the clock and every
+blocking call in the Python code of a rank. `sim/choices.py` picks the next task, from a seed or by the name of a
+schedule: the same seed or name gives the same order, so any failure can be replayed.
 
-A CTA that waits sleeps until one of the words that it looks at, or the clock, has changed; a rank's Python code and a
-proxy sleep until something happened that they may wait for. So waiting costs nothing. When no task can run, ranks that
-were told to start late start; then the clock advances, so that timeouts run out. The clock stands still otherwise: a
-rank that is slow, but alive, never times out.
+A CTA that waits sleeps until one of the words that it polls, or the clock, has changed; the Python code of a rank and
+proxies sleep until something has happened that they may wait for. So waiting costs nothing. When no task can run, late
+ranks start; then the clock advances, so that timeouts expire. Otherwise the clock stands still: a rank that is slow but
+alive never times out.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from mkernel.sim.replacements import check_replacements
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
-PATIENCE = 500  # looks, or ticks, with no progress that mean that there will be none
-REPEATED = 1000  # loads of constants of which one is not taken from those before
+PATIENCE = 500  # polls, or ticks, without progress after which there will be none
+REPEATED = 1000  # of this many loads of constants, one is not cached
 SPINS = 64  # equal loads in a row that count as polling
 IDLE_SECONDS = 1e-4
-CLOCK_SECONDS = 0.05  # seconds between two looks at the clock by CTAs that wait
+CLOCK_SECONDS = 0.05  # seconds between two reads of the clock by CTAs that wait
 START_OF_TIME = 1_800_000_000 * 10**9  # like a GPU's timer: far from zero
 
-# How fast things are in a trace. Made up: only proportions are like a GPU's.
-PRODUCTS_PER_NANOSECOND = 64  # that a CTA computes
-BYTES_PER_NANOSECOND = 8  # that a CTA loads or stores
+# Speeds in a trace. Invented: only their proportions resemble a GPU's.
+PRODUCTS_PER_NANOSECOND = 64  # computed by a CTA
+BYTES_PER_NANOSECOND = 8  # loaded or stored by a CTA
 
 
 @dataclass(frozen=True)
 class Options:
     """How the simulator runs a cluster.
 
-    slow: rank -> how likely its tasks are to be chosen, 1.0 being normal.
-    late: rank -> how many steps everybody else gets before its first one.
-    resident: how many CTAs of a launch may run at the same time; None is all of them.
+    slow: rank -> the likelihood of its tasks to be chosen, relative to 1.0.
+    late: rank -> how many steps the others take before its first one.
+    resident: how many CTAs of a launch run at the same time; None means all of them.
     ctas: how many CTAs a launch has by default.
     multicast: is there multicast between the ranks of a node?
-    races: are accesses that nothing orders an error? It costs time; see docs/testing.md.
-    schedule: the name of a schedule (see sim/choices.py), in place of the seed.
-    replace: @triton.jit functions and those that kernels call in their place, to see that a broken protocol is found.
-        A run in which one of them is never called is an error.
+    races: detect races, which takes time; see docs/testing.md.
+    schedule: the name of a schedule (see sim/choices.py), instead of a seed.
+    replace: @triton.jit functions and those that kernels call instead, to see that a broken protocol is found. A run
+        that never calls one of them is an error.
     """
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Options:
             object.__setattr__(self, "resident", 1)
         for rank, share in self.slow.items():
             if not share > 0:
-                raise ArgumentError(f"slow[{rank}] must be more than 0 (a rank that never runs), got {share}")
+                raise ArgumentError(f"slow[{rank}] must be more than 0 (or the rank would never run), got {share}")
 
     slow: dict[int, float] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class Options:
 
 
 class Task:
-    """Something that can be run for a while."""
+    """Something that the scheduler runs, step by step."""
 
-    asleep = False  # it cannot run before it is woken
-    seen_nothing_new: Any = ()  # unless this is None, it must be asked whether it can run
+    asleep = False  # it cannot run until it is woken
+    seen_nothing_new: Any = ()  # if this is not None, `ready` says whether it can run
     label = ""  # in the names of schedules: the rank and what the task is
-    number = 0  # tasks are numbered as they are added
+    number = 0  # in the order in which tasks are added
 
     def __init__(self, scheduler: Scheduler, rank: int, name: str):
         self.scheduler = scheduler
@@ -106,23 +106,23 @@ class Task:
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Can it run now? Asked of those that are not asleep."""
+        """Can it run now? Only called while it is not asleep."""
         return True
 
     def wake(self) -> None:
-        """Something happened that it may have waited for."""
+        """Something has happened that it may have waited for."""
         self.asleep = False
 
     def resume(self) -> None:
         self.greenlet.switch()
 
     def where(self) -> str:
-        """What the task waits for, for people."""
+        """What the task waits for, in readable form."""
         return self.name
 
 
 class HostTask(Task):
-    """A rank's own Python code."""
+    """The Python code of a rank."""
 
     def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], Any]):
         super().__init__(scheduler, rank, f"rank {rank}, Python")
@@ -146,10 +146,10 @@ class HostTask(Task):
         return ready
 
     def wait_until(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
-        """Let others run until the condition holds. False if the time was over first."""
+        """Let others run until the condition holds. Return False if the timeout expires first."""
         self.condition, self.waits_for = condition, waits_for
         self.deadline = self.scheduler.clock + seconds * 1e9
-        # torch keeps both for the thread, which all ranks share
+        # torch keeps this per thread, and all ranks share one
         grad_enabled = torch.is_grad_enabled()
         with torch.inference_mode(False):
             self.scheduler.hub.switch()
@@ -162,7 +162,7 @@ class HostTask(Task):
 
 
 class CtaTask(Task):
-    """One CTA of a launch; what an interpreted kernel does to the world goes through here."""
+    """One CTA of a launch; all effects of the interpreted kernel go through here."""
 
     def __init__(
         self, scheduler: Scheduler, rank: int, launch: Any, program_id: int, num_programs: int, time: float = 0.0,
@@ -174,16 +174,16 @@ class CtaTask(Task):
         self.launch = launch
         self.program_id = program_id
         self.num_programs = num_programs
-        self.order = order  # what it knows of others; None where nobody looks for races
-        self.unused_from: dict[Any, int] = {}  # descriptor -> the first of its rows that is not used
+        self.order = order  # what happened before; None if races are not detected
+        self.unused_from: dict[Any, int] = {}  # descriptor -> its first row that is not used
         self.replaced = scheduler.replaced
-        self.poll_counts: dict[int, int] = {}  # word -> how often, since a wait for it was over
-        self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did anything else
+        self.poll_counts: dict[int, int] = {}  # word -> how often it was polled since the last wait for it ended
+        self.polled: dict[Any, int] = {}  # address -> value, since the CTA last did something else
         self.seen_nothing_new: tuple[int, int] | None = None
         self.last_poll: tuple[int, int] | None = None
-        self.polls_now = 0  # with memory and clock as they are
-        self.extra_polls = 0  # how often it was let look again with the clock standing still
-        self.aborted = False  # it was told to: all its waits end at once, so it does not wait for the clock
+        self.polls_now = 0  # at this state of memory and clock
+        self.extra_polls = 0  # how often it was allowed to poll again while the clock stood still
+        self.aborted = False  # all its waits end at once, without waiting for the clock
         self.last_load: tuple[int, bytes] | None = None
         self.repeated = 0  # loads of constants
         self.spins = 0
@@ -210,12 +210,12 @@ class CtaTask(Task):
 
     @property
     def checked(self) -> Cta | None:
-        """What it knows of others. Once its group has given up, all its waits end at once, and nothing is in order."""
+        """What happened before, for the race detector. None once its group has given up: nothing is ordered then."""
         return None if self.launch.given_up() else self.order
 
     def constant(self, address: np.uint64, dtype: np.dtype) -> Any:
-        """A number that it, or another CTA of its launch, has loaded before from memory that no kernel changes; None if
-        it must be loaded. Now and then it must, so that a loop without an end is found."""
+        """A cached number that this or another CTA of the launch has loaded from memory that no kernel changes; None if
+        it must be loaded. Now and then it must, so that an endless loop is found."""
         value = self.launch.constants.get((address, dtype))
         self.repeated += 1
         if value is None or self.repeated % REPEATED == 0:
@@ -228,7 +228,7 @@ class CtaTask(Task):
     ) -> np.ndarray:
         path = DESCRIPTOR if descriptor else PLAIN
         result, touched = self.scheduler.memory.load(self.checked, addresses, mask, other, dtype, path, volatile)
-        if not descriptor:  # those are loaded while the CTA does something else
+        if not descriptor:  # loads through descriptors are asynchronous
             self.time += result.nbytes / BYTES_PER_NANOSECOND
         if result.size == 1:
             if touched and touched[0].shadow.constant:
@@ -239,14 +239,14 @@ class CtaTask(Task):
         return result
 
     def _loaded_one(self, address: int, result: np.ndarray) -> None:
-        """A kernel that polls with plain loads, which it should not, must not hang the simulator."""
+        """Kernels should not poll with plain loads; one that does must not hang the simulator."""
         self.launch.on_load_one(address)
         same = self.last_load == (address, result.tobytes())
         self.spins = self.spins + 1 if same else 0
         self.last_load = (address, result.tobytes())
         if self.spins > SPINS:
             self.scheduler.pause(self)
-            # not as a word that is watched from outside: it may have another size
+            # not as a watched word: it may have another size
             self._polled({("load", address): int(result.view(np.uint8).sum())})
 
     def store(self, addresses: Any, values: Any, mask: Any, descriptor: bool = False) -> None:
@@ -287,7 +287,7 @@ class CtaTask(Task):
             self.order.complete_descriptors()
 
     def waited_for(self, addresses: np.ndarray, mask: np.ndarray, expected: np.ndarray) -> None:
-        """A wait is over: these words have reached what was expected."""
+        """A wait has ended: these words have reached the expected values."""
         races, order = self.scheduler.memory.races, self.checked
         addresses, mask, expected = np.broadcast_arrays(addresses, mask, expected)
         words = addresses[mask].tolist()
@@ -353,7 +353,7 @@ class CtaTask(Task):
         self, races: Races, order: Cta, words: list[int], by_all: bool, before: list[int], now: list[int],
         acquire: bool, release: bool,
     ) -> None:  # fmt: skip
-        """What an atomic operation tells the CTA, and what it tells others. by_all: it is one of a scalar."""
+        """The acquires and releases of an atomic operation. by_all: it is a scalar operation."""
         if acquire:
             for word in words:
                 order.acquired(word, races.clock_of(word), by_all)
@@ -364,16 +364,16 @@ class CtaTask(Task):
                 races.release(order.main, clock, word, old, value)
 
     def _polled(self, seen: Mapping[Any, int]) -> None:
-        """It has looked at these words. Once it has looked at everything that it waits for, the clock too, and nothing
-        is new, it sleeps."""
+        """It has polled these words. Once it has polled everything that it waits for, including the clock, and nothing
+        has changed, it sleeps."""
         now = (self.scheduler.memory.writes, self.scheduler.clock)
         self.polls_now = self.polls_now + 1 if now == self.last_poll else 1
         self.last_poll = now
         same = all(self.polled.get(address) == value for address, value in seen.items())
         if any(self.polled.get(address, value) != value for address, value in seen.items()):
-            self.polled.clear()  # this is new: it may do something else now
+            self.polled.clear()  # a new value: it may do something else now
         self.polled.update(seen)
-        # of several words that it polls, another one may have changed: it gets to look at each of them
+        # if it polls several words, another one may have changed: let it poll each of them
         if same and (self.polls_now > len(self.polled) or not self.sees_a_change()):
             if "clock" in self.polled and not self.aborted and not self.sees_a_change():
                 self.asleep = True
@@ -382,7 +382,7 @@ class CtaTask(Task):
                 self.seen_nothing_new = now
 
     def sees_a_change(self) -> bool:
-        """Has a word that the CTA waits for another value now? It may run again then."""
+        """Has a word changed that the CTA waits for? Then it may run again."""
         for address, value in self.polled.items():
             if isinstance(address, int) and ctypes.c_int64.from_address(address).value != value:
                 self.seen_nothing_new = None
@@ -390,8 +390,8 @@ class CtaTask(Task):
         return self.polled.get("clock", self.scheduler.clock) != self.scheduler.clock
 
     def may_poll_again(self) -> bool:
-        """A CTA that never asks for the time may just be looking at many signals that are there; it
-        gets more looks for nothing. One that asks is waiting."""
+        """A CTA that never reads the clock may just be polling many signals that have arrived, so it may poll a few
+        more times without progress. One that reads the clock is waiting."""
         if self.asleep or "clock" in self.polled or self.extra_polls >= PATIENCE:
             return False
         self.extra_polls += 1
@@ -400,9 +400,9 @@ class CtaTask(Task):
 
 
 class Scheduler:
-    """Runs tasks until the ranks' Python code has ended everywhere."""
+    """Runs tasks until the Python code of all ranks has ended."""
 
-    sees_all_accesses = True  # that is done to memory: so it can tell what races
+    sees_all_accesses = True  # to memory, so that it can detect races
 
     def __init__(self, seed: int, options: Options):
         self.choices: Choices = choices_of(options.schedule, seed)
@@ -423,20 +423,20 @@ class Scheduler:
         self._watched: list[int] = []  # addresses that sleeping tasks wait for, sorted
         self._watchers: dict[int, list[Task]] = {}  # by address
         self.memory.on_change = self._changed
-        self.times: dict[int, float] = {}  # address of a signal -> the time of whoever raised it last
+        self.times: dict[int, float] = {}  # address of a signal -> the trace time at which it was raised last
 
     def time_now(self) -> int:
         """What a CTA reads from the clock."""
         return self.clock
 
     def trace_time(self, task: CtaTask) -> int:
-        """The time that a trace shows: nanoseconds of a clock that every CTA has for itself, as if all ran at
-        the same time. What it computes and copies advances it, and whoever sees a signal is not earlier than
-        the one who raised it."""
+        """The time in a trace, in nanoseconds. Every CTA has a clock of its own, as if all ran at the same time:
+        computing and copying advance it, and seeing a signal moves it to at least the time at which the signal was
+        raised."""
         return START_OF_TIME + int(task.time)
 
     def signalled(self, address: int, time: float) -> None:
-        """A signal was raised at that time of a trace."""
+        """A signal was raised at this trace time."""
         self.times[address] = max(time, self.times.get(address, 0.0))
 
     # -- sleep
@@ -460,7 +460,7 @@ class Scheduler:
                     del self._watched[bisect.bisect_left(self._watched, address)]
 
     def _changed(self, where: Sequence[int] | range | None) -> None:
-        """Memory was changed: at these words, in this range, or anywhere."""
+        """Memory has changed: these words, somewhere in this range, or anywhere."""
         if not self._watched:
             return
         if where is None:
@@ -483,7 +483,7 @@ class Scheduler:
             task.wake()
 
     def advance(self, clock: int) -> None:
-        """It is later: whoever waits looks at the clock."""
+        """Advance the clock, and wake everything that waits."""
         self.clock = clock
         self.wake_all()
 
@@ -495,7 +495,7 @@ class Scheduler:
     def remove(self, task: Task) -> None:
         """End a task without running any more of its code."""
         self.tasks.remove(task)
-        task.wake()  # nobody shall look for it any more
+        task.wake()  # removes its watches
         if not task.greenlet.dead:
             task.greenlet.throw()
 
@@ -505,7 +505,7 @@ class Scheduler:
             if task.greenlet is current:
                 assert isinstance(task, HostTask)
                 return task
-        raise RuntimeError("this must be called from a rank's own code")
+        raise RuntimeError("this must be called from the Python code of a rank")
 
     def pause(self, task: CtaTask) -> None:
         """A point where another task may run."""
@@ -515,7 +515,7 @@ class Scheduler:
         self.hub.switch()
 
     def run(self, finished: Callable[[], bool], on_done: Callable[[Task], None]) -> None:
-        """Run tasks until `finished`; `on_done` is told of each that ended."""
+        """Run tasks until `finished`, and call `on_done` with each task that ends."""
         self.hub = greenlet.getcurrent()
         while not finished():
             self.poll_interrupt()
@@ -532,7 +532,7 @@ class Scheduler:
             if task.done:
                 self.tasks.remove(task)
                 on_done(task)
-            if task.done or task.seen_nothing_new == ():  # only these can do what a rank's Python code waits for
+            if task.done or task.seen_nothing_new == ():  # only these can do what the Python code of a rank waits for
                 for host in self.tasks:
                     if host.asleep and isinstance(host, HostTask):
                         host.asleep = False
@@ -548,8 +548,8 @@ class Scheduler:
             self._tick, self._ticks = FIRST_TICK, 0
         if self._ticks > PATIENCE:
             raise Deadlock(
-                "no task can run, and none that waits looks at the clock, so no timeout ends it (use `wait` of "
-                "lang/signals.py). Each task: " + "; ".join(task.where() for task in self.tasks)
+                "no task can run, and none that waits reads the clock, so no timeout will end this (use `wait` of "
+                "lang/signals.py). Tasks: " + "; ".join(task.where() for task in self.tasks)
             )
         self.advance(self.clock + self._tick)
         self._tick = min(2 * self._tick, LONGEST_TICK)
@@ -557,15 +557,15 @@ class Scheduler:
         self._progress_at_tick = self.memory.progress
 
     def close(self) -> None:
-        """End every task that is still there, without running any of its code."""
+        """End all remaining tasks without running any of their code."""
         for task in list(self.tasks):
             self.remove(task)
 
 
 class RealTimeScheduler(Scheduler):
-    """For a rank whose peers are other processes: when none of its own tasks can run, it is their
-    turn. The words that its CTAs wait for are watched from outside, without running the CTAs, so that
-    a waiting rank leaves the processor to those that work; the clock is the real one."""
+    """For a rank whose peers are other processes: when none of its tasks can run, it waits for them. It polls the words
+    that its CTAs wait for without running the CTAs, so that a waiting rank leaves the CPU to others. The clock is the
+    real one."""
 
     sees_all_accesses = False
 
@@ -575,14 +575,14 @@ class RealTimeScheduler(Scheduler):
         self.on_idle: Callable[[], None] = lambda: None
 
     def time_now(self) -> int:
-        # It must not be old when a wait begins: the wait would seem to have lasted since then. But it goes on in
-        # steps, since whoever looks at it runs again when it has changed.
+        # The clock must be fresh when a wait begins, or the wait would seem to have started earlier. But it advances in
+        # steps, since every change wakes the CTAs that read it.
         if time.monotonic_ns() - self.clock > CLOCK_SECONDS * 1e9:
             self.advance(time.monotonic_ns())
         return self.clock
 
     def trace_time(self, task: CtaTask) -> int:
-        return time.monotonic_ns()  # of this machine: the same for all its processes
+        return time.monotonic_ns()  # the same in all processes of this machine
 
     def _nothing_can_run(self) -> None:
         begun = time.monotonic()

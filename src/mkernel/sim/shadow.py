@@ -1,8 +1,8 @@
-"""What happened to each byte of simulated memory, and what each byte is.
+"""Shadow memory: what happened to each byte of simulated memory, and what the byte is for.
 
-A `Shadow` belongs to memory that was allocated as one piece. It knows, for every unit of it, the event that wrote it
-last, and keeps the loads since. A `Region` is a part of it that kernels may touch, under the name that an author knows
-it by: an argument of a launch, the signals of a workspace, one of its halves.
+A `Shadow` belongs to one allocation. For every unit of it, it has the last event that wrote the unit, and the loads
+since. A `Region` is a part of it that kernels may access, with the name that the author of a kernel knows: an argument
+of a launch, the signals of a workspace, one of its halves.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# In place of the event that wrote a unit last. Events are numbered from 1.
-GIVEN = 0  # it was written by something that is not watched, before all that is: the user's code
+# Instead of the event that wrote a unit last. Events are numbered from 1.
+GIVEN = 0  # written by the user's code, which is not recorded, before all recorded events
 UNWRITTEN = -1  # nobody has written it
-SPENT = -2  # the launch that it was written for has ended: nobody may rely on it any more
+SPENT = -2  # the launch that it was written for has ended: its value must not be used
 
-LOADS = 256  # that are kept as they came; then they are summed up
+LOADS = 256  # that are kept individually; older ones are merged
 
 Units = slice | np.ndarray  # which units of a shadow
 
 
 @dataclass(eq=False)
 class Region:
-    """A part of memory that kernels may touch."""
+    """A part of memory that kernels may access."""
 
     name: str
     start: int
@@ -33,7 +33,7 @@ class Region:
     strides: Sequence[int] = ()  # in bytes
     writable: bool = True
     inside: np.ndarray | None = None  # by byte: does it belong to the tensor? None: all do
-    unit: str = "byte"  # of a region with no shape: what it consists of
+    unit: str = "byte"  # of a region without a shape: its elements
     lent: bool = False  # it is an argument of a launch
     _fits: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Region:
         return self.start <= low and high <= self.end
 
     def elements(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Which elements of `size` bytes lie in the region, all bytes of them."""
+        """Which elements of `size` bytes lie entirely in the region?"""
         within = (addresses >= self.start) & (addresses + np.uint64(size) <= self.end)
         if self.inside is not None:
             if size not in self._fits:
@@ -53,7 +53,7 @@ class Region:
         return within
 
     def place(self, address: int) -> str:
-        """An element of a tensor."""
+        """The index of an element of a tensor."""
         offset, index = address - self.start, [0] * len(self.shape)
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
             if self.strides[axis] and self.shape[axis] > 1:
@@ -62,7 +62,7 @@ class Region:
         return "[" + ", ".join(map(str, index)) + "]"
 
     def describe(self, address: int, where: str = "") -> str:
-        """An address in the region, as an author would say it. where: whose memory it is."""
+        """An address in the region, in terms of its author. where: whose memory it is."""
         if self.shape:
             return f"{self.name}{self.place(address)}{where}"
         size = 8 if self.unit == "word" else 1
@@ -74,7 +74,7 @@ class Region:
 
 
 class Loads:
-    """Loads that a later store may conflict with. The newest as they came, older ones by thread and unit."""
+    """Loads that a later store may conflict with. The newest individually, older ones by thread and unit."""
 
     def __init__(self) -> None:
         self._numbers = np.zeros((4, LOADS), dtype=np.int64)  # events, threads, lows, highs
@@ -98,7 +98,7 @@ class Loads:
         self._accesses.clear()
 
     def unknown(self, clock: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int, Access]]:
-        """(event, thread, access) of those that the clock does not know of and that meet [low, high)."""
+        """(event, thread, access) of the loads of [low, high) that did not happen before the clock."""
         events, threads, lows, highs = self._numbers[:, : len(self._accesses)]
         found = np.flatnonzero((lows < high) & (highs > low) & (events > clock[threads]))
         for place in found.tolist():
@@ -114,16 +114,14 @@ class Shadow:
         self.regions: list[Region] = []
         self.segment: Hashable = None  # of the symmetric heap: its group and number
         self.segment_start = start
-        self.arrays: Sequence[Region] = ()  # what the last launch that used it kept there
+        self.arrays: Sequence[Region] = ()  # what the last launch that used it keeps there
         self.constant = False  # kernels only read it
-        self.belongs_to_user = (
-            False  # a tensor in the symmetric heap: the user's code reads and writes it between calls
-        )
+        self.belongs_to_user = False  # a tensor in the symmetric heap, which the user's code accesses between calls
         self._initially = initially
         self.may_be_undefined = initially < 0
         self.writers: dict[int, int] = {}  # thread -> its last store here
         self.loads = Loads()
-        # word and its end -> thread -> its last atomic operation there: those that change it, and those that only look
+        # word and its end -> thread -> its last atomic operation there: those that change it, and those that only read
         self.changes: dict[tuple[int, int], dict[int, int]] = {}
         self.looks: dict[tuple[int, int], dict[int, int]] = {}
         self.atomic_low, self.atomic_high = end, start
@@ -132,7 +130,7 @@ class Shadow:
 
     @property
     def writes(self) -> np.ndarray:
-        """By unit: the event that wrote it last."""
+        """For every unit, the event that wrote it last."""
         if self._writes is None:
             self._writes = np.full(self._count(), self._initially, dtype=np.int32)
         return self._writes
@@ -160,7 +158,8 @@ class Shadow:
         return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
 
     def _refine_for(self, offset: int, size: int) -> None:
-        """Let no unit be shared by elements of `size` bytes at this offset, or at several, combined by `or`."""
+        """Make units small enough that no two elements of `size` bytes at this offset (or several, combined by `or`)
+        share one."""
         if size < 1 << self._shift or offset & ((1 << self._shift) - 1):
             self._refine(size.bit_length() - 1 if not offset & (size - 1) else 0)
 
@@ -177,25 +176,26 @@ class Shadow:
         self.writers[thread] = event
 
     def define(self, units: Units) -> None:
-        """An atomic operation has written these. Which one does not matter: atomics have no race with each other."""
+        """An atomic operation has written these units. Which one does not matter: atomics do not race with each
+        other."""
         self.writes[units] = np.maximum(self.writes[units], GIVEN)
 
     def set(self, low: int, high: int, what: int) -> None:
-        """Bytes in [low, high) are GIVEN, UNWRITTEN or SPENT now."""
+        """Mark the bytes [low, high) as GIVEN, UNWRITTEN or SPENT."""
         self.may_be_undefined |= what < 0
         unit = next(unit for unit in (8, 4, 2, 1) if not ((low - self.start) | (high - low)) & (unit - 1))
         units = self.between(low, high, unit)
         self.writes[units] = what
 
     def undefined(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Which bytes of [low, high) nobody has written, counted from low: (first, end) of each run of them."""
+        """Runs (first, end) of bytes of [low, high) that nobody has written, relative to low."""
         first, last = (low - self.start) >> self._shift, (high - 1 - self.start) >> self._shift
         nothing = np.concatenate([[False], self.writes[first : last + 1] < 0, [False]])
         edges = np.flatnonzero(nothing[1:] != nothing[:-1]).reshape(-1, 2) + first
         return [(max(self.address(a), low) - low, min(self.address(b), high) - low) for a, b in edges.tolist()]
 
     def unwritten_since(self, region: Region, event: int) -> int | None:
-        """The address of a byte of the region that no later event has written; None if there is none."""
+        """The address of a byte of the region that was not written after this event; None if there is none."""
         units = self.between(region.start, region.end)
         old = self.writes[units] <= event
         for (word, end), threads in self.changes.items():
@@ -206,7 +206,7 @@ class Shadow:
         return region.start + int(np.argmax(old)) if old.any() else None
 
     def region_of(self, low: int, high: int) -> Region | None:
-        """The region that holds all of this; the one that was named last, if there are several."""
+        """The region that contains all of this; if there are several, the one that was added last."""
         for region in (*self.arrays, *reversed(self.regions)):
             if region.holds(low, high):
                 return region
@@ -217,7 +217,7 @@ class Shadow:
         return f" on rank {self.owner}" if self.owner is not None else ""
 
     def describe(self, address: int) -> str:
-        """An address, as an author would say it."""
+        """An address, in terms of its author."""
         region = self.region_of(address, address + 1) or Region("memory", self.start, self.end)
         return region.describe(address, self.where)
 
@@ -231,7 +231,7 @@ class Access:
     size: int
     low: int
     high: int
-    _is_range: bool | None = None  # do its elements lie one behind the other?
+    _is_range: bool | None = None  # is it contiguous?
 
     def units(self) -> Units:
         if self._is_range or self.is_range:
@@ -247,7 +247,7 @@ class Access:
         return self._is_range
 
     def meets(self, low: int, high: int) -> bool:
-        """Does one of its elements lie in [low, high), at least in part?"""
+        """Does one of its elements overlap [low, high)?"""
         if self.high <= low or high <= self.low:
             return False
         return self.is_range or bool(((self.addresses < high) & (self.addresses + np.uint64(self.size) > low)).any())

@@ -7,7 +7,7 @@
 // What was measured on an H200 whose SMs are all held by a kernel that spins: copies between device and
 // pinned host memory and writes of single values go on, since copy engines and the front end make them.
 // Every kind of copy from the device to itself waits for the kernel to end: it is made with SMs, be it by the
-// driver's kernels or by ours (batch.h). Whoever copies so must leave some SMs free (runtime/cuda.py does). The
+// driver's kernels or by ours (batch.h). Whoever copies so must leave some SMs free (runtime/cuda_threads.py does). The
 // first copy of a kind loads a kernel, which also waits; so a copy_queue makes one of each when it is made.
 #pragma once
 

@@ -61,7 +61,6 @@ class Call(NamedTuple):
     n: Any
     GROUP: Any  # row blocks that are computed together
     B_TRANSPOSED: Any
-    PACED: Any
 
 
 class Operands(NamedTuple):
@@ -169,7 +168,7 @@ def _push(comm, call):
                 for j in gl.static_range(1, comm.WORLD_SIZE):
                     target = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, DTYPE)
                     gl.store(target + place + column + lane, block, mask=inside)
-        if call.PACED:
+        if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
@@ -254,12 +253,10 @@ def launch(
         a=Block(a, a.stride(0), a.stride(1)),
         gather=Gather(
             m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
-            round(2**20 / rate) if link else 0,
+            round(2**20 / rate) if link else 0, *constants(link is not None),
         ),
         n=n,
-        **named_constants(
-            GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed, PACED=link is not None
-        ),
+        **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed),
     )  # fmt: skip
     return Launch(
         op="all_gather_matmul",

@@ -46,7 +46,6 @@ class Call(NamedTuple):
     DIRECT: Any  # the network reads own rows where they are, in the symmetric heap
     FLAT: Any  # chunks are contiguous, here and in the workspace
     GATHERED_OUT: Any
-    PACED: Any  # links are emulated
     COPY_ROWS: Any  # rows and elements that a copying CTA has in flight
     COPY_ELEMENTS: Any
 
@@ -150,7 +149,7 @@ def _intra(comm, call, first, step):
             comm, call, Chunk(source_rank, chunk, rows, offset), Block(source, row_stride, column_stride),
             Peers(base, local + 1, comm.RANKS_PER_NODE, PEERS),
         )  # fmt: skip
-        if call.PACED:
+        if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
@@ -321,14 +320,14 @@ def launch(
         gathered_out=Block(gathered_out, gathered_out.stride(0) if gathered_out is not None else 0, 1),
         gather=Gather(
             m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
-            round(2**20 / rate) if paced else 0,
+            round(2**20 / rate) if paced else 0, *constants(paced),
         ),
         n=n,
         join_tiles=c.join_tiles,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.staged, DIRECT=plan.access.direct,
-            FLAT=plan.access.flat, GATHERED_OUT=gathered_out is not None, PACED=paced,
+            FLAT=plan.access.flat, GATHERED_OUT=gathered_out is not None,
             COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // element,
         ),
     )  # fmt: skip

@@ -33,7 +33,10 @@ def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
 
 class Gather(NamedTuple):
     """What is gathered: chunks of m rows of k elements from each rank. arrived, rows: see `layout`.
-    nanoseconds_per_mib: of an emulated link, for one copier."""
+    nanoseconds_per_mib: of an emulated link, for one copier, if PACED.
+
+    Strides of `arrived` and `rows` may be 1, which Triton 3.6 makes constants of, and forgets unless the structure that
+    they are in ends in a constant of its own."""
 
     m: Any
     k: Any
@@ -42,6 +45,7 @@ class Gather(NamedTuple):
     arrived: Any
     rows: Any
     nanoseconds_per_mib: Any
+    PACED: Any
 
 
 class Chunk(NamedTuple):
