@@ -464,8 +464,8 @@ _EMPTY = _nothing.__code__
 
 
 def python_function(jit: Any, replace: Mapping[Any, Any] = _NOTHING) -> Callable[..., Any]:
-    """The Python function for a @triton.jit function, to be called by `run`. replace: @triton.jit functions, and what is
-    called in their place."""
+    """The Python function for a @triton.jit function, to be called by `run`. replace: @triton.jit functions, and what
+    is called in their place."""
     with _compiling_for(replace):
         if not _compiled(jit).current():
             _program.forget()  # a global of some kernel is something else now
