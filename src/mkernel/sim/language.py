@@ -297,7 +297,8 @@ _PRIVATE = {"_promote_bfloat16_to_float32": promoted, "_reduce_with_indices": re
             "builtin_min": builtin_min, "builtin_max": builtin_max}  # fmt: skip
 _STANDS_FOR = {
     **{id(getattr(tl, name, None) or getattr(tl.core, name)): function for name, function in _FUNCTIONS.items()},
-    **{id(getattr(tl.core, name)): function for name, function in _PRIVATE.items()},
+    # each version of Triton has some of these
+    **{id(getattr(tl.core, name)): function for name, function in _PRIVATE.items() if hasattr(tl.core, name)},
 }
 # Python's builtins that Triton knows
 BUILTINS: dict[str, Any] = {
