@@ -11,6 +11,7 @@ import torch
 import triton
 from helpers import run
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from mkernel.ops import all_gather_matmul
@@ -40,7 +41,7 @@ class Compiled:
         source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
         source.write_text(self.ptx)
         architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
-        program = PROGRAMS / ("ptxas-blackwell" if self._capability >= 100 else "ptxas")
+        program = get_ptxas(self._capability).path  # each version of Triton has an assembler that knows its PTX
         command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout + done.stderr, cubin

@@ -1,0 +1,88 @@
+"""Every kernel compiles with the installed versions of torch and Triton. `make test-versions` runs this with the oldest
+and the newest that are supported."""
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from compiled import SHARED_MEMORY, compile_launch, pretending
+from helpers import run
+
+import mkernel as mk
+from mkernel import ops
+from mkernel.workloads import workload_of
+
+pytestmark = pytest.mark.versions
+TRITON = mk.Config(warps=8)  # a configuration that the kernels for Hopper do not have
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that takes a kernel. shape: as for `mkernel bench`."""
+
+    op: str
+    shape: tuple[int, ...]
+    cluster: tuple[int, int] = (2, 2)
+    config: mk.Config | None = None
+    multicast: bool = False
+
+    def launch(self, capability):
+        """What rank 0 of a cluster of such GPUs would launch."""
+
+        def work(group):
+            call = workload_of(self.op).make(group, self.shape, torch.bfloat16)
+            with pretending(capability):
+                group.device = torch.device("cuda")
+                group.world.options = group.world.options.__class__(ctas=132, multicast=self.multicast)
+                return call.tried.prepare(self.config)
+
+        return run(work, cluster=self.cluster, races=False, multicast=self.multicast)[0]
+
+
+ONE_NODE = (1, 4)
+PORTABLE = {
+    "all_gather_matmul_kernel": Call("all_gather_matmul", (1024, 512, 512)),
+    "matmul_reduce_scatter_kernel": Call("matmul_reduce_scatter", (1024, 512, 2048)),
+    "two_level_kernel": Call("matmul_all_reduce", (4096, 4096, 2048)),
+    "one_shot_kernel": Call("matmul_all_reduce", (16, 4096, 2048), ONE_NODE),
+    "sliced_kernel": Call("matmul_all_reduce", (256, 8192, 2048), ONE_NODE),
+    "ring_attention_kernel": Call("ring_attention", (1, 8, 2048, 128), config=TRITON),
+}
+# TMA, or NVLink's multicast
+SINCE_HOPPER = {
+    "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 2048), ONE_NODE, multicast=True),
+    "moe_dispatch_matmul_kernel": Call("moe_dispatch_matmul", (512, 512, 512)),
+    "moe_combine_kernel": Call("moe_combine", (512, 512)),
+    "moe_ffn_kernel": Call("moe_ffn", (512, 512, 512)),
+}
+HOPPER = {
+    "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (1024, 512, 512), ONE_NODE),
+    "matmul_reduce_scatter_hopper_kernel": Call("matmul_reduce_scatter", (4096, 4096, 2048), ONE_NODE),
+    "ring_attention_hopper_kernel": Call("ring_attention", (1, 8, 2048, 128)),
+}
+BY_CAPABILITY = {80: PORTABLE, 90: PORTABLE | SINCE_HOPPER | HOPPER, 100: PORTABLE | SINCE_HOPPER}
+
+
+def test_every_kernel_is_compiled():
+    """Kernels that operators launch have names that end in _kernel."""
+    found = set()
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        members = inspect.getmembers(importlib.import_module(module.name))
+        found |= {name for name, member in members if name.endswith("_kernel") and hasattr(member, "warmup")}
+    assert found == set(BY_CAPABILITY[90])
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [(capability, kernel) for capability, kernels in BY_CAPABILITY.items() for kernel in kernels],
+)
+def test_compiles(capability, kernel):
+    launch = BY_CAPABILITY[capability][kernel].launch(capability)
+    assert launch.kernel.fn.__name__ == kernel
+    compiled = compile_launch(launch, capability)
+    assert f".target sm_{capability}" in compiled.ptx
+    assert compiled.shared <= SHARED_MEMORY
+    assert compiled.spilled <= 512
