@@ -670,7 +670,7 @@ def in_bf16(value):
         return tuple(map(in_bf16, value))
     if value.dtype is not tl.float32:
         return value
-    return Tensor(torch.tensor(value._data).bfloat16().float().numpy()[()], BFLOAT16)
+    return Tensor(torch.tensor(value._data.copy()).bfloat16().float().numpy()[()], BFLOAT16)
 
 
 def test_functions_of_bf16_blocks():
