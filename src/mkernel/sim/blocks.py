@@ -272,6 +272,13 @@ minimum = _extreme("minimum", min, np.minimum, np.fmin)
 maximum = _extreme("maximum", max, np.maximum, np.fmax)
 
 
+def clamp(x: Any, min: Any, max: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tensor:
+    result = minimum(maximum(x, min, propagate_nan), max, propagate_nan)
+    if info(result.dtype).kind != FLOAT and not TRITON_3_9:
+        raise KernelError(f"before Triton 3.9, tl.clamp is for floats, got {describe(to_tensor(x))}")
+    return result
+
+
 def _builtin_extreme(of_constants: Callable, of_tensors: Callable) -> Callable[..., Any]:
     """Python's min and max in a kernel."""
 

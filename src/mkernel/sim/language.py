@@ -50,6 +50,7 @@ from mkernel.sim.blocks import (
     cast,
     cdiv,
     ceil,
+    clamp,
     cos,
     cumprod,
     cumsum,
@@ -283,7 +284,7 @@ _FUNCTIONS: dict[str, Any] = {
     "multiple_of": hint, "max_contiguous": hint, "max_constancy": hint,
     **{function.__name__: function for function in (
         program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast,
-        permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
+        clamp, permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
         associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor,
         load_tensor_descriptor, store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert,
         device_assert, device_print, static_print,
