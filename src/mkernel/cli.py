@@ -19,7 +19,7 @@ try:
 except ImportError as missing:
     # the script that pip installs imports this module and nothing else: one line instead of a traceback
     raise SystemExit(
-        f"mkernel: the command line needs the package {missing.name}: pip install mkernel[cli]"
+        f"mkernel: the command line needs the package {missing.name}: pip install 'mkernel-gpu[cli]'"
     ) from missing
 
 from mkernel import operators

@@ -30,7 +30,7 @@ def check_file(path: Path | None, option: str) -> None:
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise typer.BadParameter(f"{path} can not be written", param_hint=option)
     if option == "--html" and importlib.util.find_spec("plotly") is None:
-        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
+        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel-gpu[cli]'", param_hint=option)
 
 
 def workload_and_shapes(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:

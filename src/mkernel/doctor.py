@@ -36,8 +36,8 @@ PACKAGES = (  # name, oldest version, what it is for; "" is needed in any case
     ("torch", "2.11", ""),
     ("triton", "3.6", ""),
     ("numpy", "2.0", ""),
-    ("greenlet", "3.0", "the simulator: pip install 'mkernel[sim]'"),
-    ("plotly", "6.0", "reports in HTML: pip install 'mkernel[cli]'"),
+    ("greenlet", "3.0", "the simulator: pip install 'mkernel-gpu[sim]'"),
+    ("plotly", "6.0", "reports in HTML: pip install 'mkernel-gpu[cli]'"),
 )
 NVIDIA = "0x10de"  # its number as a maker of PCI devices
 HOPPER = (9, 0)
@@ -494,7 +494,7 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
         result.append(("mk.init under torchrun", "processes on CPUs, kernels on the interpreter"))
         result.append(("inside a node", "shared memory"))
     else:
-        advice = "install greenlet for the simulator: pip install 'mkernel[sim]'"
+        advice = "install greenlet for the simulator: pip install 'mkernel-gpu[sim]'"
         result.append(("mk.spawn, mkernel demo", "nothing: no GPU, no simulator", "problem", advice))
     return result
 
