@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mkernel import operators
 from mkernel.runtime.errors import MKernelError
-from mkernel.runtime.world import Links
 
 if TYPE_CHECKING:
+    from mkernel.runtime.world import Links
     from mkernel.workloads import Workload
 
 MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
@@ -33,14 +34,19 @@ def check_file(path: Path | None, option: str) -> None:
         raise typer.BadParameter("pages need the package plotly: pip install 'mkernel-gpu[cli]'", param_hint=option)
 
 
+def check_operator(op: str) -> None:
+    """Refuse an operator that is not there, before anything large is imported."""
+    if op not in operators.with_parts():
+        names = ", ".join(operators.with_parts())
+        raise typer.BadParameter(f"there is no operator {op!r} here; there are: {names}", param_hint="OP")
+
+
 def workload_and_shapes(op: str, shapes: list[str] | None, ranks: int) -> tuple[Workload, list[tuple[int, ...]]]:
     """The workload of an operator, and the shapes that were asked for."""
+    check_operator(op)
     from mkernel.workloads import workload_of
 
-    try:
-        workload = workload_of(op)
-    except MKernelError as problem:
-        raise typer.BadParameter(str(problem), param_hint="OP") from problem
+    workload = workload_of(op)
     try:
         return workload, [workload.parse(text, ranks) for text in shapes or []]
     except MKernelError as problem:
@@ -63,6 +69,8 @@ def check_gpus(ranks: int, nodes: int, option: str) -> None:
 def shared_links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
     """The links of ranks that share the GPUs which are here."""
     import torch
+
+    from mkernel.runtime.world import Links
 
     sharing = -(-ranks * nodes // max(torch.cuda.device_count(), 1))
     between = network is not None and nodes > 1
