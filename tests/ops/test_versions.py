@@ -1,21 +1,22 @@
-"""Every kernel compiles with the installed versions of torch and Triton. `make test-versions` runs this with the oldest
-and the newest that are supported."""
+"""Every kernel compiles, and every operator runs in the simulator, with the installed versions of torch and Triton.
+`make test-versions` runs this with the oldest and the newest that are supported."""
 
 import importlib
 import inspect
 import pkgutil
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
 from compiled import compile_launch, pretending
-from helpers import run
+from helpers import cluster_name, run
 
 import mkernel as mk
-from mkernel import ops
+from mkernel import checking, operators, ops
+from mkernel.demo.cases import simulated_shape
 from mkernel.workloads import workload_of
 
-pytestmark = pytest.mark.versions
 TRITON = mk.Config(warps=8)  # a configuration that the kernels for Hopper do not have
 
 
@@ -67,6 +68,23 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a CTA
 BY_CAPABILITY = {80: PORTABLE, 90: PORTABLE | SINCE_HOPPER | HOPPER, 100: PORTABLE | SINCE_HOPPER}
 
 
+def marked(capability, kernel):
+    """`make test-versions` compiles for Hopper, `make test-all` for the other kinds of GPUs."""
+    return pytest.param(
+        capability, kernel, marks=pytest.mark.versions if capability == 90 else pytest.mark.thorough,
+        id=f"sm_{capability}-{kernel}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", operators.with_parts())
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
+@pytest.mark.versions
+def test_simulates(op, cluster):
+    """Two calls in a row, on the interpreter: the results are right."""
+    operator, ranks = operators.with_parts()[op], cluster[0] * cluster[1]
+    run(checking.calls_of(operator, simulated_shape(op, ranks), 2), cluster=cluster)
+
+
 def test_every_kernel_is_compiled():
     """Kernels that operators launch have names that end in _kernel."""
     found = set()
@@ -78,11 +96,13 @@ def test_every_kernel_is_compiled():
 
 @pytest.mark.parametrize(
     ("capability", "kernel"),
-    [(capability, kernel) for capability, kernels in BY_CAPABILITY.items() for kernel in kernels],
+    [marked(capability, kernel) for capability, kernels in BY_CAPABILITY.items() for kernel in kernels],
 )
 def test_compiles(capability, kernel):
     launch = BY_CAPABILITY[capability][kernel].launch(capability)
     assert launch.kernel.fn.__name__ == kernel
-    compiled = compile_launch(launch, capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of what a later version of Triton will do
+        compiled = compile_launch(launch, capability)
     assert f".target sm_{capability}" in compiled.ptx
     assert compiled.shared <= SHARED_MEMORY[capability]

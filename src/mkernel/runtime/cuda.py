@@ -36,6 +36,7 @@ from triton.runtime.errors import OutOfResources
 from mkernel.lang.device import write_time
 from mkernel.runtime import chains, records
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
+from mkernel.runtime.gpus import check_gpu
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import Networked
 from mkernel.runtime.world import Launch, Links, Part, exchange_addresses
@@ -49,6 +50,8 @@ class CudaRanks(Networked):
 
     def __init__(self, size: int, links: Links, devices: Mapping[int, torch.device], shares: Mapping[int, int]):
         """`shares`: how many CTAs of one launch a rank may have."""
+        for device in dict.fromkeys(devices.values()):
+            check_gpu(device)
         Networked.__init__(self)
         self.size = size
         self.links = links
