@@ -238,7 +238,7 @@ def test_what_is_tested(machine):
         if newest:
             pinned = re.findall(rf"^\w+_{name.upper()} := {name}==([\d.]+?)\.\d+$", makefile, re.MULTILINE)
             assert pinned == [oldest, newest]
-            assert re.search(rf"\| {name} \| {oldest} to {newest} \|", page, re.IGNORECASE)
+            assert re.search(rf"\| (?:Py)?{name} \| {oldest} to {newest} \|", page, re.IGNORECASE)
 
 
 @pytest.mark.parametrize(
