@@ -1,4 +1,4 @@
-"""GPUs for which the kernels do not compile are refused before anything is launched."""
+"""GPUs that can not run the kernels are refused before anything is launched."""
 
 import pytest
 import torch
