@@ -20,6 +20,8 @@ from mkernel.runtime.world import Links
 SHARED_MEMORY = 227 * 1024  # of a CTA on Hopper
 REGISTERS = 65536  # of an SM
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# what Triton gives its assembler, too
+OPTIONS = [] if triton.__version__.startswith("3.6.") else ["--regAllocOptLevel=2"]
 PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -42,7 +44,7 @@ class Compiled:
         source.write_text(self.ptx)
         architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
         program = get_ptxas(self._capability).path  # each version of Triton has an assembler that knows its PTX
-        command = [program, "-v", f"--gpu-name={architecture}", source, "-o", cubin]
+        command = [program, "-v", *OPTIONS, f"--gpu-name={architecture}", source, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout + done.stderr, cubin
 

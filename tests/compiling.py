@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -41,7 +42,7 @@ class Compiled:
         them wait, because their sum is used, or set, while they are at work on it."""
         source = self._folder / "kernel.ptx"
         source.write_text(self.ptx)
-        command = [TOOLS / "ptxas", "--gpu-name=sm_90a", source, "-o", self._folder / "again.cubin"]
+        command = [get_ptxas(90).path, "--gpu-name=sm_90a", source, "-o", self._folder / "again.cubin"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return [line for line in (done.stdout + done.stderr).splitlines() if "(C75" in line]
 
