@@ -6,8 +6,13 @@ TORCH := torch==2.13.0
 # Builds of torch for CUDA bring the Triton they were made with; builds for the CPU bring none.
 TRITON := triton==3.6.0
 WORKERS ?= auto
+# What is supported: `mkernel doctor` and docs/versions.md say so, too.
+OLDEST_TORCH := torch==2.11.0
+OLDEST_TRITON := triton==3.6.0
+NEWEST_TORCH := torch==2.15.0
+NEWEST_TRITON := triton==3.9.0
 
-.PHONY: setup demo test test-all test-gpu test-rdma docs lint format types clean
+.PHONY: setup demo test test-all test-versions test-oldest test-newest test-gpu test-rdma docs lint format types clean
 
 setup: $(VENV)/ready
 
@@ -24,12 +29,27 @@ demo: setup
 	$(BIN)/mkernel demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and not thorough" --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and not thorough and not versions" --ignore=tests/rdma tests
 
 # what takes longer, and what is timed, so that nothing may run beside it
 test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures" --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and not versions" --ignore=tests/rdma tests
 	$(BIN)/python -m pytest -rs -m measures --ignore=tests/rdma --ignore=tests/gpu tests  # one at a time
+
+# Every kernel compiled for Hopper, and the simulator, with the oldest and the newest torch and Triton.
+test-versions: test-oldest test-newest
+
+test-oldest test-newest: test-%: build/versions/%/ready
+	PYTHONPATH=src build/versions/$*/bin/python -m pytest -p no:cacheprovider tests/sim/test_language.py
+	PYTHONPATH=src build/versions/$*/bin/python -m pytest -p no:cacheprovider -m versions tests/ops/test_versions.py
+
+build/versions/oldest/ready: PAIR := $(OLDEST_TORCH) $(OLDEST_TRITON)
+build/versions/newest/ready: PAIR := $(NEWEST_TORCH) $(NEWEST_TRITON)
+build/versions/%/ready: requirements-dev.txt Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PAIR)
+	$(@D)/bin/python -m pip install --quiet -r requirements-dev.txt
+	@touch $@
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu

@@ -554,7 +554,7 @@ def test_a_missing_package_is_named(package):
         "sys.modules['rich.console'] = None; import mkernel.cli"
     )
     output = run_python(["-c", code], expected=1)
-    assert "pip install mkernel[cli]" in output
+    assert "pip install 'mkernel-gpu[cli]'" in output
     assert len(output.strip().splitlines()) == 1
 
 

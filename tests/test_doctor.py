@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ import mkernel as mk
 from mkernel import doctor
 from mkernel.doctor import Machine
 from mkernel.net import build
+
+ROOT = Path(__file__).parents[1]
 
 
 class FakeDriver:
@@ -50,7 +53,7 @@ class FakeMachine(Machine):
         self.compiler_fails = ""
         self.gpus = []
         self.apart = set()
-        self.cuda = "13.0"
+        self.cuda, self.hip = "13.0", None
         self.modules = {"torch.distributed._symmetric_memory": SimpleNamespace(empty=1, rendezvous=1)}
         for name, value in changes.items():
             setattr(self, name, value)
@@ -67,7 +70,8 @@ class FakeMachine(Machine):
                 can_device_access_peer=lambda one, other: (one, other) not in self.apart,
             )
             distributed = SimpleNamespace(is_available=lambda: True)
-            return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=self.cuda), distributed=distributed)
+            version = SimpleNamespace(cuda=self.cuda, hip=self.hip)
+            return SimpleNamespace(cuda=cuda, version=version, distributed=distributed)
         if name not in self.modules:
             raise ImportError(f"No module named {name}")
         return self.modules[name]
@@ -205,7 +209,11 @@ def test_roce_without_an_address(cluster):
     [
         ({"torch": "2.9.1"}, "torch", "problem", "pip install -U 'torch>=2.11'"),
         ({"torch": "2.12.0.dev20260101+cu130"}, "torch", "ok", ""),
-        ({"triton": "3.10"}, "triton", "ok", ""),  # 3.10 is newer than 3.6
+        ({"torch": "2.15.1+cu132"}, "torch", "ok", ""),
+        ({"torch": "2.16.0"}, "torch", "note", "pip install 'torch==2.15.*'"),
+        ({"torch": "3.0"}, "torch", "note", "newer than what mkernel is tested with"),
+        ({"triton": "3.9.1"}, "triton", "ok", ""),
+        ({"triton": "3.10"}, "triton", "note", "pip install 'triton==3.9.*'"),  # 3.10 is newer than 3.9
         ({"triton": None}, "triton", "problem", "pip install 'triton>=3.6'"),
         ({"numpy": "nonsense"}, "numpy", "problem", "2.0 or newer"),
         ({"greenlet": None}, "greenlet", "note", "simulator"),
@@ -215,6 +223,39 @@ def test_roce_without_an_address(cluster):
 def test_versions(machine, versions, name, status, advice):
     machine.versions.update(versions)
     finding = found(machine)[name]
+    assert finding.status == status
+    assert advice in finding.advice
+
+
+def test_what_is_tested(machine):
+    """As `make test-versions` does, and as the documentation says."""
+    machine.versions.update(torch="2.13.0", triton="3.7.1")
+    result = found(machine)
+    assert result["torch"].found == "2.13.0 (tested: 2.11 to 2.15)"
+    assert result["triton"].found == "3.7.1 (tested: 3.6 to 3.9)"
+    makefile, page = ((ROOT / name).read_text() for name in ("Makefile", "docs/versions.md"))
+    for name, oldest, newest, _ in doctor.PACKAGES:
+        if newest:
+            pinned = re.findall(rf"^\w+_{name.upper()} := {name}==([\d.]+?)\.\d+$", makefile, re.MULTILINE)
+            assert pinned == [oldest, newest]
+            assert re.search(rf"\| (?:Py)?{name} \| {oldest} to {newest} \|", page, re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    ("made", "hip", "status", "advice"),
+    [
+        (gpu(), None, "ok", ""),
+        (gpu("NVIDIA A100", 8, 0), None, "note", "mixture-of-experts operators need Hopper"),
+        (gpu("NVIDIA B200", 10, 0), None, "note", "not been tried"),
+        (gpu("NVIDIA T4", 7, 5), None, "problem", "compute capability 8.0"),
+        (gpu("AMD Instinct MI300X", 9, 4), "6.4", "problem", "NVIDIA GPUs"),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
+def test_kinds_of_gpus(machine, made, hip, status, advice):
+    machine.gpus.append(made)
+    machine.hip = hip
+    finding = found(machine)["GPU 0"]
     assert finding.status == status
     assert advice in finding.advice
 

@@ -275,7 +275,7 @@ def test_a_function_and_its_explain_have_the_same_parameters(toy, name):
 def test_every_signal_has_a_name_and_words(name):
     record = mk.WaitRecord(True, name, 3, "compute", 0, "", 5, 21, 8, 9, 1.0)
     for signal in operators.find(name).signals:
-        assert records.signal_name(name, signal.kind) == signal.name
+        assert records.signal_name(name, signal.number) == signal.name
         assert signal.awaited.format(peer=5, index=21) in str(dataclasses.replace(record, signal=signal.name))
         assert "-1" not in str(dataclasses.replace(record, signal=signal.name, peer=-1))
 

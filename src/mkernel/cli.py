@@ -19,7 +19,7 @@ try:
 except ImportError as missing:
     # the script that pip installs imports this module and nothing else: one line instead of a traceback
     raise SystemExit(
-        f"mkernel: the command line needs the package {missing.name}: pip install mkernel[cli]"
+        f"mkernel: the command line needs the package {missing.name}: pip install 'mkernel-gpu[cli]'"
     ) from missing
 
 from mkernel import operators
@@ -28,6 +28,7 @@ from mkernel.cli_checks import (
     Said,
     check_file,
     check_gpus,
+    check_operator,
     failures_in_words,
     options_of,
     shared_links,
@@ -123,9 +124,9 @@ def demo(
 
     The exit code is 1 if anything is wrong.
     """
+    check_file(html, "--html")
     import torch
 
-    check_file(html, "--html")
     chosen = device.value
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() and nodes in (None, 1) else "cpu"
@@ -252,8 +253,6 @@ def _ways(against: str) -> tuple[str, ...]:
 
 def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: int) -> list[Wanted]:
     """What to measure."""
-    from mkernel.bench import shapes as known
-
     all_of_them = operators.registered("bench")
     if op is not None and op not in all_of_them:
         raise typer.BadParameter(
@@ -264,6 +263,8 @@ def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: 
     if shape and op is None:
         raise typer.BadParameter("a shape needs an operator: mkernel bench OP --shape ...", param_hint="--shape")
     option = "--shape" if shape else "--shapes"
+    from mkernel.bench import shapes as known
+
     try:
         if shape and op is not None:
             return [known.Wanted(op, known.parse(text, all_of_them[op], ranks)) for text in shape]
@@ -365,11 +366,6 @@ def trace(
     yes: Yes = False,
 ) -> None:
     """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
-    import torch
-
-    from mkernel.workloads import DTYPES
-
-    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
     check_file(out, "--out")
     if where is not None and where >= ranks * nodes:
         raise typer.BadParameter(f"there are the ranks 0 to {ranks * nodes - 1}; got {where}", param_hint="--where")
@@ -378,6 +374,11 @@ def trace(
             f"{out} is the name of the page that goes beside the file; write --out {out.with_suffix('.json')}",
             param_hint="--out",
         )
+    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
+    import torch
+
+    from mkernel.workloads import DTYPES
+
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
     if chosen == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU; --device cpu is the simulator", param_hint="--device")
@@ -448,6 +449,8 @@ def check(
 
     The exit code is 1 if one of them fails; its name, and the command that runs it alone, are printed.
     """
+    if not what.rpartition(":")[0].endswith(".py") and not what.endswith(".py"):
+        check_operator(what)
     from mkernel import checking
     from mkernel.sim.choices import ONE_CTA
     from mkernel.sim.explore import Exploration
@@ -516,11 +519,11 @@ def tune(
 
     It is kept in the file that MKERNEL_TUNED_FILE names, or in mkernel/tuned.json in the user's cache folder.
     """
+    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes, "space")
     import torch
 
     from mkernel.workloads import DTYPES
 
-    workload, parsed = workload_and_shapes(op, shapes, ranks * nodes, "space")
     options = options_of(workload.operator, said)
     if not torch.cuda.is_available():
         typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)

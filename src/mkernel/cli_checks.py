@@ -16,9 +16,9 @@ import typer
 
 from mkernel import operators
 from mkernel.runtime.errors import ArgumentError, MKernelError
-from mkernel.runtime.world import Links
 
 if TYPE_CHECKING:
+    from mkernel.runtime.world import Links
     from mkernel.workloads import Workload
 
 MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
@@ -34,20 +34,28 @@ def check_file(path: Path | None, option: str) -> None:
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise typer.BadParameter(f"{path} can not be written", param_hint=option)
     if option == "--html" and importlib.util.find_spec("plotly") is None:
-        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel[cli]'", param_hint=option)
+        raise typer.BadParameter("pages need the package plotly: pip install 'mkernel-gpu[cli]'", param_hint=option)
+
+
+def check_operator(op: str) -> None:
+    """Refuse an operator that is not there, before anything large is imported."""
+    try:
+        operators.find(op)
+    except ArgumentError as problem:
+        raise typer.BadParameter(str(problem), param_hint="OP") from problem
 
 
 def workload_and_shapes(
     op: str, shapes: list[str] | None, ranks: int, *needs: str
 ) -> tuple[Workload, list[tuple[int, ...]]]:
     """The workload of an operator that also has what a command needs of it, and the shapes that were asked for."""
-    from mkernel.bench.shapes import parse
-
     try:
-        operator = operators.find(op, "workload", *needs)
+        operator = operators.find(op, "workload", *needs)  # a mistake is told before torch is imported
         workload = operator.load("workload")
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="OP") from problem
+    from mkernel.bench.shapes import parse
+
     try:
         return workload, [parse(text, operator, ranks) for text in shapes or []]
     except MKernelError as problem:
@@ -131,6 +139,8 @@ def check_gpus(ranks: int, nodes: int, option: str) -> None:
 def shared_links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
     """The links of ranks that share the GPUs which are here."""
     import torch
+
+    from mkernel.runtime.world import Links
 
     sharing = -(-ranks * nodes // max(torch.cuda.device_count(), 1))
     between = network is not None and nodes > 1

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,6 +28,8 @@ from mkernel.runtime.spawn import require_simulator, spawn
 from mkernel.runtime.world import Launch, Links
 
 PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
+# what Triton passes to its assembler, too
+OPTIONS = [] if triton.__version__.startswith("3.6.") else ["--regAllocOptLevel=2"]
 SHARED_MEMORY = 227 * 1024  # bytes of a CTA on Hopper
 REGISTERS = 65536  # of an SM
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # of an A100, H100 and B200
@@ -70,11 +73,11 @@ class Compiled:
         source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
         source.write_text(self.ptx)
         architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
-        program = PROGRAMS / ("ptxas-blackwell" if self._capability >= 100 else "ptxas")
-        command = [str(program), "-v", f"--gpu-name={architecture}", str(source), "-o", str(cubin)]
+        program = get_ptxas(self._capability).path  # each version of Triton has an assembler that knows its PTX
+        command = [program, "-v", *OPTIONS, f"--gpu-name={architecture}", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise MKernelError(f"{program.name} can not assemble it for {architecture}: {done.stderr.strip()}")
+            raise MKernelError(f"{Path(program).name} can not assemble it for {architecture}: {done.stderr.strip()}")
         return done.stdout + done.stderr, cubin
 
     def _machine_code(self) -> str:

@@ -32,12 +32,12 @@ from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
 OLDEST_PYTHON = (3, 10)
-PACKAGES = (  # name, oldest version, what it is for; "" is needed in any case
-    ("torch", "2.11", ""),
-    ("triton", "3.6", ""),
-    ("numpy", "2.0", ""),
-    ("greenlet", "3.0", "the simulator: pip install 'mkernel[sim]'"),
-    ("plotly", "6.0", "reports in HTML: pip install 'mkernel[cli]'"),
+PACKAGES = (  # name, oldest version, newest that is tested if others may not work, purpose: "" is needed in any case
+    ("torch", "2.11", "2.15", ""),
+    ("triton", "3.6", "3.9", ""),
+    ("numpy", "2.0", "", ""),
+    ("greenlet", "3.0", "", "the simulator: pip install 'mkernel-gpu[sim]'"),
+    ("plotly", "6.0", "", "reports in HTML: pip install 'mkernel-gpu[cli]'"),
 )
 NVIDIA = "0x10de"  # its number as a maker of PCI devices
 HOPPER = (9, 0)
@@ -221,15 +221,18 @@ def _python(machine: Machine) -> list[Found]:
 
 def _packages(machine: Machine) -> list[Found]:
     found: list[Found] = []
-    for name, oldest, purpose in PACKAGES:
+    for name, oldest, newest, purpose in PACKAGES:
         version = machine.version(name)
         if version is None:
             advice = f"for {purpose}" if purpose else f"pip install '{name}>={oldest}'"
             found.append((name, "not installed", "note" if purpose else "problem", advice))
         elif _numbers(version) < _numbers(oldest):
             found.append((name, version, "problem", f"{oldest} or newer is needed: pip install -U '{name}>={oldest}'"))
+        elif newest and _numbers(version)[:2] > _numbers(newest)[:2]:
+            advice = f"newer than what mkernel is tested with: if something fails, pip install '{name}=={newest}.*'"
+            found.append((name, f"{version} (tested: {oldest} to {newest})", "note", advice))
         else:
-            found.append((name, version))
+            found.append((name, f"{version} (tested: {oldest} to {newest})" if newest else version))
     return found
 
 
@@ -273,6 +276,8 @@ def _compiler(machine: Machine) -> list[Found]:
 
 
 def _gpus(machine: Machine) -> list[Found]:
+    from mkernel.runtime.gpus import OLDEST, SUPPORTED
+
     torch = machine.module("torch")
     on_the_bus = sum(
         machine.text(device / "vendor") == NVIDIA and machine.text(device / "class").startswith("0x03")
@@ -298,10 +303,14 @@ def _gpus(machine: Machine) -> list[Found]:
             f"{properties.name}, compute capability {capability[0]}.{capability[1]}, "
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         )
-        if capability >= HOPPER:
+        if getattr(torch.version, "hip", None) or capability < OLDEST:
+            found.append((f"GPU {index}", text, "problem", f"it can not be used: {SUPPORTED}"))
+        elif capability[0] == HOPPER[0]:
             found.append((f"GPU {index}", text))
         else:
             advice = "kernels for Hopper (9.0) are not used here; mkernel has not been tried on this kind of GPU"
+            if capability < HOPPER:
+                advice += ", and some operators need Hopper or newer: their calls say so"
             found.append((f"GPU {index}", text, "note", advice))
     return found
 
@@ -494,7 +503,7 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
         result.append(("mk.init under torchrun", "processes on CPUs, kernels on the interpreter"))
         result.append(("inside a node", "shared memory"))
     else:
-        advice = "install greenlet for the simulator: pip install 'mkernel[sim]'"
+        advice = "install greenlet for the simulator: pip install 'mkernel-gpu[sim]'"
         result.append(("mk.spawn, mkernel demo", "nothing: no GPU, no simulator", "problem", advice))
     return result
 

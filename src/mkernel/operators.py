@@ -35,13 +35,18 @@ Reference = str | Callable[..., Any]  # "package.module:name", or the object its
 class Signal:
     """A kind of signal that an operator waits for, as wait records and traces call it.
 
-    kind: what its kernels pass as KIND to `wait`; 16 or more.
+    kind: what its kernels pass as KIND to `wait`, 16 or more: the number, or where the tl.constexpr is that holds it.
     awaited: what a rank waits for, as in "rank 1 waited for ..."; {peer} and {index} are those of the wait.
     """
 
-    kind: int
+    kind: int | str
     name: str
     awaited: str = "rank {peer} (index {index})"
+
+    @property
+    def number(self) -> int:
+        """The kind as a number; imports what it names."""
+        return self.kind if isinstance(self.kind, int) else int(resolve(self.kind).value)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def find(name: str, *parts: str) -> Operator:
 
 def signal_of(op: str, kind: int) -> Signal | None:
     """A signal of an operator's own, by its number."""
-    return next((signal for signal in _signals(op) if signal.kind == kind), None)
+    return next((signal for signal in _signals(op) if signal.number == kind), None)
 
 
 def signal_named(op: str, name: str) -> Signal | None:
@@ -212,7 +217,7 @@ def _check(operator: Operator) -> None:
             raise ArgumentError(f"{where}: the shape {shape} does not have a number for each of {operator.dimensions}")
     kinds = [signal.kind for signal in operator.signals]
     for kind in kinds:
-        if kind < OWN_SIGNALS or kinds.count(kind) > 1:
+        if (isinstance(kind, int) and kind < OWN_SIGNALS) or kinds.count(kind) > 1:
             raise ArgumentError(f"{where}: signals must have different kinds, {OWN_SIGNALS} or more; got {kind}")
     for option in operator.options:
         if not option.name.isidentifier() or option.kind not in (bool, int):
@@ -226,6 +231,7 @@ def _discover() -> None:
         if _discovered:
             return
         _discovered = True  # also for who is imported now
+    importlib.import_module("mkernel.ops")  # registers this package's own
     for point in metadata.entry_points(group=GROUP):
         try:
             found = point.load()

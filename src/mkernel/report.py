@@ -82,7 +82,7 @@ def page(title: str, parts: Sequence[str], data: Any) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as missing:
-        raise MKernelError("pages with plots need the package plotly: pip install 'mkernel[cli]'") from missing
+        raise MKernelError("pages with plots need the package plotly: pip install 'mkernel-gpu[cli]'") from missing
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">

@@ -22,7 +22,7 @@ def world_of(monkeypatch):
         monkeypatch.setattr(cuda_processes, "_take_device", lambda: torch.device("cuda", 0))
         monkeypatch.setattr(cuda_processes.dist, "get_rank", lambda _: 0)
         monkeypatch.setattr(cuda_processes.dist, "get_world_size", lambda _: len(uuids))
-        properties = SimpleNamespace(uuid=uuids[0], multi_processor_count=132)
+        properties = SimpleNamespace(uuid=uuids[0], multi_processor_count=132, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"):
             monkeypatch.setenv(name, "0")  # given back as it was

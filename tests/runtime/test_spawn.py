@@ -255,7 +255,7 @@ def test_the_package_that_simulations_need_is_named(start):
         """,
     )
     assert "greenlet" in done.stdout, done.stderr
-    assert "mkernel[sim]" in done.stdout
+    assert "mkernel-gpu[sim]" in done.stdout
 
 
 def test_the_simulator_needs_no_command_line_packages():

@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mkernel.lang.gluon_compat import async_store
+
 TILE_M = tl.constexpr(128)
 TILE_N = tl.constexpr(256)
 TILE_K = tl.constexpr(64)
@@ -85,8 +87,8 @@ def store_rows(c, c_stage, total, row, column, WARPGROUP: gl.constexpr):
     tma.store_wait(0)
     c_stage.store(gl.convert_layout(left, layout).to(c.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c, [row + WARPGROUP * ROWS, column], c_stage)
+    async_store(c, [row + WARPGROUP * ROWS, column], c_stage)
     tma.store_wait(0)
     c_stage.store(gl.convert_layout(right, layout).to(c.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c, [row + WARPGROUP * ROWS, column + STORED], c_stage)
+    async_store(c, [row + WARPGROUP * ROWS, column + STORED], c_stage)

@@ -4,8 +4,10 @@ The docstring of a package is its design record. Its `entry` registers it: what 
 there, and is in modules that only the tools import (demo.py, workload.py, tuning.py, bench.py, baselines.py).
 """
 
-# in the order in which the tools list them
-from mkernel.ops.all_gather_matmul import entry as _all_gather_matmul  # noqa: F401, I001
-from mkernel.ops.reduce import entry as _reduce  # noqa: F401
-from mkernel.ops.attention import entry as _attention  # noqa: F401
-from mkernel.ops.moe import entry as _moe  # noqa: F401
+import runpy as _runpy
+from pathlib import Path as _Path
+
+# In the order in which the tools list them. Entries are executed as files: to import them would import their packages,
+# and with these torch, which the command line does without where it can.
+for _package in ("all_gather_matmul", "reduce", "attention", "moe"):
+    _runpy.run_path(str(_Path(__file__).parent / _package / "entry.py"))

@@ -25,6 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from mkernel.lang.device import write_time
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import check_gpu
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
 from mkernel.runtime.world import Launch, Part, exchange_addresses
@@ -40,6 +41,8 @@ class DeviceMemory:
     """The Memory of ranks that are threads of one process, which share an address space."""
 
     def __init__(self, devices: Mapping[int, torch.device]):
+        for device in dict.fromkeys(devices.values()):
+            check_gpu(device)
         self._devices = devices
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ def require_simulator() -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise ArgumentError(f"the simulator needs the package {missing.name}: pip install mkernel[sim]") from missing
+        advice = "pip install 'mkernel-gpu[sim]'"
+        raise ArgumentError(f"the simulator needs the package {missing.name}: {advice}") from missing
 
 
 def check_cluster(nodes: int, gpus_per_node: int) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from triton import knobs
 
 if TYPE_CHECKING:
     from mkernel.net import Statistics
@@ -49,6 +50,11 @@ class Links:
     network_latency: float = 0.0
 
 
+# Does the compiler fuse multiplications and additions? Triton has always done so, TRITON_DEFAULT_FP_FUSION=0 turns it
+# off, and Triton 3.9 warns wherever nobody has chosen.
+FP_FUSION: bool = knobs.language.default_fp_fusion
+
+
 @dataclass(eq=False)
 class Launch:
     """One kernel launch on one rank."""
@@ -65,6 +71,9 @@ class Launch:
     # For the simulator: arguments that the kernel only reads, and arguments whose every element it writes.
     inputs: Sequence[str] = ()
     results: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.options = {"enable_fp_fusion": FP_FUSION, **self.options}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mkernel.sim.dtypes import (
     INT32,
     INT64,
     INTEGER,
+    TRITON_3_9,
     UINT32,
     KernelError,
     PointerType,
@@ -242,15 +243,16 @@ def where(condition: Any, x: Any, y: Any) -> Tensor:
 
 
 def promoted(value: Any) -> Tensor:
+    """Triton's `_promote_bfloat16_to_float32`, which Triton 3.9 has not."""
     tensor = to_tensor(value)
-    return tensor.to(FLOAT32) if tensor.dtype is BFLOAT16 else tensor
+    return tensor.to(FLOAT32) if tensor.dtype is BFLOAT16 and not TRITON_3_9 else tensor
 
 
 def _extreme(name: str, scalar: Callable, plain: Callable, without_nan: Callable) -> Callable[..., Tensor]:
     """`plain` lets NaN through, `without_nan` does not."""
 
     def extreme(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tensor:
-        first, second, dtype = operands(promoted(x), promoted(y))
+        first, second, dtype = operands(x, y) if TRITON_3_9 else operands(promoted(x), promoted(y))
         if (dtype is INT32 or dtype is INT64) and not (first.shape or second.shape):
             return Tensor(scalar(first, second), dtype)
         if info(dtype).kind == FLOAT:
@@ -268,6 +270,13 @@ def _extreme(name: str, scalar: Callable, plain: Callable, without_nan: Callable
 
 minimum = _extreme("minimum", min, np.minimum, np.fmin)
 maximum = _extreme("maximum", max, np.maximum, np.fmax)
+
+
+def clamp(x: Any, min: Any, max: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tensor:
+    result = minimum(maximum(x, min, propagate_nan), max, propagate_nan)
+    if info(result.dtype).kind != FLOAT and not TRITON_3_9:
+        raise KernelError(f"before Triton 3.9, tl.clamp is for floats, got {describe(to_tensor(x))}")
+    return result
 
 
 def _builtin_extreme(of_constants: Callable, of_tensors: Callable) -> Callable[..., Any]:
@@ -503,6 +512,8 @@ def _scan(operation: np.ufunc, value: Tensor, axis: Any, reverse: bool) -> Tenso
     place = _wrapped(axis, len(value.shape))
     data = np.flip(value._data, place) if reverse else value._data
     data = operation.accumulate(data, axis=place, dtype=data.dtype)
+    if value.dtype is BFLOAT16:
+        data = rounded_to_bf16(data)
     return Tensor(np.flip(data, place) if reverse else data, value.dtype)
 
 
@@ -511,8 +522,9 @@ def cumsum(input: Tensor, axis: Any = 0, reverse: bool = False, dtype: Any = Non
     return _scan(np.add, value.to(_sum_dtype(value.dtype, dtype)), axis, reverse)
 
 
-def cumprod(input: Tensor, axis: Any = 0, reverse: bool = False) -> Tensor:
-    return _scan(np.multiply, promoted(input), axis, reverse)
+def cumprod(input: Tensor, axis: Any = 0, reverse: bool = False, dtype: Any = None) -> Tensor:
+    value = promoted(input)
+    return _scan(np.multiply, value.to(_sum_dtype(value.dtype, dtype)) if TRITON_3_9 else value, axis, reverse)
 
 
 def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:

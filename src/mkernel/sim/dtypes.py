@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 
 from mkernel.runtime.errors import SimulatorError
+
+# Is this Triton 3.9 or newer? There, comparisons, tl.minimum and tl.maximum give a number the type of the tensor beside
+# it, as arithmetic always has, and no function widens bf16 to fp32 beforehand.
+TRITON_3_9 = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
 BOOLEAN, INTEGER, FLOAT, POINTER, RAW = range(5)  # in the order of promotion; RAW is fp8, which is only moved
 

@@ -17,6 +17,8 @@ from mkernel.sim.tensors import Tensor
 
 # -- Triton's own interpreter, for everything else
 
+_BLOCK_POINTERS = getattr(base, "BlockPointerHandle", ())  # Triton 3.8 has no such class
+
 
 class BlockPointer:
     """A pointer of tl.make_block_ptr, which only Triton's interpreter knows."""
@@ -72,7 +74,7 @@ def _leave(value: Any) -> Any:
 
 def _come_back(value: Any) -> Any:
     if isinstance(value, tl.tensor):
-        if isinstance(value.handle, base.BlockPointerHandle):
+        if isinstance(value.handle, _BLOCK_POINTERS):
             return BlockPointer(value)
         if value.dtype.name == "void":
             return None
@@ -88,6 +90,11 @@ def _come_back(value: Any) -> Any:
 
 
 def elsewhere(builtin: Callable, *args: Any, **kwargs: Any) -> Any:
+    if builtin is tl.make_block_ptr and not _BLOCK_POINTERS:
+        raise KernelError(
+            "tl.make_block_ptr: the simulator has block pointers with Triton 3.6 and 3.7 only, and Triton 3.9 "
+            "has none: use tl.make_tensor_descriptor"
+        )
     kwargs = {name: _leave(value) for name, value in kwargs.items()}
     try:
         return _come_back(builtin(*(_leave(arg) for arg in args), **kwargs, _semantic=_SEMANTIC))

@@ -238,6 +238,8 @@ class _Compiler(ast.NodeTransformer):
         # the values of defaults are those of the function
         nothing = [ast.copy_location(ast.Constant(value=None), node) for _ in arguments.defaults]
         arguments.defaults = list(nothing)
+        arguments.kw_defaults = [default and ast.copy_location(ast.Constant(value=None), node)
+                                 for default in arguments.kw_defaults]  # fmt: skip
         node.body = [self.visit(statement) for statement in node.body]
         return node
 
@@ -447,6 +449,8 @@ def _compile(function: FunctionType, stands_for: FunctionType | None = None) -> 
         module = compile(tree, inspect.getsourcefile(function) or "<kernel>", "exec")
         result.function.__code__ = next(code for code in module.co_consts if isinstance(code, CodeType))
         result.function.__defaults__ = tuple(_constant(default) for default in function.__defaults__ or ()) or None
+        named = (function.__kwdefaults__ or {}).items()
+        result.function.__kwdefaults__ = {name: _constant(default) for name, default in named} or None
         result.function.__name__ = result.function.__qualname__ = function.__name__
         result.uses = compiler.uses
     except BaseException:

@@ -50,6 +50,7 @@ from mkernel.sim.blocks import (
     cast,
     cdiv,
     ceil,
+    clamp,
     cos,
     cumprod,
     cumsum,
@@ -283,7 +284,7 @@ _FUNCTIONS: dict[str, Any] = {
     "multiple_of": hint, "max_contiguous": hint, "max_constancy": hint,
     **{function.__name__: function for function in (
         program_id, num_programs, arange, full, zeros, zeros_like, reshape, expand_dims, broadcast_to, broadcast,
-        permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
+        clamp, permute, trans, join, split, item, cast, where, cdiv, add, sub, mul, fma, argmax, argmin, reduce,
         associative_scan, cumsum, cumprod, map_elementwise, dot, load, store, atomic_cas, make_tensor_descriptor,
         load_tensor_descriptor, store_tensor_descriptor, inline_asm_elementwise, debug_barrier, assume, static_assert,
         device_assert, device_print, static_print,
@@ -297,7 +298,8 @@ _PRIVATE = {"_promote_bfloat16_to_float32": promoted, "_reduce_with_indices": re
             "builtin_min": builtin_min, "builtin_max": builtin_max}  # fmt: skip
 _STANDS_FOR = {
     **{id(getattr(tl, name, None) or getattr(tl.core, name)): function for name, function in _FUNCTIONS.items()},
-    **{id(getattr(tl.core, name)): function for name, function in _PRIVATE.items()},
+    # each version of Triton has some of these
+    **{id(getattr(tl.core, name)): function for name, function in _PRIVATE.items() if hasattr(tl.core, name)},
 }
 # Python's builtins that Triton knows
 BUILTINS: dict[str, Any] = {

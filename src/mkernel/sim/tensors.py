@@ -35,6 +35,7 @@ from mkernel.sim.dtypes import (
     INTEGER,
     POINTER,
     RAW,
+    TRITON_3_9,
     UINT32,
     UINT64,
     KernelError,
@@ -308,10 +309,11 @@ def _shift_right(left: Any, right: Any, arithmetic: bool) -> Tensor:
 
 
 def _compare(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
-    """Unlike in arithmetic, a number is a tensor of its own type here: it may widen the comparison."""
+    """Before Triton 3.9, a number is a tensor of its own type here, unlike in arithmetic: it may widen the
+    comparison."""
 
     def general(left: Any, right: Any) -> Tensor:
-        a, b, _ = operands(to_tensor(left), to_tensor(right))
+        a, b, _ = operands(left, right) if TRITON_3_9 else operands(to_tensor(left), to_tensor(right))
         return Tensor(operate(a, b), INT1)
 
     return general

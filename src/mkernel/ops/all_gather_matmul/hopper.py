@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.gluon_compat import async_load
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
 from mkernel.lang.layout import parity, row_of
 from mkernel.lang.matrix import Block
@@ -119,15 +120,15 @@ def _load(comm, call, operands, stages, arrivals):
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(filled, operands.own.block_type.nbytes + operands.b.block_type.nbytes)
             if mine:
-                tma.async_copy_global_to_shared(operands.own, [block * TILE_M, depth], filled, stages.a.index(stage))
+                async_load(operands.own, [block * TILE_M, depth], filled, stages.a.index(stage))
             elif odd_epoch:
-                tma.async_copy_global_to_shared(operands.odd, [row, depth], filled, stages.a.index(stage))
+                async_load(operands.odd, [row, depth], filled, stages.a.index(stage))
             else:
-                tma.async_copy_global_to_shared(operands.even, [row, depth], filled, stages.a.index(stage))
+                async_load(operands.even, [row, depth], filled, stages.a.index(stage))
             if call.B_TRANSPOSED:
-                tma.async_copy_global_to_shared(operands.b, [column, depth], filled, stages.b.index(stage))
+                async_load(operands.b, [column, depth], filled, stages.b.index(stage))
             else:
-                tma.async_copy_global_to_shared(operands.b, [depth, column], filled, stages.b.index(stage))
+                async_load(operands.b, [depth, column], filled, stages.b.index(stage))
             step += 1
 
 

@@ -1,6 +1,5 @@
 """What the tools know of ring_attention."""
 
-from mkernel.lang.signals import FREED
 from mkernel.operators import Operator, Option, Signal, register
 
 PACKAGE = "mkernel.ops.attention"
@@ -15,7 +14,7 @@ register(
         shared=("positions",),
         shapes=((4, 16, 12288, 128), (4, 16, 49152, 128)),
         small=((1, 16, 8192, 128),),
-        signals=(Signal(FREED.value, "freed", "rank {peer} to be done with round {index}"),),
+        signals=(Signal("mkernel.lang.signals:FREED", "freed", "rank {peer} to be done with round {index}"),),
         options=(
             Option("causal", "ring_attention: with the causal mask.", bench=True),
             Option("zigzag", "ring_attention: the sequence laid out in zigzag.", bench=True),

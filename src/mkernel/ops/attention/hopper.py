@@ -60,6 +60,7 @@ from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.context import Comm, current_epoch, rank_of, segment_of
 from mkernel.lang.device import prefetch
 from mkernel.lang.entries import announce
+from mkernel.lang.gluon_compat import async_store, reinterpret
 from mkernel.lang.layout import row_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, gave_up
@@ -265,8 +266,8 @@ def _store_tile(call, out, shared, tile, accumulator, total, row_max, GROUP: gl.
     stage.store(result.to(out.dtype))
     fence_async_shared()
     row = tile.row + GROUP * ROWS
-    block = stage._reinterpret(out.dtype, [1, 1, ROWS, call.DIM], out.layout)
-    tma.async_copy_shared_to_global(out, [tile.batch, tile.head, row, 0], block)
+    block = reinterpret(stage, out.dtype, [1, 1, ROWS, call.DIM], out.layout)
+    async_store(out, [tile.batch, tile.head, row, 0], block)
     if call.LSE:
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(call.TILE_N)))
         logarithm = (row_max + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453

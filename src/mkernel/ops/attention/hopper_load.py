@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mkernel.lang.context import GRID_SYNC, rank_of, state_of
 from mkernel.lang.context import SIZE as SIZE_WORD
 from mkernel.lang.device import acquire_for_descriptors, agreed
+from mkernel.lang.gluon_compat import async_load, reinterpret
 from mkernel.lang.roles import COMPUTE
 from mkernel.ops.attention import schedule
 from mkernel.ops.attention.call import awaits_whole_panels, tile_at
@@ -81,9 +82,10 @@ def _load_queries(comm, call, q, shared, tile, number):
     mbarrier.wait(shared.q.empty.index(stage), phase ^ 1)
     mbarrier.expect(shared.q.full.index(stage), WARPGROUPS * q.block_type.nbytes)
     for which in gl.static_range(WARPGROUPS):
-        target = shared.q.data.index(stage * WARPGROUPS + which)._reinterpret(q.dtype, [1, 1, ROWS, call.DIM], q.layout)
+        target = shared.q.data.index(stage * WARPGROUPS + which)
+        target = reinterpret(target, q.dtype, [1, 1, ROWS, call.DIM], q.layout)
         place = [tile.batch, tile.head, tile.row + which * ROWS, 0]
-        tma.async_copy_global_to_shared(q, place, shared.q.full.index(stage), target)
+        async_load(q, place, shared.q.full.index(stage), target)
 
 
 @gluon.jit
@@ -92,9 +94,9 @@ def _load_block(source, stages, tile, block, loaded, TILE_N: gl.constexpr, DIM: 
     stage = loaded % STAGES
     mbarrier.wait(stages.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
     mbarrier.expect(stages.full.index(stage), source.block_type.nbytes)
-    target = stages.data.index(stage)._reinterpret(source.dtype, [1, 1, TILE_N, DIM], source.layout)
+    target = reinterpret(stages.data.index(stage), source.dtype, [1, 1, TILE_N, DIM], source.layout)
     place = [tile.batch, tile.kv_head, block * TILE_N, 0]
-    tma.async_copy_global_to_shared(source, place, stages.full.index(stage), target)
+    async_load(source, place, stages.full.index(stage), target)
 
 
 @gluon.jit
@@ -113,7 +115,7 @@ def _load_rows(slots, stages, row, loaded):
     stage = loaded % STAGES
     mbarrier.wait(stages.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
     mbarrier.expect(stages.full.index(stage), slots.block_type.nbytes)
-    tma.async_copy_global_to_shared(slots, [row, 0], stages.full.index(stage), stages.data.index(stage))
+    async_load(slots, [row, 0], stages.full.index(stage), stages.data.index(stage))
 
 
 @gluon.jit

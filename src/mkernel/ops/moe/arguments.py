@@ -9,6 +9,7 @@ import torch
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import name_of
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
@@ -21,7 +22,10 @@ WEIGHT_DTYPES = (*DTYPES, torch.float64)  # of the weights of a token's experts,
 def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Refuse tokens and ids that can not be routed."""
     if not has_descriptors(group.device):
-        raise ArgumentError(f"{op} needs tensor descriptors (TMA), which {group.device} does not have: Hopper or newer")
+        raise ArgumentError(
+            f"{op} needs tensor descriptors (TMA), which {name_of(group.device)} does not have; it runs on Hopper "
+            "(compute capability 9.0) or newer"
+        )
     check_tensor(op, group, "x", x, 2)
     check_tensor(op, group, "topk_ids", topk_ids, 2)
     if x.dtype not in DTYPES:

@@ -1,21 +1,20 @@
 """What the tools know of moe_dispatch_matmul, moe_combine and moe_ffn."""
 
-from mkernel.lang import signals
 from mkernel.operators import Operator, Option, Signal, register
 
 PACKAGE = "mkernel.ops.moe"
 
 SIGNALS = (
-    Signal(signals.ROUTED.value, "routed", "the expert ids of rank {peer}"),
-    Signal(signals.COUNTED.value, "counted", "the other CTAs of this rank to count rows"),
-    Signal(signals.SCHEDULED.value, "scheduled", "the other CTAs of this rank to order blocks of rows"),
-    Signal(signals.HELD.value, "held", "chunk {index} of rank {peer}'s tokens"),
-    Signal(signals.PLACED.value, "placed", "the rows of block {index}"),
-    Signal(signals.SETTLED.value, "settled", "the places of chunk {index} of rank {peer}'s tokens"),
-    Signal(signals.COMPUTED.value, "computed", "the tiles of block {index}"),
-    Signal(signals.NUMBERED.value, "numbered", "the numbers of the tokens that go to other nodes"),
-    Signal(signals.RETURNED.value, "returned", "rank {peer} to sum its rows of chunk {index}"),
-    Signal(signals.BACK.value, "back", "what the node of rank {peer} made of chunk {index}"),
+    Signal("mkernel.lang.signals:ROUTED", "routed", "the expert ids of rank {peer}"),
+    Signal("mkernel.lang.signals:COUNTED", "counted", "the other CTAs of this rank to count rows"),
+    Signal("mkernel.lang.signals:SCHEDULED", "scheduled", "the other CTAs of this rank to order blocks of rows"),
+    Signal("mkernel.lang.signals:HELD", "held", "chunk {index} of rank {peer}'s tokens"),
+    Signal("mkernel.lang.signals:PLACED", "placed", "the rows of block {index}"),
+    Signal("mkernel.lang.signals:SETTLED", "settled", "the places of chunk {index} of rank {peer}'s tokens"),
+    Signal("mkernel.lang.signals:COMPUTED", "computed", "the tiles of block {index}"),
+    Signal("mkernel.lang.signals:NUMBERED", "numbered", "the numbers of the tokens that go to other nodes"),
+    Signal("mkernel.lang.signals:RETURNED", "returned", "rank {peer} to sum its rows of chunk {index}"),
+    Signal("mkernel.lang.signals:BACK", "back", "what the node of rank {peer} made of chunk {index}"),
 )
 OPTIONS = (
     Option("experts", "Mixture of experts: experts of a rank.", kind=int, default="16"),

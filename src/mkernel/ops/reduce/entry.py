@@ -1,12 +1,11 @@
 """What the tools know of matmul_reduce_scatter and matmul_all_reduce."""
 
-from mkernel.lang.signals import FINISHED_TILE, PARTIAL
 from mkernel.operators import Operator, Signal, register
 
 PACKAGE = "mkernel.ops.reduce"
 
-partial = Signal(PARTIAL.value, "partial", "rank {peer}'s part of tile {index}")
-finished_tile = Signal(FINISHED_TILE.value, "finished tile", "tile {index}, which rank {peer} sums up")
+partial = Signal("mkernel.lang.signals:PARTIAL", "partial", "rank {peer}'s part of tile {index}")
+finished_tile = Signal("mkernel.lang.signals:FINISHED_TILE", "finished tile", "tile {index}, which rank {peer} sums up")
 
 register(
     Operator(

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
+from mkernel.lang.gluon_compat import async_load
 from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
 from mkernel.lang.order import swizzle_tile
 from mkernel.lang.signals import finish, gave_up, notify
@@ -125,11 +126,11 @@ def _load(comm, operands, call, stages):
             filled = stages.filled.index(stage)
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(filled, operands.a.block_type.nbytes + operands.b.block_type.nbytes)
-            tma.async_copy_global_to_shared(operands.a, [row, depth], filled, stages.a.index(stage))
+            async_load(operands.a, [row, depth], filled, stages.a.index(stage))
             if call.B_TRANSPOSED:
-                tma.async_copy_global_to_shared(operands.b, [column, depth], filled, stages.b.index(stage))
+                async_load(operands.b, [column, depth], filled, stages.b.index(stage))
             else:
-                tma.async_copy_global_to_shared(operands.b, [depth, column], filled, stages.b.index(stage))
+                async_load(operands.b, [depth, column], filled, stages.b.index(stage))
             step += 1
 
 

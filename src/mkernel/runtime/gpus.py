@@ -1,0 +1,27 @@
+"""Which GPUs the kernels run on; docs/versions.md has the table."""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.runtime.errors import ArgumentError
+
+OLDEST = (8, 0)  # Ampere
+SUPPORTED = "mkernel runs on NVIDIA GPUs of compute capability 8.0 (Ampere) or newer"
+
+
+def name_of(device: torch.device) -> str:
+    """A GPU in words: NVIDIA A100 (cuda:0, compute capability 8.0)."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} ({device}, compute capability {major}.{minor})"
+
+
+def check_gpu(device: torch.device) -> None:
+    """Refuse a GPU that can not run the kernels. For AMD GPUs, Triton 3.9 compiles some of them, but drops the PTX."""
+    if torch.version.hip is not None:
+        name = f"{torch.cuda.get_device_name(device)} ({device}) is an AMD GPU, and kernels contain PTX"
+    elif torch.cuda.get_device_capability(device) < OLDEST:
+        name = f"{name_of(device)} is too old"
+    else:
+        return
+    raise ArgumentError(f"device: {name}; {SUPPORTED}, and in the simulator: mk.spawn(..., device='cpu')")

@@ -1,0 +1,103 @@
+"""Every kernel compiles, and every operator runs in the simulator, with the installed versions of torch and Triton.
+`make test-versions` runs this with the oldest and the newest that are supported."""
+
+import importlib
+import inspect
+import pkgutil
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.operator_calls import cluster_name, run
+
+import mkernel as mk
+from mkernel import checking, operators, ops
+from mkernel.compiling import compile_launch, launched
+from mkernel.workloads import workload_of
+
+TRITON = mk.Config(warps=8)  # a configuration that the kernels for Hopper do not have
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that takes a kernel. shape: as for `mkernel bench`."""
+
+    op: str
+    shape: tuple[int, ...]
+    cluster: tuple[int, int] = (2, 2)
+    config: mk.Config | None = None
+    multicast: bool = False
+
+    def launch(self, capability):
+        """What rank 0 of a cluster of such GPUs would launch."""
+
+        def prepare(group):
+            return workload_of(self.op).make(group, self.shape, torch.bfloat16).tried.prepare(self.config)
+
+        return launched(prepare, self.cluster, capability, multicast=self.multicast)
+
+
+ONE_NODE = (1, 4)
+PORTABLE = {
+    "all_gather_matmul_kernel": Call("all_gather_matmul", (1024, 512, 512)),
+    "matmul_reduce_scatter_kernel": Call("matmul_reduce_scatter", (1024, 512, 2048)),
+    "two_level_kernel": Call("matmul_all_reduce", (4096, 4096, 2048)),
+    "sliced_kernel": Call("matmul_all_reduce", (256, 8192, 2048), ONE_NODE),
+    "ring_attention_kernel": Call("ring_attention", (1, 8, 2048, 128), config=TRITON),
+}
+# TMA, or NVLink's multicast
+SINCE_HOPPER = {
+    "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 2048), ONE_NODE, multicast=True),
+    "moe_dispatch_matmul_kernel": Call("moe_dispatch_matmul", (512, 512, 512)),
+    "moe_combine_kernel": Call("moe_combine", (512, 512)),
+    "moe_ffn_kernel": Call("moe_ffn", (512, 512, 512)),
+}
+HOPPER = {
+    "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (1024, 512, 512), ONE_NODE),
+    "matmul_reduce_scatter_hopper_kernel": Call("matmul_reduce_scatter", (4096, 4096, 2048), ONE_NODE),
+    "ring_attention_hopper_kernel": Call("ring_attention", (1, 8, 2048, 128)),
+}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a CTA
+BY_CAPABILITY = {80: PORTABLE, 90: PORTABLE | SINCE_HOPPER | HOPPER, 100: PORTABLE | SINCE_HOPPER}
+
+
+def marked(capability, kernel):
+    """`make test-versions` compiles for Hopper, `make test-all` for the other kinds of GPUs."""
+    return pytest.param(
+        capability, kernel, marks=pytest.mark.versions if capability == 90 else pytest.mark.thorough,
+        id=f"sm_{capability}-{kernel}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", operators.registered())
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
+@pytest.mark.versions
+def test_simulates(op, cluster):
+    """Two calls in a row, on the interpreter: the results are right."""
+    operator, ranks = operators.registered()[op], cluster[0] * cluster[1]
+    run(checking.calls_of(operator, operator.load("demo").simulated(ranks), 2), cluster=cluster)
+
+
+def test_every_kernel_is_compiled():
+    """Kernels that operators launch have names that end in _kernel."""
+    found = set()
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        members = inspect.getmembers(importlib.import_module(module.name))
+        kernels = {name for name, member in members if name.endswith("_kernel") and hasattr(member, "warmup")}
+        found |= {name for name in kernels if not name.startswith("_")}  # benchmarks have some of their own
+    assert found == set(BY_CAPABILITY[90])
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [marked(capability, kernel) for capability, kernels in BY_CAPABILITY.items() for kernel in kernels],
+)
+def test_compiles(capability, kernel):
+    launch = BY_CAPABILITY[capability][kernel].launch(capability)
+    assert launch.kernel.fn.__name__ == kernel
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of what a later version of Triton will do
+        compiled = compile_launch(launch, capability)
+    assert f".target sm_{capability}" in compiled.ptx
+    assert compiled.shared <= SHARED_MEMORY[capability]
