@@ -312,7 +312,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
 
 INTERRUPTED_EARLY = """
     import torch
-    from patience import WAIT
+    from support.patience import WAIT
     import mkernel as mk
     from mkernel.runtime.cpu_processes import SharedMemory
 

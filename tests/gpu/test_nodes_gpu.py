@@ -149,6 +149,7 @@ def test_paced_network_takes_its_time():
         group.synchronize()
         group.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(100_000_000)  # 50 ms in which the hosts call: their time is not the network's
         start.record()
         y = mk.all_gather_matmul(a, b)
         end.record()

@@ -276,6 +276,8 @@ def test_paced_links_take_their_time():
         mk.ring_attention(*tensors)
         group.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        group.barrier()
+        torch.cuda._sleep(100_000_000)  # 50 ms in which the hosts call: their time is not the link's
         start.record()
         out = mk.ring_attention(*tensors)
         end.record()

@@ -324,7 +324,7 @@ def test_kinds_and_reasons_differ():
         "FREED", "PARTIAL", "FINISHED_TILE", "ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED",
         "NUMBERED", "RETURNED", "BACK",
     )  # fmt: skip
-    named = {signal.kind: signal.name for each in operators.registered().values() for signal in each.signals}
+    named = {signal.number: signal.name for each in operators.registered().values() for signal in each.signals}
     assert {getattr(signals, name).value: name.lower().replace("_", " ") for name in own}.items() <= named.items()
     assert len(common) + len(own) == len(records.SIGNALS.keys() | {getattr(signals, name).value for name in own})
     reasons = [getattr(signals, name).value for name in ("TIMED_OUT", "TOLD_TO_LEAVE", "OVER_CAPACITY", "INVALID_ID")]

@@ -74,7 +74,7 @@ def test_the_height_of_short_tiles(device, tile, short):
 
 def test_more_ctas_than_a_group_has_records_for():
     def work(group):
-        with pytest.raises(mk.ArgumentError, match="there can be 512 CTAs at most, not 513"):
+        with pytest.raises(mk.ArgumentError, match="a launch can have 512 CTAs at most; got 513"):
             combine(group, Layer((5,), (2,), dtype=torch.float32))
 
     run(work, cluster=(1, 1), ctas=513)
