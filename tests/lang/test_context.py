@@ -74,7 +74,7 @@ def test_a_completed_epoch_covers_what_every_cta_stored(seed):
 
 @triton.jit
 def look_around(context, out):
-    size = tl.load(context + words.SIZE).to(tl.int32)
+    size = tl.load(context + words.SIZE_WORD).to(tl.int32)
     tl.store(out, rank_of(context))
     for peer in range(size):
         tl.store(out + 1 + peer, segment_of(context, peer, tl.int64).to(tl.int64))
@@ -109,7 +109,7 @@ def test_the_table_holds_what_the_group_knows():
     for nodes in (1, 2):
         for number, (table, recorded, ring, posting) in enumerate(simulate(rank, nodes=nodes, gpus=1, timeout=2.5)):
             assert table[words.RANK.value] == number
-            assert table[words.SIZE.value] == nodes
+            assert table[words.SIZE_WORD.value] == nodes
             assert table[words.TIMEOUT.value] == 2_500_000_000
             assert table[words.RECORDS.value] == recorded
             assert table[words.RING.value] == ring

@@ -21,7 +21,10 @@ def all_tiles(row_blocks: int, column_blocks: int, group: int) -> list[tuple[int
 
 def all_places(rank: int, blocks: int, size: int, gpus: int) -> list[tuple[int, int]]:
     with as_cta() as call:
-        return [call(arrival_order, place, rank, blocks, SIZE=size, GPUS=gpus) for place in range(blocks * size)]
+        return [
+            call(arrival_order, place, rank, blocks, WORLD_SIZE=size, RANKS_PER_NODE=gpus)
+            for place in range(blocks * size)
+        ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,7 +112,7 @@ def test_large_numbers():
         row, column = call(swizzle_tile, last, row_blocks, column_blocks, GROUP=8)
         assert row == row_blocks - 1
         assert column in (0, column_blocks - 1)
-        assert call(arrival_order, 72 * 1024 - 1, 0, 1024, SIZE=72, GPUS=8)[1] == 1023
+        assert call(arrival_order, 72 * 1024 - 1, 0, 1024, WORLD_SIZE=72, RANKS_PER_NODE=8)[1] == 1023
 
 
 @pytest.mark.parametrize(

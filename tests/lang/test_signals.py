@@ -23,7 +23,7 @@ BLOCK = tl.constexpr(16)
 def pass_on(context, data_start, out):
     """Rank r writes a block to rank r+1 and signals it; everybody waits for its own and copies it out."""
     rank = rank_of(context)
-    size = tl.load(context + words.SIZE).to(tl.int32)
+    size = tl.load(context + words.SIZE_WORD).to(tl.int32)
     epoch = current_epoch(context)
     peer = (rank + 1) % size
     place = tl.arange(0, BLOCK)

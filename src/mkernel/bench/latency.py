@@ -100,7 +100,7 @@ class _Rank:
         state, waits, flag, posting = (memory.data_ptr() for memory in self._kept)
         table = [0] * (words.TABLE.value + 2 * size)
         table[words.RANK.value] = rank
-        table[words.SIZE.value] = size
+        table[words.SIZE_WORD.value] = size
         table[words.TIMEOUT.value] = 10**10
         table[words.STATE.value] = state
         table[words.RECORDS.value] = waits

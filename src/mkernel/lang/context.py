@@ -18,7 +18,7 @@ from mkernel.lang.trace import BEGUN, LAUNCHES, trace, trace_time
 
 # Words of the table.
 RANK = tl.constexpr(0)
-SIZE = tl.constexpr(1)
+SIZE_WORD = tl.constexpr(1)
 TIMEOUT = tl.constexpr(2)  # nanoseconds a single wait may last
 STATE = tl.constexpr(3)  # address of the state words below
 RECORDS = tl.constexpr(4)  # address of the wait records, host-visible
@@ -29,7 +29,7 @@ ABORTED = tl.constexpr(8)  # address of this rank's abort flag
 POSTING = tl.constexpr(9)  # address of what the producers of the request ring share, 0 when there is none
 MULTICAST = tl.constexpr(10)  # address of all ranks' copies of the segment at once, 0 when there is none
 # 14 and 15: where a traced launch writes its events, see lang/trace.py
-TABLE = tl.constexpr(16)  # from here: SIZE addresses of the segment, then SIZE addresses of abort flags
+TABLE = tl.constexpr(16)  # from here: the addresses of the segment on every rank, then those of abort flags
 
 # Words of the state, private to a rank and to one workspace.
 EPOCH = tl.constexpr(0)  # the last epoch that was completed

@@ -28,29 +28,29 @@ def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def arrival_order(place, rank, blocks, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def arrival_order(place, rank, blocks, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
     """Place in the sequence of row blocks -> (source rank, row block of that source).
 
-    `blocks` is the number of row blocks of one rank, SIZE the number of ranks, GPUS the number of ranks in a node.
+    `blocks` is the number of row blocks of one rank, WORLD_SIZE the number of ranks, RANKS_PER_NODE the number of ranks in a node.
     """
-    node = rank // GPUS
-    local = rank % GPUS
+    node = rank // RANKS_PER_NODE
+    local = rank % RANKS_PER_NODE
     source = rank
     block = place
     if place >= blocks:
         # the ranks of this node, in turn
-        peers = GPUS - 1
+        peers = RANKS_PER_NODE - 1
         turn = place - blocks
-        source = node * GPUS + (local + 1 + turn % max(peers, 1)) % GPUS
+        source = node * RANKS_PER_NODE + (local + 1 + turn % max(peers, 1)) % RANKS_PER_NODE
         block = turn // max(peers, 1)
-        if place >= blocks * GPUS:
+        if place >= blocks * RANKS_PER_NODE:
             # the ranks of the other nodes, in turn; of each node my own counterpart first, since
             # its rows reach me straight from the network
-            others = SIZE - GPUS
-            turn = place - blocks * GPUS
+            others = WORLD_SIZE - RANKS_PER_NODE
+            turn = place - blocks * RANKS_PER_NODE
             which = turn % max(others, 1)
-            other_node = (node + 1 + which % max(others // GPUS, 1)) % (SIZE // GPUS)
-            source = other_node * GPUS + (local + which // max(others // GPUS, 1)) % GPUS
+            other_node = (node + 1 + which % max(others // RANKS_PER_NODE, 1)) % (WORLD_SIZE // RANKS_PER_NODE)
+            source = other_node * RANKS_PER_NODE + (local + which // max(others // RANKS_PER_NODE, 1)) % RANKS_PER_NODE
             block = turn // max(others, 1)
     return source, block
 

@@ -31,7 +31,7 @@ from mkernel.lang.context import (
     RANK,
     RECORD_WORDS,
     RECORDS,
-    SIZE,
+    SIZE_WORD,
     TABLE,
     TIMEOUT,
     state_of,
@@ -272,7 +272,7 @@ def _record(context, reason, awaited, seen, expected, nanoseconds):
 def _raise_abort(context):
     # also by those that were told to leave: whoever told them may not have told all yet. What a CTA stores
     # afterwards comes after the flags, hence the acquire.
-    size = tl.load(context + SIZE).to(tl.int32)
+    size = tl.load(context + SIZE_WORD).to(tl.int32)
     for rank in range(size):
         flag = tl.load(context + TABLE + size + rank)
         if flag != 0:
@@ -287,16 +287,16 @@ def refuse(context, reason, peer, seen, expected):
 
 
 @triton.jit
-def finish(context, epoch, SIZE: tl.constexpr):
+def finish(context, epoch, WORLD_SIZE: tl.constexpr):
     """End the launch. Every CTA calls this last, once.
 
-    If the group of SIZE ranks has given up, the CTA leaves a record, because its inputs may never have arrived. The
+    If the group of WORLD_SIZE ranks has given up, the CTA leaves a record, because its inputs may never have arrived. The
     last CTA completes the epoch, so the next launch (or the next replay of a captured graph) continues from there
     without the host.
     """
     state = state_of(context)
     tl.debug_barrier()
-    if SIZE > 1:
+    if WORLD_SIZE > 1:
         if gave_up(context):
             _record(context, TOLD_TO_LEAVE, Awaited(COMPUTE, NOTHING, -1, 0), 0, 0, 0)
     trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))

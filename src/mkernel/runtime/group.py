@@ -459,7 +459,7 @@ class Group:
         state = self.world.memory.upload(self.world_rank, [0] * 8)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank
-        table[words.SIZE.value] = self.size
+        table[words.SIZE_WORD.value] = self.size
         table[words.TIMEOUT.value] = int(self.timeout * 1e9)
         table[words.STATE.value] = state.data_ptr()
         table[words.RECORDS.value] = self._records.data_ptr()

@@ -34,7 +34,7 @@ def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, fr
     )
 
 
-def described(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> Any:
+def tma_descriptor(base: torch.Tensor, rows: int, columns: int, stride: int, block: list[int]) -> Any:
     """A descriptor of rows x columns from `base`, whose blocks have the shared-memory layout that wgmma reads."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -53,5 +53,5 @@ def right_operand(b: torch.Tensor, transposed: bool) -> Any:
     """A descriptor of b [k, n], or of the [n, k] matrix that it is a transposed view of."""
     k, n = b.shape
     if transposed:
-        return described(b, n, k, b.stride(1), [TILE_N, TILE_K])
-    return described(b, k, n, b.stride(0), [TILE_K, TILE_N])
+        return tma_descriptor(b, n, k, b.stride(1), [TILE_N, TILE_K])
+    return tma_descriptor(b, k, n, b.stride(0), [TILE_K, TILE_N])

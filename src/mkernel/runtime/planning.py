@@ -50,13 +50,13 @@ class TileDefaults:
     copy_bytes: int
 
 
-def default_tiles(device: torch.device, dtype: torch.dtype, n: int, described: bool) -> TileDefaults:
-    """The tile of a GEMM with n columns; `described`: all operands go through tensor descriptors."""
+def default_tiles(device: torch.device, dtype: torch.dtype, n: int, uses_tma: bool) -> TileDefaults:
+    """The tile of a GEMM with n columns; `uses_tma`: all operands go through tensor descriptors."""
     if device.type != "cuda":
         return TileDefaults(32, 32, 32, group_m=2, stages=1, warps=4, copy_bytes=1024)
     if dtype == torch.float32:
         return TileDefaults(64, 64, 32, group_m=8, stages=3, warps=8, copy_bytes=16384)
-    if described and n > 128:
+    if uses_tma and n > 128:
         return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
     # pointers for a 128 x 256 tile do not fit into the registers
     return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
@@ -85,13 +85,13 @@ def common_ctas(group: Group) -> int:
     return min(group.world.launcher.ctas(member) for member in group.members)
 
 
-def reasons_of_access(descriptors: bool, described: Mapping[str, bool]) -> list[str]:
+def reasons_of_access(descriptors: bool, uses_tma: Mapping[str, bool]) -> list[str]:
     """Why tensors are not accessed through descriptors, for a plan."""
     if not descriptors:
         return ["the device has no tensor descriptors (TMA): operands are read through pointers"]
     return [
         f"{name} has no contiguous, 16-byte aligned rows: it is accessed through pointers"
-        for name, good in described.items()
+        for name, good in uses_tma.items()
         if not good
     ]
 
@@ -100,7 +100,7 @@ def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wan
     """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
     tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
     whole tiles."""
-    default = default_tiles(device, dtype, n, described=True)
+    default = default_tiles(device, dtype, n, uses_tma=True)
     if device.type != "cuda" or dtype == torch.float32:
         return default.tile_m, default.tile_n
     tile_m = default.tile_m if rows > 64 else 64
@@ -111,15 +111,15 @@ def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wan
 
 
 def settings_of_sum(
-    device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, described: bool, ctas: int,
+    device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, uses_tma: bool, ctas: int,
     config: Config | None,
 ) -> Settings:  # fmt: skip
-    """The other settings of an operator that sums over ranks, all of whose CTAs compute. `described`: a and b are read
+    """The other settings of an operator that sums over ranks, all of whose CTAs compute. `uses_tma`: a and b are read
     through descriptors."""
-    defaults = default_tiles(device, dtype, tile_n, described)
+    defaults = default_tiles(device, dtype, tile_n, uses_tma)
     depth, stages, warps = defaults.tile_k, defaults.stages, defaults.warps
     if device.type == "cuda" and dtype != torch.float32:
-        if described:
+        if uses_tma:
             stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
         elif tile_n > 128:
             depth = 16  # pointers for more of a wide tile do not fit into the registers beside its sum
@@ -195,16 +195,16 @@ def check_without_helpers(op: str, config: Config | None) -> None:
             raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
 
 
-def least_shared_memory(stages: int, staged: tuple[int, int], described: bool) -> int:
+def least_shared_memory(stages: int, staged: tuple[int, int], uses_tma: bool) -> int:
     """The least number of rows of a stage's two blocks that Triton keeps in shared memory; it may keep twice as many.
     Of two blocks that are read through pointers, one may stay in registers."""
-    return max(stages * min(staged), (stages - 1) * sum(staged) if described else 0)
+    return max(stages * min(staged), (stages - 1) * sum(staged) if uses_tma else 0)
 
 
 def check_tile(
-    config: Settings, dtype: torch.dtype, described: bool, *, columns: int = 0, staged: tuple[int, int] | None = None
+    config: Settings, dtype: torch.dtype, uses_tma: bool, *, columns: int = 0, staged: tuple[int, int] | None = None
 ) -> None:  # fmt: skip
-    """Refuse a tile that does not fit on any GPU. `described`: operands are read through descriptors. A tile has
+    """Refuse a tile that does not fit on any GPU. `uses_tma`: operands are read through descriptors. A tile has
     `columns` sums in each row, and each of its stages two blocks of `staged` rows of tile_k elements; the defaults are
     those of a GEMM."""
     m, n, k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
@@ -220,7 +220,7 @@ def check_tile(
             f"{tile}: a block of {max(staged)} x {k} has more than the {LARGEST_TENSOR} elements that Triton allows; "
             f"with so many rows, tile_k may be at most {LARGEST_TENSOR // max(staged)}"
         )
-    needed = least_shared_memory(stages, staged, described) * k * dtype.itemsize
+    needed = least_shared_memory(stages, staged, uses_tma) * k * dtype.itemsize
     if needed > SHARED_MEMORY:
         raise ArgumentError(
             f"{tile}, and config.stages {stages}: that takes {needed} bytes of shared memory or more, and a CTA has at "

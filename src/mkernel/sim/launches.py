@@ -103,7 +103,7 @@ class RunningLaunch:
         if self._epoch_before is not None and ctypes.c_int64.from_address(self._epoch).value == self._epoch_before:
             raise SimulatorError(
                 f"{self.op}: the launch on rank {self.rank} has ended, but its epoch has not: every CTA must call "
-                f"finish(context, epoch, SIZE) last. The next launch would mistake old signals for its own"
+                f"finish(context, epoch, WORLD_SIZE) last. The next launch would mistake old signals for its own"
             )
 
     def on_store(self, touched: Sequence[Access]) -> None:

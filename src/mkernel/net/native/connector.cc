@@ -9,7 +9,7 @@
 namespace mkernel {
 namespace {
 
-constexpr size_t kMostGuests = 128;
+constexpr size_t kMaxPending = 128;
 constexpr int kAcceptsPerRound = 32;
 constexpr auto kHandshakeTime = std::chrono::seconds(5);
 constexpr auto kRetry = std::chrono::milliseconds(50);
@@ -161,7 +161,7 @@ void Connector::accept_some() {
       if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
       return;
     }
-    if (pending_.size() >= kMostGuests) {
+    if (pending_.size() >= kMaxPending) {
       ++refused_;
       last_refused_ = words(pending_.front().address, ": too many connections");
       pending_.pop_front();

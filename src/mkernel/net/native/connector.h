@@ -1,8 +1,8 @@
-// The door of a rank: makes the streams to its peers and keeps strangers out.
+// The listener of a rank: makes the streams to its peers and keeps strangers out.
 //
 // Of two ranks the higher one dials. The listening socket is served only while someone waits in
 // `connect`, so strangers cost a running job nothing; they wait in the kernel's queue. Inside, a
-// connection has a few seconds to finish the handshake, and there are never more than kMostGuests
+// connection has a few seconds to finish the handshake, and there are never more than kMaxPending
 // such connections: the oldest has to go when one more comes. A peer that is turned away so tries
 // again.
 #pragma once

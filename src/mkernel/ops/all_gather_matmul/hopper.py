@@ -46,7 +46,7 @@ from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk
 from mkernel.runtime.group import Group
-from mkernel.runtime.hopper import described, right_operand
+from mkernel.runtime.hopper import right_operand, tma_descriptor
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
 from mkernel.runtime.world import Launch
@@ -267,11 +267,11 @@ def launch(
         arguments=dict(
             context=workspace.context,
             ranks=Ranks(*constants(size, size)),
-            own=described(a, m, k, a.stride(0), block),
-            even=described(data, size * m, k, rows.row_stride, block),
-            odd=described(data[rows.half :], size * m, k, rows.row_stride, block),
+            own=tma_descriptor(a, m, k, a.stride(0), block),
+            even=tma_descriptor(data, size * m, k, rows.row_stride, block),
+            odd=tma_descriptor(data[rows.half :], size * m, k, rows.row_stride, block),
             b=right_operand(b, plan.access.right.transposed),
-            c=described(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
+            c=tma_descriptor(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             call=call,
         ),
         options=dict(num_warps=c.warps),

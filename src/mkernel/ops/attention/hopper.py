@@ -56,8 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mkernel.lang.context import SIZE as SIZE_WORD
-from mkernel.lang.context import Comm, current_epoch, rank_of, segment_of
+from mkernel.lang.context import SIZE_WORD, Comm, current_epoch, rank_of, segment_of
 from mkernel.lang.device import prefetch
 from mkernel.lang.entries import announce
 from mkernel.lang.gluon_compat import async_store, reinterpret

@@ -23,8 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mkernel.lang.context import GRID_SYNC, rank_of, state_of
-from mkernel.lang.context import SIZE as SIZE_WORD
+from mkernel.lang.context import GRID_SYNC, SIZE_WORD, rank_of, state_of
 from mkernel.lang.device import acquire_for_descriptors, agreed
 from mkernel.lang.gluon_compat import async_load, reinterpret
 from mkernel.lang.roles import COMPUTE

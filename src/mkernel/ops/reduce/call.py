@@ -30,7 +30,7 @@ class Sum:
     fixed_order: bool = True  # parts are added in the order of ranks, not in any that the switch takes
 
     @property
-    def travels(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:
         """The dtype of what travels between ranks."""
         return self.reduce_dtype or self.a.dtype
 
@@ -39,7 +39,7 @@ class Sum:
         """Everything that a plan depends on."""
         tensors = (self.a, self.b, self.out, self.bias, self.residual)
         layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
-        return layouts, self.travels, self.config, self.fixed_order, matmul_precision(self.a.dtype)
+        return layouts, self.wire_dtype, self.config, self.fixed_order, matmul_precision(self.a.dtype)
 
 
 def call_of(
@@ -140,7 +140,7 @@ def plan_of(
     planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
     planning.check(settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
-    dtype = str(call.travels).removeprefix("torch.")
+    dtype = str(call.wire_dtype).removeprefix("torch.")
     movement = (
         f"{pushed} elements go over NVLink and {sent} over the network while {computed} tiles are computed: "
         f"estimated {seconds * 1e3:.3g} ms"

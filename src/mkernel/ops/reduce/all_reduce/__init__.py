@@ -124,7 +124,7 @@ def matmul_all_reduce(
     m, n = call.out.shape
     tile_m, tile_n, ctas = plan.cut(group, m, n, a.dtype, call.config)
     group.agree(
-        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.travels, bias=bias is not None,
+        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, bias=bias is not None,
         residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas, fixed_order=call.fixed_order,
     )  # fmt: skip
     if call.out.numel():

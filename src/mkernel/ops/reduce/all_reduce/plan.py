@@ -48,7 +48,7 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
     if not 0 < m * n * dtype.itemsize <= LARGEST_SLICED:
         return None
     choose = planning.chooser(config)
-    default = planning.default_tiles(group.device, dtype, n, described=True)
+    default = planning.default_tiles(group.device, dtype, n, uses_tma=True)
     tiles = [(default.tile_m, default.tile_n)]
     if group.device.type == "cuda" and dtype != torch.float32:
         tiles += [(128, 128), (64, 128)]

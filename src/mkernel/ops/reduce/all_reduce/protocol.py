@@ -62,12 +62,12 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
     size = c.tile_m * c.tile_n // (gpus if plan.sliced else 1)
     owned = math.ceil(math.ceil(plan.tiles / c.ctas) / gpus) * c.ctas
     memory.signals("partial", gpus - 1, owned)
-    memory.buffer("partials", call.travels, gpus if plan.in_switch else gpus - 1, owned, size)
+    memory.buffer("partials", call.wire_dtype, gpus if plan.in_switch else gpus - 1, owned, size)
     if plan.in_switch:
         memory.signals("own_partial", 1, owned)
     if nodes > 1:
         memory.signals("node_sum", nodes, owned)
-        memory.buffer("node_sums", call.travels, nodes, owned, size)
+        memory.buffer("node_sums", call.wire_dtype, nodes, owned, size)
     memory.signals("finished", gpus - 1, owned)
     memory.buffer("finished_tiles", call.a.dtype, gpus if plan.multicast else min(gpus - 1, 1), owned, size)
     return memory

@@ -105,7 +105,7 @@ def matmul_reduce_scatter(
     )  # fmt: skip
     rows, n = call.out.shape
     tile_m, tile_n = plan.tile_of(group, rows, n, a.dtype, call.config)
-    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.travels, tile_m=tile_m, tile_n=tile_n)
+    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n)
     if call.out.numel():
         group.launch(prepare(group, call))
     else:
@@ -117,7 +117,7 @@ def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
     call = tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
-    memory = protocol.layout(group, decided, call.travels)
+    memory = protocol.layout(group, decided, call.wire_dtype)
     if decided.hopper:
         from mkernel.ops.reduce.reduce_scatter import hopper  # Gluon is imported only where it runs
 

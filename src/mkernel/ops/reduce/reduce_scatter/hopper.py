@@ -43,7 +43,7 @@ from mkernel.ops.reduce.protocol import signal_at, slot_at, slot_bytes, wait_par
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.ops.reduce.reduce_scatter.protocol import exchange_of
 from mkernel.runtime.group import Group
-from mkernel.runtime.hopper import described, right_operand
+from mkernel.runtime.hopper import right_operand, tma_descriptor
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 from mkernel.runtime.world import Launch
@@ -340,9 +340,9 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
         arguments=dict(
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.size)),
-            a=described(a, m, k, a.stride(0), [c.tile_m, c.tile_k]),
+            a=tma_descriptor(a, m, k, a.stride(0), [c.tile_m, c.tile_k]),
             b=right_operand(call.b, plan.right.transposed),
-            c=described(out, rows, n, out.stride(0), [c.tile_m // 2, STORED.value]),
+            c=tma_descriptor(out, rows, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             call=Call(
                 rows=rows,
                 n=n,

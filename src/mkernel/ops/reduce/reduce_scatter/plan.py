@@ -46,7 +46,7 @@ def decide(group: Group, call: Sum) -> Plan:
         and portable.a_uses_tma
         and portable.right.uses_tma
         and portable.out_uses_tma
-        and call.travels == call.a.dtype
+        and call.wire_dtype == call.a.dtype
         and call.bias is None
         and call.residual is None
         and call.a.shape[1] > 0
