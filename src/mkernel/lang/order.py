@@ -31,7 +31,7 @@ def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 def arrival_order(place, rank, blocks, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
     """Place in the sequence of row blocks -> (source rank, row block of that source).
 
-    `blocks` is the number of row blocks of one rank, WORLD_SIZE the number of ranks, RANKS_PER_NODE the number of ranks in a node.
+    `blocks` is the number of row blocks of one rank.
     """
     node = rank // RANKS_PER_NODE
     local = rank % RANKS_PER_NODE

@@ -290,8 +290,8 @@ def refuse(context, reason, peer, seen, expected):
 def finish(context, epoch, WORLD_SIZE: tl.constexpr):
     """End the launch. Every CTA calls this last, once.
 
-    If the group of WORLD_SIZE ranks has given up, the CTA leaves a record, because its inputs may never have arrived. The
-    last CTA completes the epoch, so the next launch (or the next replay of a captured graph) continues from there
+    If the group has given up, the CTA leaves a record, because its inputs may never have arrived. The last CTA completes
+    the epoch, so the next launch (or the next replay of a captured graph) continues from there
     without the host.
     """
     state = state_of(context)
