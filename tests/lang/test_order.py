@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mkernel.lang.order import arrival_order, interleaved, interleaved_until, swizzle_tile
+from mkernel.lang.order import arrival_order, swizzle_tile
+from mkernel.ops.moe.tile_order import interleaved, interleaved_until
 
 from .harness import as_cta
 

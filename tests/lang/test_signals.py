@@ -12,6 +12,9 @@ from mkernel.lang import roles, signals
 from mkernel.lang.context import current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ARRIVED, finish, notify, notify_each, wait, wait_peers
+from mkernel.ops.attention import kinds as attention_kinds
+from mkernel.ops.moe import kinds as moe_kinds
+from mkernel.ops.reduce import kinds as reduce_kinds
 from mkernel.runtime import records
 
 from .harness import SOON, launch, simulate, workspace_of
@@ -320,13 +323,15 @@ def test_a_launch_after_a_timeout_ends_at_once():
 def test_kinds_and_reasons_differ():
     common = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "NOTHING")
     assert {getattr(signals, name).value: name.lower().replace("_", " ") for name in common} == records.SIGNALS
-    own = (
-        "FREED", "PARTIAL", "FINISHED_TILE", "ROUTED", "COUNTED", "SCHEDULED", "HELD", "PLACED", "SETTLED", "COMPUTED",
-        "NUMBERED", "RETURNED", "BACK",
-    )  # fmt: skip
-    named = {signal.number: signal.name for each in operators.registered().values() for signal in each.signals}
-    assert {getattr(signals, name).value: name.lower().replace("_", " ") for name in own}.items() <= named.items()
-    assert len(common) + len(own) == len(records.SIGNALS.keys() | {getattr(signals, name).value for name in own})
+    named = {}
+    for operator in operators.registered().values():
+        kinds = [signal.number for signal in operator.signals]
+        assert len(set(kinds)) == len(kinds)
+        assert min(kinds, default=16) >= 16
+        named |= {signal.kind: signal.name for signal in operator.signals}
+    for kinds in (attention_kinds, moe_kinds, reduce_kinds):
+        for name in (name for name in vars(kinds) if name.isupper()):
+            assert named[f"{kinds.__name__}:{name}"] == name.lower().replace("_", " ")
     reasons = [getattr(signals, name).value for name in ("TIMED_OUT", "TOLD_TO_LEAVE", "OVER_CAPACITY", "INVALID_ID")]
     assert len({0, *reasons}) == len(reasons) + 1
 

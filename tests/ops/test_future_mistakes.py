@@ -21,13 +21,15 @@ from mkernel.lang.device import complete_descriptor_stores
 from mkernel.lang.layout import word_of
 from mkernel.lang.requests import FREE, TURN, wait_sent
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import COMPUTED, FREED, notify, raise_signal, wait, wait_again
+from mkernel.lang.signals import notify, raise_signal, wait, wait_again
 from mkernel.ops.all_gather_matmul import protocol as all_gather
 from mkernel.ops.all_gather_matmul.protocol import wait_chunk
 from mkernel.ops.attention import protocol as attention
+from mkernel.ops.attention.kinds import FREED
 from mkernel.ops.attention.protocol import freed_word, stamp, wait_freed
 from mkernel.ops.moe import ffn, reduction, routing
 from mkernel.ops.moe.ffn import GATED
+from mkernel.ops.moe.kinds import COMPUTED
 from mkernel.ops.moe.protocol import notify_routed
 from mkernel.ops.moe.routing import COUNTERS_DONE, _write_table
 from mkernel.ops.reduce import protocol as reduce

@@ -13,8 +13,9 @@ import mkernel as mk
 from mkernel.lang.context import TABLE, rank_of
 from mkernel.lang.layout import word_of
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import FINISHED_TILE, PARTIAL, notify_each, wait_peers
+from mkernel.lang.signals import notify_each, wait_peers
 from mkernel.ops.reduce.all_reduce import sliced
+from mkernel.ops.reduce.kinds import FINISHED_TILE, PARTIAL
 from mkernel.ops.reduce.protocol import signal_at
 from mkernel.sim.dtypes import KernelError
 

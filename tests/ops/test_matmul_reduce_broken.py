@@ -33,7 +33,7 @@ from mkernel.lang.context import SEGMENT, Comm, rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PARTIAL, notify_in_loop, wait_again
+from mkernel.lang.signals import notify_in_loop, wait_again
 from mkernel.ops.reduce import protocol
 from mkernel.ops.reduce.all_reduce import order as all_reduce_order
 from mkernel.ops.reduce.all_reduce import protocol as all_reduce
@@ -41,6 +41,7 @@ from mkernel.ops.reduce.all_reduce import two_level
 from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.all_reduce.protocol import notify_finished, sum_nodes, wait_finished
 from mkernel.ops.reduce.all_reduce.two_level import _lag
+from mkernel.ops.reduce.kinds import PARTIAL
 from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.ops.reduce.protocol import (
     peer_behind,

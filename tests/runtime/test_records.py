@@ -7,6 +7,7 @@ import torch
 
 import mkernel as mk
 from mkernel.lang import roles, signals
+from mkernel.ops.attention import kinds
 from mkernel.runtime import records
 
 RECORD = mk.WaitRecord(
@@ -103,7 +104,7 @@ def test_a_rank_that_never_came_comes_before_what_others_did_not_send():
 def test_waits_for_others_come_before_those_within_the_rank(within):
     """A CTA that waits for others of its rank, or for its rank to be done with something, tells least."""
     table = table_of(
-        row(signals.TIMED_OUT, 0, 1_000_000_002, kind=signals.FREED, peer=within),
+        row(signals.TIMED_OUT, 0, 1_000_000_002, kind=kinds.FREED, peer=within),
         row(signals.TIMED_OUT, 1, 1_000_000_001),
         row(signals.TIMED_OUT, 2, 1_000_000_000, kind=signals.ENTERED, peer=3),
     )

@@ -48,26 +48,12 @@ TOLD_TO_LEAVE = tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
 INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
-# What was waited for. Those of all operators are below 16; operators.Signal names the others.
+# What was waited for. Kinds from 16 on belong to single operators: see kinds.py in their packages.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
 NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
-# ... by single operators.
-PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
-FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
-FREED = tl.constexpr(18)  # the peer reads nothing of that round any more
-ROUTED = tl.constexpr(20)  # the routing table of the peer is here
-COUNTED = tl.constexpr(21)  # the CTAs of this rank have counted the rows
-SCHEDULED = tl.constexpr(22)  # the blocks of this rank have an order
-HELD = tl.constexpr(23)  # a chunk of the peer's rows lies where it can be fetched
-PLACED = tl.constexpr(24)  # the rows of a block are where the GEMM reads them
-SETTLED = tl.constexpr(25)  # the tables of this rank say where the rows of a chunk are
-COMPUTED = tl.constexpr(26)  # the tiles of a block are computed
-NUMBERED = tl.constexpr(27)  # the tokens of this rank that go to other nodes have numbers
-RETURNED = tl.constexpr(30)  # the peer has summed what its experts made of a chunk of tokens
-BACK = tl.constexpr(31)  # what the peer's node made of a chunk of my tokens is here
 
 
 class Awaited(NamedTuple):
@@ -290,9 +276,9 @@ def refuse(context, reason, peer, seen, expected):
 def finish(context, epoch, WORLD_SIZE: tl.constexpr):
     """End the launch. Every CTA calls this last, once.
 
-    If the group has given up, the CTA leaves a record, because its inputs may never have arrived. The last CTA completes
-    the epoch, so the next launch (or the next replay of a captured graph) continues from there
-    without the host.
+    If the group has given up, the CTA leaves a record, because its inputs may never have arrived. The last CTA
+    completes the epoch, so the next launch (or the next replay of a captured graph) continues from there without the
+    host.
     """
     state = state_of(context)
     tl.debug_barrier()

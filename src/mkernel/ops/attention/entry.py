@@ -14,7 +14,7 @@ register(
         shared=("positions",),
         shapes=((4, 16, 12288, 128), (4, 16, 49152, 128)),
         small=((1, 16, 8192, 128),),
-        signals=(Signal("mkernel.lang.signals:FREED", "freed", "rank {peer} to be done with round {index}"),),
+        signals=(Signal("mkernel.ops.attention.kinds:FREED", "freed", "rank {peer} to be done with round {index}"),),
         options=(
             Option("causal", "ring_attention: with the causal mask.", bench=True),
             Option("zigzag", "ring_attention: the sequence laid out in zigzag.", bench=True),

@@ -21,7 +21,8 @@ from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.layout import row_of, single_word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
-from mkernel.lang.signals import ARRIVED, ENTERED, FREED, notify, wait, wait_again
+from mkernel.lang.signals import ARRIVED, ENTERED, notify, wait, wait_again
+from mkernel.ops.attention.kinds import FREED
 from mkernel.ops.attention.mask import keys_below
 from mkernel.runtime.layout import Layout
 

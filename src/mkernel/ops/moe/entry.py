@@ -5,16 +5,16 @@ from mkernel.operators import Operator, Option, Signal, register
 PACKAGE = "mkernel.ops.moe"
 
 SIGNALS = (
-    Signal("mkernel.lang.signals:ROUTED", "routed", "the expert ids of rank {peer}"),
-    Signal("mkernel.lang.signals:COUNTED", "counted", "the other CTAs of this rank to count rows"),
-    Signal("mkernel.lang.signals:SCHEDULED", "scheduled", "the other CTAs of this rank to order blocks of rows"),
-    Signal("mkernel.lang.signals:HELD", "held", "chunk {index} of rank {peer}'s tokens"),
-    Signal("mkernel.lang.signals:PLACED", "placed", "the rows of block {index}"),
-    Signal("mkernel.lang.signals:SETTLED", "settled", "the places of chunk {index} of rank {peer}'s tokens"),
-    Signal("mkernel.lang.signals:COMPUTED", "computed", "the tiles of block {index}"),
-    Signal("mkernel.lang.signals:NUMBERED", "numbered", "the numbers of the tokens that go to other nodes"),
-    Signal("mkernel.lang.signals:RETURNED", "returned", "rank {peer} to sum its rows of chunk {index}"),
-    Signal("mkernel.lang.signals:BACK", "back", "what the node of rank {peer} made of chunk {index}"),
+    Signal("mkernel.ops.moe.kinds:ROUTED", "routed", "the expert ids of rank {peer}"),
+    Signal("mkernel.ops.moe.kinds:COUNTED", "counted", "the other CTAs of this rank to count rows"),
+    Signal("mkernel.ops.moe.kinds:SCHEDULED", "scheduled", "the other CTAs of this rank to order blocks of rows"),
+    Signal("mkernel.ops.moe.kinds:HELD", "held", "chunk {index} of rank {peer}'s tokens"),
+    Signal("mkernel.ops.moe.kinds:PLACED", "placed", "the rows of block {index}"),
+    Signal("mkernel.ops.moe.kinds:SETTLED", "settled", "the places of chunk {index} of rank {peer}'s tokens"),
+    Signal("mkernel.ops.moe.kinds:COMPUTED", "computed", "the tiles of block {index}"),
+    Signal("mkernel.ops.moe.kinds:NUMBERED", "numbered", "the numbers of the tokens that go to other nodes"),
+    Signal("mkernel.ops.moe.kinds:RETURNED", "returned", "rank {peer} to sum its rows of chunk {index}"),
+    Signal("mkernel.ops.moe.kinds:BACK", "back", "what the node of rank {peer} made of chunk {index}"),
 )
 OPTIONS = (
     Option("experts", "Mixture of experts: experts of a rank.", kind=int, default="16"),

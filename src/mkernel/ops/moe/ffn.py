@@ -62,9 +62,8 @@ from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
-from mkernel.lang.order import interleaved, interleaved_until
 from mkernel.lang.roles import COMPUTE, take
-from mkernel.lang.signals import COMPUTED, SETTLED, finish, wait, wait_again, wait_all
+from mkernel.lang.signals import finish, wait, wait_again, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens, check_weights
@@ -81,6 +80,7 @@ from mkernel.ops.moe.grouped import (
     store_rows_through_pointers,
     wait_placed,
 )
+from mkernel.ops.moe.kinds import COMPUTED, SETTLED
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
 from mkernel.ops.moe.protocol import (
     Batch,
@@ -105,6 +105,7 @@ from mkernel.ops.moe.routing import (
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
+from mkernel.ops.moe.tile_order import interleaved, interleaved_until
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, current

@@ -23,8 +23,9 @@ from mkernel.lang.gemm import masked_block
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import PLACED, wait_again
+from mkernel.lang.signals import wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
+from mkernel.ops.moe.kinds import PLACED
 from mkernel.ops.moe.routing import ENTRY
 from mkernel.ops.moe.schedule import tile_of
 from mkernel.ops.moe.sizes import row_stride_of

@@ -18,7 +18,8 @@ from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.layout import word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import INTRA, SEND
-from mkernel.lang.signals import COUNTED, ENTERED, HELD, NUMBERED, notify, wait
+from mkernel.lang.signals import ENTERED, notify, wait
+from mkernel.ops.moe.kinds import COUNTED, HELD, NUMBERED
 from mkernel.ops.moe.sizes import Sizes, round_up
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout

@@ -26,8 +26,9 @@ from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import BACK, RETURNED, notify, wait
+from mkernel.lang.signals import notify, wait
 from mkernel.lang.trace import GATHER, REDUCE, SEND_CHUNK, TILES, trace, trace_time
+from mkernel.ops.moe.kinds import BACK, RETURNED
 from mkernel.ops.moe.protocol import HEADER, signal_of
 from mkernel.ops.moe.routing import SUMMARY, named_in, table_of, tokens_of
 

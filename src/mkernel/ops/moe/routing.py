@@ -31,7 +31,8 @@ from mkernel.lang.context import SEGMENT, TABLE, rank_of, segment_of, state_of
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
-from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, ROUTED, refuse, wait
+from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, refuse, wait
+from mkernel.ops.moe.kinds import ROUTED
 from mkernel.ops.moe.protocol import (
     CAPACITY,
     EXPERTS,

@@ -19,7 +19,8 @@ import triton.language as tl
 
 from mkernel.lang.context import rank_of
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import SCHEDULED, wait
+from mkernel.lang.signals import wait
+from mkernel.ops.moe.kinds import SCHEDULED
 from mkernel.ops.moe.protocol import signal_of
 from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, OK, STATUS
 

@@ -4,8 +4,10 @@ from mkernel.operators import Operator, Signal, register
 
 PACKAGE = "mkernel.ops.reduce"
 
-partial = Signal("mkernel.lang.signals:PARTIAL", "partial", "rank {peer}'s part of tile {index}")
-finished_tile = Signal("mkernel.lang.signals:FINISHED_TILE", "finished tile", "tile {index}, which rank {peer} sums up")
+partial = Signal("mkernel.ops.reduce.kinds:PARTIAL", "partial", "rank {peer}'s part of tile {index}")
+finished_tile = Signal(
+    "mkernel.ops.reduce.kinds:FINISHED_TILE", "finished tile", "tile {index}, which rank {peer} reduces"
+)
 
 register(
     Operator(
