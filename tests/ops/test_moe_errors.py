@@ -54,14 +54,14 @@ BOTH = [
     (
         {},
         dict(config=mk.Config(join_tiles=2)),
-        "config.join_tiles means nothing to moe_.*: a tile is computed by whoever",
+        "config.join_tiles means nothing to moe_.*: a counter assigns tiles to CTAs",
     ),
 ]
 DISPATCH = [
     (dict(w=torch.ones(2, 15, 8)), {}, r"its second dimension \(15\) must be the size of a token \(16\)"),
     (dict(w=torch.ones(16, 8)), {}, "w must have 3 dimensions"),
     (dict(w=torch.ones(2, 16, 8).half()), {}, "w has dtype torch.float16, but x has torch.float32"),
-    (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have 1 column or more"),
+    (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have at least 1 column"),
 ]
 FFN = [
     (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
@@ -176,7 +176,7 @@ def test_nodes_of_too_many_ranks(monkeypatch):
     monkeypatch.setattr(checks, "MOST_RANKS_PER_NODE", 1)
 
     def on_rank(group):
-        with pytest.raises(mk.ArgumentError, match="nodes of at most 1 ranks, and this group's have 2"):
+        with pytest.raises(mk.ArgumentError, match="at most 1 ranks per node, but this group has 2"):
             call_dispatch(arguments())
 
     run(on_rank, cluster=(1, 2))

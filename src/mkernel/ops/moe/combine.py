@@ -48,7 +48,7 @@ from mkernel.ops.moe.protocol import (
     Batch,
     announce,
     announce_node,
-    number,
+    decode,
     wait_node_entered,
     wait_other_nodes_entered,
 )
@@ -124,8 +124,8 @@ def moe_combine_kernel(context, ranks, routing, combine, weights, batch):
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, combine, weights,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ from mkernel.ops.moe.grouped import (
 )
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
-from mkernel.ops.moe.protocol import Batch, number
+from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of, tables_for
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, sized
@@ -129,8 +129,8 @@ def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, 
         Operands(rows, short_rows, Weights(w, gemm.w_strides), y),
         routing, dispatch, gemm,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 

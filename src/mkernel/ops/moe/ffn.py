@@ -84,7 +84,7 @@ from mkernel.ops.moe.grouped import (
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
 from mkernel.ops.moe.protocol import (
     Batch,
-    number,
+    decode,
     signal_of,
     wait_node_entered,
     wait_numbered,
@@ -345,8 +345,8 @@ def moe_ffn_kernel(
         ),
         routing, dispatch, gemms, combine,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 
