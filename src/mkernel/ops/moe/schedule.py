@@ -69,10 +69,10 @@ def _span_of(comm, tables, experts, block, inside, TILE_M: tl.constexpr):
 
 @triton.jit
 def _arrival_of(comm, tables, span, bins, inside):
-    """When the last row of each block arrives: (bin, late). The rows of a source arrive in order; bin says in which of
-    `bins` equal parts of its source's rows the last row of the block is, and late whether it is in the second half of
-    them. A block with several sources holds the last rows of all but the last of these, so it is in the last bin, and
-    late, if one of those is in another node."""
+    """When the last row of each block arrives: (bin, late). The rows of a source are taken to arrive in order. bin says
+    in which of `bins` equal parts of its source's rows the last row of the block is (0 if the source is in this node),
+    and late whether it is in the second half of them. A block with several sources holds the last rows of all but the
+    last of these, so if one of those is in another node, the block is in the last bin, and late."""
     node = rank_of(comm.context) // comm.RANKS_PER_NODE
     low_node = span.low % comm.WORLD_SIZE // comm.RANKS_PER_NODE
     high_node = span.high % comm.WORLD_SIZE // comm.RANKS_PER_NODE
