@@ -33,9 +33,10 @@ rank waits for all tables of an epoch anyway, the waits for entry signals hardly
 explicit.)
 
 Why it cannot deadlock. The waits form a chain. Announcing, publishing and staging wait only for entries into the
-previous epoch. Sending and counting wait for routing tables. `intra` waits for counting, and for what any rank stages
-or sends. `compute` waits for `intra`. The CTAs that count wait for each other, so all CTAs of a launch must be
-resident, which the launch checks. Still, every wait has a timeout.
+previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers the
+tokens. `intra` waits for counting, and for what any rank stages or sends. `compute` waits for `intra`. The CTAs that
+count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has a
+timeout.
 
 If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
 capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks
@@ -46,8 +47,8 @@ and on other ranks. The bits of a tile do not depend on which CTA computes it. A
 takes tiles only after it has placed its share of the rows, so a CTA that has taken a tile waits only for CTAs that are
 still placing rows and have not taken any.
 
-What it costs. 2*rows*hidden*out FLOPs. A token is staged once on its rank if others need it. It crosses NVLink once for
-each other rank that has one of its experts, and the network once for each other node that does. Every row is stored
+What it costs. 2*rows*hidden*out FLOPs. A token is staged once on its rank if others need it. It crosses NVLink at most
+once for each rank that has one of its experts, and the network once for each other node that does. Every row is stored
 once more, grouped by expert, because TMA needs contiguous rows: rows*hidden elements, in addition to the
 2*nodes*tokens*hidden of the workspace. The last block of an expert is usually partial; it is computed as a full tile,
 or as one of half the height if that is enough.
