@@ -437,7 +437,8 @@ def _check(
     check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
     if w_gate_up.shape[2] % 2:
         raise ArgumentError(
-            f"w_gate_up is {tuple(w_gate_up.shape)}: its last dimension must be even, because half of its columns are gate, half are up"
+            f"w_gate_up is {tuple(w_gate_up.shape)}: its last dimension must be even, because half of its columns are "
+            f"gate, half are up"
         )
     inter = w_gate_up.shape[2] // 2
     check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
