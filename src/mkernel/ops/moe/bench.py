@@ -86,7 +86,7 @@ def matrix_shapes(n: int, hidden: int, *, ffn: bool) -> list[tuple[int, int, int
 
 
 def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row of a rank, in order: source rank * tokens + token, and its slot. Then the number of rows per expert."""
+    """For each row of a rank, in order: source rank * tokens + token, and its slot. Then the rows of each expert."""
     ids = torch.cat(list(all_ids))
     found = [(ids == expert).nonzero() for expert in range(rank * EXPERTS, (rank + 1) * EXPERTS)]
     counts = torch.tensor([len(part) for part in found], device=ids.device)

@@ -16,8 +16,8 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
 - `intra`: fetches the tokens that name an expert of this rank, chunk by chunk, in the order in which they become
   available: the rank's own tokens, those of the node, and those of other nodes, which it reads from their counterparts
   in the node. It reads a token once, over NVLink unless it is on this rank, and stores it once for each of its rows.
-  All intra CTAs place the rank's own tokens; most of them then start to compute. Only as many as it takes to keep up
-  with the links continue with the tokens of other ranks.
+  All intra CTAs place the rank's own tokens. Then as many as it takes to keep up with the links continue with the
+  tokens of other ranks, and the rest start to compute.
 - `compute`: takes tiles, roughly in the order in which blocks of rows become complete. A counter assigns tiles to CTAs
   as they become free. So `send` and `intra` CTAs join the compute whenever their transfers are done.
 
@@ -32,11 +32,12 @@ has arrived. So when epoch e begins, nothing of e-2 is in flight, and everything
 rank waits for all tables of an epoch anyway, the waits for entry signals hardly ever block; they make the rule
 explicit.)
 
-Why it cannot deadlock. The waits form a chain. Announcing, publishing and staging wait only for entries into the
-previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers the
-tokens. `intra` waits for counting, and for what any rank stages or sends. `compute` waits for `intra`. The CTAs that
-count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has a
-timeout.
+Why it cannot deadlock. The waits form a chain. Announcing the launch to the node waits for nothing; announcing to other
+nodes that the whole node has entered waits for those announcements. Publishing and staging wait only for entries into
+the previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers
+the tokens. `intra` waits for counting, and for what any rank stages or sends. `compute` waits for `intra`. The CTAs
+that count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has
+a timeout.
 
 If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
 capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks
@@ -47,11 +48,11 @@ and on other ranks. The bits of a tile do not depend on which CTA computes it. A
 takes tiles only after it has placed its share of the rows, so a CTA that has taken a tile waits only for CTAs that are
 still placing rows and have not taken any.
 
-What it costs. 2*rows*hidden*out FLOPs. A token is staged once on its rank if others need it. It crosses NVLink at most
-once for each rank that has one of its experts, and the network once for each other node that does. Every row is stored
-once more, grouped by expert, because TMA needs contiguous rows: rows*hidden elements, in addition to the
-2*nodes*tokens*hidden of the workspace. The last block of an expert is usually partial; it is computed as a full tile,
-or as one of half the height if that is enough.
+What it costs. 2*rows*hidden*out FLOPs. A token is copied once on its rank for the other ranks of its node, if there are
+any, and once for each other node that needs it. It crosses NVLink at most once for each rank that has one of its
+experts, and the network once for each other node that does. Every row is stored once more, grouped by expert, because
+TMA needs contiguous rows: rows*hidden elements, in addition to the 2*nodes*tokens*hidden of the workspace. The last
+block of an expert is usually partial; it is computed as a full tile, or as one of half the height if that is enough.
 
 Alternatives that were rejected without a measurement. Pushing tokens to their ranks requires memory for the tokens of
 all ranks on every rank, or that the sender knows the receiver's layout; and the second row of a token on a rank needs

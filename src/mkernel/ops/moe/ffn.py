@@ -20,7 +20,7 @@ moe_dispatch_matmul:
 Order. The schedule has blocks with rows of other nodes before half of the blocks with rows of this node only; the first
 half of those is computed while the network delivers rows. Phase 0 computes all tiles except those of the second half,
 then the pieces for tokens of other nodes. Phase 1 computes the remaining tiles, while those results cross the network,
-then the remaining pieces.
+then the remaining pieces. With a single node, there is only phase 1.
 
 What is signalled. The same as in moe_dispatch_matmul and moe_combine. Within the rank, each block of rows has three
 counters: rows in place, tiles of the first GEMM and tiles of the second GEMM that are done. They are set to zero before
