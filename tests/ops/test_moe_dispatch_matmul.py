@@ -58,7 +58,7 @@ def test_who_copies():
         assert (plan.config.ctas, plan.config.send_ctas, plan.config.intra_ctas) == (12, 3, 8)
         assert (plan.copying.near_intra_ctas, plan.copying.far_intra_ctas) == (8, 3)
         assert "3 CTAs send" in str(plan)
-        assert "(8 of them what comes from the node, 3 from other nodes)" in str(plan)
+        assert "(8 of them fetch tokens from the node, 3 from other nodes)" in str(plan)
         combine(group, layer, max_tokens=41)
 
     run(work, cluster=(2, 2), ctas=12)

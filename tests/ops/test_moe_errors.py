@@ -54,14 +54,14 @@ BOTH = [
     (
         {},
         dict(config=mk.Config(join_tiles=2)),
-        "config.join_tiles means nothing to moe_.*: a tile is computed by whoever",
+        "config.join_tiles means nothing to moe_.*: a counter assigns tiles to CTAs",
     ),
 ]
 DISPATCH = [
     (dict(w=torch.ones(2, 15, 8)), {}, r"its second dimension \(15\) must be the size of a token \(16\)"),
     (dict(w=torch.ones(16, 8)), {}, "w must have 3 dimensions"),
     (dict(w=torch.ones(2, 16, 8).half()), {}, "w has dtype torch.float16, but x has torch.float32"),
-    (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have 1 column or more"),
+    (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have at least 1 column"),
 ]
 FFN = [
     (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
@@ -112,8 +112,8 @@ def test_combine_refuses():
         y, handle = dispatch(group, LAYER)
         weights = LAYER.weights(0)
         for given, more, message in [
-            ((y, "handle", weights), {}, "handle must be what moe_dispatch_matmul returned, got str"),
-            ((y[:-1], handle, weights), {}, "the dispatch had 12 rows: all of them must be passed"),
+            ((y, "handle", weights), {}, "handle must be the handle that moe_dispatch_matmul returned; got str"),
+            ((y[:-1], handle, weights), {}, "must have all 12 rows of the dispatch"),
             ((y.double(), handle, weights), {}, "y has dtype torch.float64"),
             ((y, handle, weights[:3]), {}, r"topk_weights is \(3, 2\), but must be \(6, 2\)"),
             ((y, handle, weights), dict(out=torch.ones(6, 7)), "out has shape"),
@@ -176,7 +176,7 @@ def test_nodes_of_too_many_ranks(monkeypatch):
     monkeypatch.setattr(checks, "MOST_RANKS_PER_NODE", 1)
 
     def on_rank(group):
-        with pytest.raises(mk.ArgumentError, match="nodes of at most 1 ranks, and this group's have 2"):
+        with pytest.raises(mk.ArgumentError, match="at most 1 ranks per node, but this group has 2"):
             call_dispatch(arguments())
 
     run(on_rank, cluster=(1, 2))

@@ -1,35 +1,41 @@
-"""Mixture of experts: tokens go to the ranks of their experts, are multiplied there, and results come back.
+"""Expert parallelism: dispatch tokens to the ranks of their experts, run the experts, combine the results.
 
 Three operators, each one persistent kernel per rank:
 
-- `moe_dispatch_matmul` (dispatch_matmul.py) brings tokens to their experts and multiplies them: a grouped GEMM.
-- `moe_combine` (combine.py) brings the experts' rows back: a weighted sum at the rank of the token.
-- `moe_ffn` (ffn.py) is the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
+- `moe_dispatch_matmul` (dispatch_matmul.py) sends tokens to the ranks of their experts and multiplies them there with a
+  grouped GEMM.
+- `moe_combine` (combine.py) returns the experts' rows to the ranks of their tokens, as weighted sums.
+- `moe_ffn` (ffn.py) runs the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
 
-The docstring of each says what it computes, who does what, why buffers are safe and why it cannot deadlock. What they
-share, in the order in which a call comes by it; read it from top to bottom:
+The docstring of each of these modules is its design record: what it computes, which CTA does what, why buffers can be
+reused, why it cannot deadlock, and what it costs. The operators share the modules below, listed in the order in which a
+call uses them:
 
-- sizes.py: how many tokens, experts and rows there are, and what the ranks agree on before they launch.
-- arguments.py: what is refused. plan.py: tiles, chunks and CTAs of each role.
-- protocol.py: what lies in the workspace, what is signalled, and who may write when.
-- routing.py: ranks publish which token goes to which expert; each counts what it gets, inside the launch. `Tables` are
-  what it finds out.
+- sizes.py: numbers of tokens, experts and rows, and what the ranks agree on before they launch.
+- arguments.py: checks of arguments. plan.py: tiles, chunks and CTAs of each role.
+- protocol.py: the arrays in the workspace, the signals, and when a rank may write to a buffer.
+- routing.py: every rank publishes which token goes to which expert. Inside the launch, every rank counts the rows it
+  receives and stores what it derives in `Tables`.
 - schedule.py: the order in which blocks of rows are computed.
-- dispatch.py: tokens are staged, sent and placed, one expert behind the other.
-- grouped.py: the tile of the grouped GEMM.
+- dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
+- grouped.py: a tile of the grouped GEMM.
 - reduction.py: the three steps of a combine.
 
-What a kernel is told comes in structures: `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what it reads
-and writes, `Batch` has the numbers that follow the batch. Tensor descriptors are parameters of their own: Triton 3.6
-compiles a descriptor inside of a structure, but can not launch it. And a structure with structures in it that have
-constants, or strides of 1, which Triton makes constants of, must end in a constant of its own (`Gemms.HALF`): Triton
-3.6 forgets the inner ones else, and they are None inside of loops.
+Kernels take structures. `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what a kernel reads and writes;
+`Batch` holds the numbers that vary with the batch. Two limitations of Triton 3.6 shape them:
 
-Words. A *row* is a token on its way through one of its experts: a token with k experts makes k rows, in the order of
-its *slots*. A *chunk* is a number of tokens of one rank that travel together. A *block* is a number of rows of one
-expert, a tile high. The *counterpart* of a rank is the rank of the same place in another node. `away` is how many nodes
-further on another node is: what a rank keeps for each of the others is in that order. The *capacity* of a rank is how
-many rows it can take. The *status* says whether the routing of a call can be carried out; all ranks find the same.
+- Tensor descriptors are parameters of their own. Triton compiles a descriptor inside a structure, but cannot launch the
+  kernel.
+- A structure must end in a constant of its own (such as `Gemms.HALF`) if structures nested in it contain constants, or
+  strides of 1, which Triton turns into constants. Otherwise Triton loses the nested constants: inside loops they are
+  None.
+
+Terms. A *row* is a token on its way through one of its experts. A token with k experts has k *slots*, the columns of
+topk_ids, and makes one row per slot. A *chunk* is a number of consecutive tokens of one rank that are transferred and
+signalled together. A *block* is up to a tile's height of rows of one expert. The *counterpart* of a rank is the rank
+with the same local rank in another node. `away` says which other node: the one that many nodes further on, modulo the
+number of nodes. Buffers with an area per other node are in that order. The *capacity* of a rank is the number of rows
+it can receive. The *status* says whether the routing of a call can be carried out; all ranks compute the same status.
 """
 
 from mkernel.ops.moe.combine import moe_combine

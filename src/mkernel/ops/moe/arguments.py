@@ -1,4 +1,4 @@
-"""Checks of arguments: what can not be computed is refused, naming the argument and the rule."""
+"""Checks of arguments: an `ArgumentError` names the argument and the rule that it violates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
 
 MOST_SLOTS = 16
-MOST_RANKS_PER_NODE = 64  # each has a bit in reduction.py
-WEIGHT_DTYPES = (*DTYPES, torch.float64)  # of the weights of a token's experts, which become fp32
+MOST_RANKS_PER_NODE = 64  # reduction.py has one bit for each in a 64-bit word
+WEIGHT_DTYPES = (*DTYPES, torch.float64)  # dtypes of topk_weights, which are converted to fp32
 
 
 def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Refuse tokens and ids that can not be routed."""
+    """Reject tokens and ids that cannot be routed."""
     if not has_descriptors(group.device):
         raise ArgumentError(
             f"{op} needs tensor descriptors (TMA), which {name_of(group.device)} does not have; it runs on Hopper "
@@ -36,27 +36,28 @@ def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor)
         raise ArgumentError(f"topk_ids has {topk_ids.shape[0]} rows, but x has {x.shape[0]} tokens")
     if group.gpus_per_node > MOST_RANKS_PER_NODE:
         raise ArgumentError(
-            f"{op} takes nodes of at most {MOST_RANKS_PER_NODE} ranks, and this group's have {group.gpus_per_node}: "
-            f"cut them with mk.init(gpus_per_node=...)"
+            f"{op} supports at most {MOST_RANKS_PER_NODE} ranks per node, but this group has {group.gpus_per_node}: "
+            f"divide the nodes with mk.init(gpus_per_node=...)"
         )
     if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
-        raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts for each token; it must be 1 to {MOST_SLOTS}")
+        raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts per token; it must be 1 to {MOST_SLOTS}")
     if x.shape[1] < 1:
-        raise ArgumentError(f"x has shape {tuple(x.shape)}: tokens must have 1 element or more")
+        raise ArgumentError(f"x has shape {tuple(x.shape)}: tokens must have at least 1 element")
 
 
 def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype, rows: int, of: str) -> None:
-    """Refuse matrices that do not fit to rows of so many elements."""
+    """Reject matrices of experts that cannot multiply rows of `rows` elements. of: what `rows` is, for the message."""
     check_tensor(op, group, name, w, 3)
     if w.dtype != dtype:
         raise ArgumentError(f"{name} has dtype {w.dtype}, but x has {dtype}: they must be the same")
     if w.shape[1] != rows:
         raise ArgumentError(f"{name} is {tuple(w.shape)}: its second dimension ({w.shape[1]}) must be {of} ({rows})")
     if w.shape[2] < 1:
-        raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have 1 column or more")
+        raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have at least 1 column")
 
 
 def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
+    """Reject weights that do not match the tokens and their k experts."""
     if topk_weights.dtype not in WEIGHT_DTYPES:
         raise ArgumentError(
             f"topk_weights has dtype {topk_weights.dtype}; it must be a floating point type of 16 bits or more: "
@@ -67,6 +68,7 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
 
 
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
+    """Reject invalid bounds, and a max_tokens that is below the number of tokens."""
     for name, value in (("capacity", capacity), ("max_tokens", max_tokens)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
             raise ArgumentError(f"{name} must be a whole number, 0 or more, and less than 2**31; got {value!r}")
@@ -75,7 +77,9 @@ def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> N
 
 
 def check_config(op: str, config: Config | None) -> None:
-    """Refuse what is no configuration of an operator that dispatches."""
+    """Reject a configuration that an operator with a dispatch cannot use."""
     planning.check_given(config)
     if config is not None and config.join_tiles is not None:
-        raise ArgumentError(f"config.join_tiles means nothing to {op}: a tile is computed by whoever is free")
+        raise ArgumentError(
+            f"config.join_tiles means nothing to {op}: a counter assigns tiles to CTAs as they become free"
+        )

@@ -1,7 +1,7 @@
-"""moe_dispatch_matmul and moe_ffn by NCCL and by PyTorch's symmetric memory.
+"""moe_dispatch_matmul and moe_ffn with NCCL and with PyTorch's symmetric memory.
 
-A token goes once to each of its experts, as a row of an all-to-all. All counts are known beforehand, as they are to the
-host-driven way.
+A token is sent once to each of its experts, as a row of an all-to-all. All counts are known beforehand, as in the
+host-driven baseline.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mkernel.ops.moe.bench import EXPERTS, SLOTS
 
 
 class Experts(Problem):
-    """Rows are sent in the order of their experts: `token` is whose, `slot` which of its experts;
-    `counts[source][expert]` how many. They are computed in the order of the expert, then of the source."""
+    """Rows are sent in the order of their experts; `token[i]` is the token of row i, and `counts[source][expert]` is
+    how many rows there are. They are computed in the order of expert, then source."""
 
-    combines: bool  # rows go back to their tokens
+    combines: bool  # whether rows return to their tokens
 
     def __init__(
         self, rank: int, size: int, shape: Shape, dtype: torch.dtype, device: torch.device, options: Sequence[str]
@@ -38,22 +38,22 @@ class Experts(Problem):
         chosen = self.mine.ids.flatten()
         order = torch.argsort(chosen, stable=True)
         self.token = order // SLOTS
-        self.back = torch.argsort(order)  # where in the sent rows each token's slots are
+        self.back = torch.argsort(order)  # for each token and slot, its index among the sent rows
         self.counts = torch.stack(
             [torch.bincount(each.ids.flatten(), minlength=size * EXPERTS) for each in self._everyone]
         )
 
     def _matrices(self, rank: int) -> list[torch.Tensor]:
-        # drawn from the same numbers as the rank's tokens, after them
+        # drawn from the generator of the rank's tokens, after the tokens
         tokens = bench.tokens_of(rank, self.size, len(self.mine.x), self.hidden, self.dtype, self.device)
         return [tokens.matrices(*shape) for shape in bench.matrix_shapes(self._n, self.hidden, ffn=self.combines)]
 
     def arriving(self, rank: int) -> torch.Tensor:
-        """[source, expert of the rank]: how many rows come."""
+        """[source, expert of the rank]: how many rows arrive."""
         return self.counts[:, rank * EXPERTS : (rank + 1) * EXPERTS]
 
     def combined(self, returned: torch.Tensor) -> torch.Tensor:
-        """The tokens' weighted sums of rows that have come back in the order in which they were sent."""
+        """The weighted sums of the tokens, from rows that have returned in the order in which they were sent."""
         rows = returned[self.back].view(len(self.mine.x), SLOTS, self.hidden)
         return (rows * self.mine.weights.unsqueeze(2).to(rows.dtype)).sum(1)
 
@@ -62,7 +62,7 @@ class Experts(Problem):
         leaving = self.counts[rank].view(size, EXPERTS).sum(1).tolist()
         arriving = self.arriving(rank)
         received = arriving.sum(1).tolist()
-        # rows arrive by source, then expert; they are computed by expert, then source
+        # rows arrive in the order of source, then expert, and are computed in the order of expert, then source
         numbers = torch.arange(sum(received), device=arriving.device).split(arriving.flatten().tolist())
         by_expert = torch.cat([numbers[s * EXPERTS + e] for e in range(EXPERTS) for s in range(size)])
         by_source = torch.argsort(by_expert)
@@ -84,21 +84,24 @@ class Experts(Problem):
     def symm_mem_refusal(cls, shape: Shape, dtype: torch.dtype) -> str | None:
         if symmetric_memory.is_nvshmem_available():
             return None
-        return "torch.ops.symm_mem.all_to_all_vdev_2d needs NVSHMEM, and this PyTorch has or finds none"
+        return "torch.ops.symm_mem.all_to_all_vdev_2d needs NVSHMEM, which this PyTorch lacks or cannot find"
 
     def symm_mem(self) -> Ways:
-        """all_to_all_vdev_2d, then the library's grouped GEMM; for the layer the second GEMM, and the way back."""
+        """all_to_all_vdev_2d, then the library's grouped GEMM; for the whole layer also the second GEMM, and the
+        return."""
         symmetric_memory.set_backend("NVSHMEM")
         group = symm_mem.world()
         name = group.group_name
         ops, size, x = torch.ops.symm_mem, self.size, self.mine.x
-        # an expert without rows gets one that nobody looks at; all ranks' memory is as large as the largest needs
+        # an expert without rows gets one that is ignored; all ranks allocate as much memory as the largest one needs
         counts = [self.arriving(rank).sum(0) for rank in range(size)]
-        most = max(int(each.clamp_min(1).sum()) for each in counts)
+        largest = max(int(each.clamp_min(1).sum()) for each in counts)
         placed = counts[self.rank].clamp_min(1)
         total = int(placed.sum())
         starts = (placed.cumsum(0) - placed).tolist()
-        real = torch.cat([torch.arange(at, at + n) for at, n in zip(starts, counts[self.rank].tolist())]).to(x.device)
+        valid_rows = torch.cat([torch.arange(at, at + n) for at, n in zip(starts, counts[self.rank].tolist())]).to(
+            x.device
+        )
 
         def shared(*shape: int, dtype: torch.dtype = x.dtype) -> torch.Tensor:
             memory = symm_mem.shared(*shape, device=x.device, dtype=dtype).zero_()
@@ -106,10 +109,10 @@ class Experts(Problem):
             return memory
 
         sent, returned = (shared(len(self.token), self.hidden) for _ in range(2))
-        arrived, done = (shared(most, self.hidden) for _ in range(2))
+        arrived, done = (shared(largest, self.hidden) for _ in range(2))
         splits = shared(size * EXPERTS, dtype=torch.int64).copy_(self.counts[self.rank])
         there, back = (shared(2, size * EXPERTS, dtype=torch.int64) for _ in range(2))  # splits, and offsets
-        meeting = [shared(size, dtype=torch.int32) for _ in range(2)]
+        barrier_buffers = [shared(size, dtype=torch.int32) for _ in range(2)]
         compute = bench.library_of(self.matrices, arrived[:total], placed)
 
         def dispatch() -> torch.Tensor:
@@ -118,7 +121,7 @@ class Experts(Problem):
             return compute(arrived[:total])
 
         def dispatch_matmul() -> torch.Tensor:
-            return dispatch() if len(real) == total else dispatch()[real]
+            return dispatch() if len(valid_rows) == total else dispatch()[valid_rows]
 
         def ffn() -> torch.Tensor:
             done[:total].copy_(dispatch())
@@ -126,18 +129,20 @@ class Experts(Problem):
             return self.combined(returned)
 
         way = "all_to_all_vdev_2d, then grouped GEMM"
-        return Ways(lambda: ops.nvshmem_all_to_all(*meeting, name), {way: ffn if self.combines else dispatch_matmul})
+        return Ways(
+            lambda: ops.nvshmem_all_to_all(*barrier_buffers, name), {way: ffn if self.combines else dispatch_matmul}
+        )
 
 
 class DispatchMatmul(Experts):
     combines = False
 
     def error(self, result: torch.Tensor) -> float:
-        """The largest error of an element."""
+        """The largest absolute error of an element."""
         where, _, counts = bench.rows_of([each.ids for each in self._everyone], self.rank)
         rows = torch.cat([each.x for each in self._everyone])[where]
         if len(result) != len(rows):
-            raise RuntimeError(f"there are {len(result)} rows instead of {len(rows)}")
+            raise RuntimeError(f"the result has {len(result)} rows instead of {len(rows)}")
         worst = 0.0
         for part, found, matrix in zip(rows.split(counts.tolist()), result.split(counts.tolist()), self.matrices[0]):
             if len(part):
@@ -149,6 +154,6 @@ class Ffn(Experts):
     combines = True
 
     def error(self, result: torch.Tensor) -> float:
-        """The largest error relative to what is added up."""
+        """The largest error relative to the sum of the magnitudes of what is added."""
         matrices = (self._matrices(rank) for rank in range(self.size))
         return bench.ffn_error(self.mine, ((gate_up, down) for gate_up, down in matrices), result)

@@ -1,16 +1,16 @@
-"""moe_dispatch_matmul and moe_ffn beside what they replace: exchange, permute, grouped GEMM, exchange.
+"""moe_dispatch_matmul and moe_ffn compared with what they replace: exchange, permute, grouped GEMM, exchange.
 
-A shape is (tokens of all ranks, out or inter, hidden). Every rank has 16 experts, every token 8 of them, drawn at
-random. One rank alone stands for one of 16: of 256 experts it has the first 16, other ids are dropped.
+A shape is (tokens of all ranks, out or inter, hidden). Every rank has 16 experts, and every token names 8 experts,
+drawn at random. A single rank stands for one of 16: it has the first 16 of 256 experts, and other ids are dropped.
 
-What the figures are compared with, on all ranks' streams at the same time:
+The baselines, each on the streams of all ranks at the same time:
 
-- library: the grouped GEMM that PyTorch has (torch._grouped_mm; for types that it does not take, a GEMM per expert) on
-  rows that are already in place. For moe_ffn both GEMMs and the activation between them.
+- library: PyTorch's grouped GEMM (torch._grouped_mm; for types that it does not support, a GEMM per expert) on rows
+  that are already in place. For moe_ffn, both GEMMs and the activation between them.
 - gemm: the compute role of moe_dispatch_matmul alone, on rows that are already in place.
-- host-driven: rows are gathered into place, held to the links' rates, then the library; for moe_ffn the weighted sums
-  back, held likewise. It knows all counts beforehand, which a real one has to wait for. A token goes once to each
-  rank (not node) that has an expert of it.
+- host-driven: gathers rows into place at the rates of the links, then runs the library; for moe_ffn, also returns the
+  weighted sums, at the same rates. It knows all counts beforehand, whereas a real implementation has to wait for them.
+  A token is sent once to each rank (not node) that has one of its experts.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
-LONE_WORLD = 16  # ranks of the world that a single rank is measured as a part of
+LONE_WORLD = 16  # world size that a single rank is measured as a part of
 CHECKED_TOKENS = 64
 
 
 @triton.jit
 def _gemm_alone_kernel(context, rows, short_rows, w, y, gemm, tables, blocks):
-    """The compute role of moe_dispatch_matmul, with the operands of a launch and the `Tables` that it has left."""
+    """The compute role of moe_dispatch_matmul, on the operands of an earlier launch and the `Tables` that it wrote."""
     for tile in range(tl.program_id(0), blocks * tl.cdiv(gemm.n, gemm.tiling.N), tl.num_programs(0)):
         multiply_block(context, Operands(rows, short_rows, Weights(w, gemm.w_strides), y), gemm, tables, tile)
 
 
 def gemm_alone(launch: Launch, blocks: int) -> dict[str, Any]:
-    """The arguments of the compute role alone, with what a launch of moe_dispatch_matmul has left: so many blocks."""
+    """The arguments of the compute role alone, on the rows and the `blocks` blocks of an earlier launch of
+    moe_dispatch_matmul."""
     same = {name: launch.arguments[name] for name in ("context", "rows", "short_rows", "w", "y", "gemm")}
     return dict(**same, tables=launch.arguments["routing"].tables, blocks=blocks)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one rank, with their experts and weights, and where its matrices come from."""
+    """The tokens of one rank, with their experts and weights, and the generator for its matrices."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -68,7 +69,7 @@ class Tokens:
 
 
 def tokens_of(rank: int, size: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tokens:
-    """What a rank has; `tokens` are its own."""
+    """The tokens of a rank. tokens: how many it has."""
     everyone = LONE_WORLD * EXPERTS if size == 1 else size * EXPERTS
     generator = torch.Generator(device).manual_seed(rank)
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, generator=generator)
@@ -78,14 +79,14 @@ def tokens_of(rank: int, size: int, tokens: int, hidden: int, dtype: torch.dtype
 
 
 def matrix_shapes(n: int, hidden: int, *, ffn: bool) -> list[tuple[int, int, int]]:
-    """Of the matrices of a rank, in the order in which they are drawn; n is out, or inter of the layer."""
+    """The shapes of a rank's matrices, in the order in which they are drawn. n is out, or inter for moe_ffn."""
     if ffn:
         return [(EXPERTS, hidden, 2 * n), (EXPERTS, n, hidden)]
     return [(EXPERTS, hidden, n)]
 
 
 def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a rank's rows, in order: source rank * tokens + token, slot; and the counts by expert."""
+    """For each row of a rank, in order: source rank * tokens + token, and its slot. Then the rows of each expert."""
     ids = torch.cat(list(all_ids))
     found = [(ids == expert).nonzero() for expert in range(rank * EXPERTS, (rank + 1) * EXPERTS)]
     counts = torch.tensor([len(part) for part in found], device=ids.device)
@@ -94,7 +95,7 @@ def rows_of(all_ids: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, t
 
 
 class Inputs:
-    """Tokens, ids, weights and matrices of one rank, and what all ranks' ids say about where rows go."""
+    """Tokens, ids, weights and matrices of one rank, and the ids of all ranks, which determine where rows go."""
 
     def __init__(self, group: Group, tokens: int, n: int, hidden: int, dtype: torch.dtype, *, ffn: bool):
         self.group = group
@@ -110,25 +111,25 @@ class Inputs:
         self._away = [self._from(source, x) for source, x in enumerate(xs) if x.device != group.device]
 
     def _from(self, source: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Another GPU's tokens, which of them have an expert here, and where they go in `parts`."""
+        """Another GPU's tokens, which of them have an expert here, and where these go in `parts`."""
         ids, first = self.all_ids[source], self.group.rank * EXPERTS
         needed = ((ids >= first) & (ids < first + EXPERTS)).any(1).nonzero().flatten()
         return x, needed.to(x.device), needed + source * len(self.x)
 
     def fetch(self) -> None:
-        """Copy the tokens that are needed here from other GPUs into `parts`. Where all ranks share a GPU there is
-        nothing to copy: the link's rate stands for it."""
+        """Copy the tokens that this rank needs from other GPUs to `parts`. If all ranks share a GPU, there is nothing
+        to copy: the paced link stands in for it."""
         stream = torch.cuda.current_stream(self.group.device)
         for x, there, here in self._away:
             side = self._sides[x.device]
             side.wait_stream(stream)
-            with torch.cuda.stream(side):  # not the other rank's own: it has other things to do
+            with torch.cuda.stream(side):  # not the other rank's own stream, which is busy
                 arrived = x.index_select(0, there).to(self.group.device, non_blocking=True)
             self.parts.index_copy_(0, here, arrived)
 
     def crossings(self) -> tuple[int, int, int]:
-        """(tokens that this rank fetches over NVLink, that it sends over the network, and that it would send over the
-        network if a token went to each rank instead of each node), each the most of any rank."""
+        """(tokens that a rank fetches over NVLink, that it sends over the network, and that it would send over the
+        network if a token were sent to each rank instead of each node), each the maximum over all ranks."""
         group = self.group
         gpus = group.gpus_per_node
         needs = torch.stack(
@@ -153,19 +154,19 @@ class Inputs:
 
 
 def grouped_mm(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The grouped GEMM that PyTorch has."""
+    """PyTorch's grouped GEMM."""
     if rows.dtype == torch.bfloat16:
         return torch._grouped_mm(rows, w, offs=ends)
     return torch.cat([part @ matrix for part, matrix in zip(rows.split(list(counts)), w, strict=True)])
 
 
 def faster_layout(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """w, or a copy with its columns together: whichever the library multiplies faster."""
+    """w, or a copy with contiguous columns: whichever the library multiplies faster."""
     best: tuple[float, torch.Tensor] | None = None
     for candidate in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
         try:
             grouped_mm(rows, candidate, ends, counts)
-        except RuntimeError:  # a layout that the library does not take
+        except RuntimeError:  # the library does not support this layout
             continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -175,14 +176,14 @@ def faster_layout(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, count
         end.synchronize()
         if best is None or start.elapsed_time(end) < best[0]:
             best = (start.elapsed_time(end), candidate)
-    assert best is not None, "the library multiplies neither layout"
+    assert best is not None, "the library supports neither layout"
     return best[1]
 
 
 def library_of(
     matrices: Sequence[torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the library does with rows like these, so many for each expert: one grouped GEMM, or two of them with the
+    """What the library computes from rows like these, `counts` for each expert: one grouped GEMM, or two with the
     activation in between."""
     sizes, ends = counts.tolist(), counts.cumsum(0).int()
     first = faster_layout(rows, matrices[0], ends, sizes)
@@ -239,7 +240,7 @@ def _figures(
 def measure_dispatch(
     group: Group, tokens_total: int, n: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
-    """One shape of moe_dispatch_matmul; runs on every rank, the same figures come back on each."""
+    """Measure one shape of moe_dispatch_matmul. Runs on every rank and returns the same figures on each."""
     inputs = Inputs(group, tokens_total // group.size, n, hidden, dtype, ffn=False)
     (w,) = inputs.matrices
     where, _, counts = rows_of(inputs.all_ids, group.rank)
@@ -266,7 +267,7 @@ def measure_dispatch(
     host_driven()
     group.launch(launch)
     group.synchronize()
-    assert handle.counts.tolist() == sizes, "the kernel counts other rows than the plain reference"
+    assert handle.counts.tolist() == sizes, "the kernel counts other rows than the reference"
     exact = torch.cat([part.double() @ m.double() for part, m in zip(rows.split(sizes), w, strict=True)])
     error = worst_of(group.exchange("errors", (y[: len(where)].double() - exact).abs().max().item()))
     del exact
@@ -292,7 +293,7 @@ def measure_dispatch(
 def measure_ffn(
     group: Group, tokens_total: int, inter: int, hidden: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
-    """One shape of moe_ffn; runs on every rank, the same figures come back on each."""
+    """Measure one shape of moe_ffn. Runs on every rank and returns the same figures on each."""
     inputs = Inputs(group, tokens_total // group.size, inter, hidden, dtype, ffn=True)
     gate_up, down = inputs.matrices
     where, slot, counts = rows_of(inputs.all_ids, group.rank)
@@ -355,7 +356,7 @@ def measure_ffn(
 
 
 def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
-    """The largest error of the first tokens against float64, relative to the sum of what is added up."""
+    """The largest error of the first tokens against float64, relative to the sum of the magnitudes of what is added."""
     x, ids = inputs.x[:CHECKED_TOKENS].double(), inputs.ids[:CHECKED_TOKENS]
     weights = inputs.weights[:CHECKED_TOKENS].double()
     total, magnitude = torch.zeros_like(x), torch.zeros_like(x)
@@ -374,14 +375,14 @@ def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tens
 
 
 def _traffic(tokens: int) -> tuple[float, float]:
-    """Top 8 of 256 experts: a token goes to each rank that has one of them once, over the network once."""
+    """Top 8 of 256 experts: a token moves once to each rank that has one of them, and crosses the network once."""
     sent = tokens / RANKS * 7168 * 2
     ranks = GPUS * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
     return NODES * ranks * (GPUS - 1) / GPUS * sent, (1 - 0.5**8) * sent
 
 
 def _traffic_of_ffn(tokens: int) -> tuple[float, float]:
-    """There and back."""
+    """Dispatch and combine."""
     return 2 * _traffic(tokens)[0], 2 * _traffic(tokens)[1]
 
 

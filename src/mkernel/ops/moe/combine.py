@@ -1,30 +1,31 @@
-"""moe_combine: the weighted sum of what the experts made of each token, back at the token's rank.
+"""moe_combine: the weighted sum of each token's expert results, on the token's rank.
 
-What it computes. y are rows in the order of a moe_dispatch_matmul, of any width: what this rank's experts made
-of the tokens that came to them. The result on a rank are its own tokens: for each the sum, over the experts that
-it named, of the weight times the expert's row.
+What it computes. y holds rows in the order of a moe_dispatch_matmul, of any width: what this rank's experts computed
+for the tokens that they received. The result on a rank has a row for each of its own tokens: the sum, over the experts
+that the token names, of its weight times the expert's row.
 
-Who does what. One launch per rank; all CTAs do the same, each its share of the chunks (reduction.py):
+Who does what. One launch per rank. All CTAs do the same, each for its share of the chunks (reduction.py):
 
-1. CTA 0 announces the launch and publishes the weights as a table (routing.py).
-2. Rows of tokens of other nodes are summed on this rank.
-3. The counterpart of a token's rank sums them over its node, and sends the sums.
-4. Rows of tokens of this node are summed, while those sums travel.
-5. The token's rank collects.
+1. CTA 0 announces the launch and publishes the weights as a routing table (routing.py).
+2. Every rank sums its rows of tokens of other nodes.
+3. The counterpart of a token's rank sums the results of step 2 over its node, and sends the sums.
+4. Every rank sums its rows of tokens of this node, while those sums are in flight.
+5. The token's rank sums what the ranks of its node and other nodes computed.
 
-What is signalled: `entered`, `node_entered`, `routed` (the table being the weights), `returned` and `back` of
-protocol.py.
+What is signalled. `entered`, `node_entered`, `routed` (the table holds the weights), `returned` and `back`
+(protocol.py).
 
-Why buffers are safe. Two halves by the epoch's parity, see protocol.py. A rank leaves an epoch when the weights of all
-ranks have arrived (every CTA waits for them), and all sums that were sent to it.
+Why buffers are safe. They have two halves, selected by the parity of the epoch (protocol.py). A rank leaves an epoch
+only after the weights of all ranks have arrived (every CTA waits for them), and all sums that were sent to it.
 
-Why it cannot deadlock. Step 1 waits for entries of the epoch before, step 2 for weights, 3 for step 2 of the
-node, 4 for weights, 5 for steps 3 and 4. Every CTA does its share of a step before that of the next, and all
-CTAs are resident: the launch checks that.
+Why it cannot deadlock. Step 1 waits for entries into the previous epoch (and, before it announces to other nodes that
+the whole node has entered, for the entries of its node, which wait for nothing), step 2 for weights, step 3 for step 2
+on the ranks of the node, step 4 for weights, step 5 for steps 3 and 4. Every CTA finishes its share of a step before it
+starts the next one, and all CTAs are resident, which the launch checks.
 
-What it costs. rows*columns elements are read, one row per token and rank of its experts written and read again,
-over NVLink if it is another rank; one row per token and node crosses the network. Workspace: for each half one row
-for every token of every rank, and 2*(nodes-1) for every token of a rank.
+What it costs. It reads rows*columns elements. It writes one row for each token and each rank with one of its experts,
+and reads it again, over NVLink if it is on another rank. One row per token and node crosses the network. Each half of
+the workspace has one row for every token of every rank, and 2*(nodes-1) rows for every token of a rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from mkernel.ops.moe.protocol import (
     Batch,
     announce,
     announce_node,
-    number,
+    decode,
     wait_node_entered,
     wait_other_nodes_entered,
 )
@@ -64,9 +65,15 @@ from mkernel.runtime.operands import DTYPES, constants, layout
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-# chunks are those of the dispatch
+# shared: nothing, because the chunks are those of the dispatch
 TUNABLE = Tunable("moe_combine", agreed=("tokens", "k", "columns"), own=("experts",), shared=())
-KEPT = ("destinations", "all_topk_ids", "recv_index", "send_index", "summary")  # tables of the dispatch that are read
+KEPT = (
+    "destinations",
+    "all_topk_ids",
+    "recv_index",
+    "send_index",
+    "summary",
+)  # tables of the dispatch that the combine reads
 
 
 @triton.jit
@@ -103,9 +110,10 @@ def _combine(comm, routing, combine, batch):
 
 @triton.jit
 def _run(comm, routing, combine, weights, batch):
+    """All steps, or NaN if the group has given up already."""
     cta = tl.program_id(0)
     if gave_up(comm.context):
-        # the dispatch may not have left its tables
+        # the dispatch may not have written its tables
         fill_with_nan(combine.out, batch.tokens, combine.columns, cta, tl.num_programs(0))
     else:
         if cta == 0:
@@ -119,13 +127,13 @@ def _run(comm, routing, combine, weights, batch):
 
 @triton.jit
 def moe_combine_kernel(context, ranks, routing, combine, weights, batch):
-    """The whole operator. ranks: `Ranks`, routing: `Routing`, combine: `Combine`, weights: a `Block`, those of this
-    rank's tokens, batch: `Batch`."""
+    """The whole operator. ranks: `Ranks`; routing: `Routing`; combine: `Combine`; weights: `Block`, the weights of this
+    rank's tokens; batch: `Batch`, encoded."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, combine, weights,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 
@@ -134,7 +142,7 @@ def _launch(
     group: Group, plan: CombinePlan, memory: Layout, y: torch.Tensor, handle: Handle, weights: torch.Tensor,
     out: torch.Tensor,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     tables = Tables(*(getattr(handle.tables, name) if name in KEPT else None for name in Tables._fields))
     combine = Combine(
@@ -160,7 +168,7 @@ def _launch(
             batch=protocol.batch_of(group, handle.sizes, memory, workspace),
         ),
         options=dict(num_warps=plan.warps),
-        # the workspace too: Triton makes another binary for integers of 64 bits
+        # including the size of the workspace: Triton compiles another binary for 64-bit integers
         variant=(plan, workspace.half_bytes),
         uses=memory.uses(workspace),
         inputs=("combine.y.data", "weights.data", *(f"routing.tables.{name}" for name in KEPT)),
@@ -172,20 +180,20 @@ def _check(
     group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor | None,
     config: Config | None,
 ) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule."""
+    """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     planning.check_given(config)
     if not isinstance(handle, Handle):
-        raise ArgumentError(f"handle must be what moe_dispatch_matmul returned, got {type(handle).__name__}")
+        raise ArgumentError(f"handle must be the handle that moe_dispatch_matmul returned; got {type(handle).__name__}")
     if handle.group is not group:
-        raise ArgumentError("handle comes from a dispatch on another group")
+        raise ArgumentError("handle comes from a dispatch on another group: pass the group of the dispatch")
     check_tensor("moe_combine", group, "y", y)
     check_tensor("moe_combine", group, "topk_weights", topk_weights)
     if y.dtype not in DTYPES:
         raise ArgumentError(f"y has dtype {y.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
     if y.shape[0] != handle.capacity or y.shape[1] < 1:
         raise ArgumentError(
-            f"y is {tuple(y.shape)}, but the dispatch had {handle.capacity} rows: all of them must be passed, "
-            f"with 1 column or more"
+            f"y is {tuple(y.shape)}, but must have all {handle.capacity} rows of the dispatch (its capacity), "
+            f"and at least 1 column"
         )
     check_weights(topk_weights, handle.sizes.tokens, handle.sizes.k)
     if out is not None:
@@ -206,25 +214,25 @@ def moe_combine(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Bring the experts' rows back to their tokens' ranks: the weighted sum of each token's rows.
+    """Return the experts' rows to the ranks of their tokens, as the weighted sum of each token's rows.
 
     Args:
-        y: [capacity, columns], what this rank's experts made of the rows of a dispatch, in the same order; any
+        y: [capacity, columns], what this rank's experts computed from the rows of a dispatch, in the same order. Any
             width, the same on every rank.
         handle: what that dispatch returned.
-        topk_weights: [tokens, k], floating point: the weight of each of this rank's token's experts. Those of
-            dropped ids do not matter.
+        topk_weights: [tokens, k], floating point: the weights of this rank's tokens for each of their experts. Weights
+            of dropped ids are ignored.
         group: the group of the dispatch; the current one by default.
         out: [tokens, columns], where to put the result; must not overlap an input.
-        config: `ctas`, `warps` and `copy_bytes`; None takes good defaults.
+        config: `ctas`, `warps` and `copy_bytes`; None selects good defaults.
 
     Returns:
-        [tokens, columns] in y's type: the sums in fp32, in a fixed order. Sums that leave a rank, or a node, are
-        rounded to y's type on the way. A token whose ids were all dropped gets zeros.
+        [tokens, columns] in y's type, summed in fp32 in a fixed order. Sums that leave a rank or a node are rounded to
+        y's type on the way. A token whose ids were all dropped gets zeros.
 
     Raises:
         ArgumentError: before anything is launched.
-        CommTimeout: a peer did not come within the group's timeout.
+        CommTimeout: a peer did not arrive within the group's timeout.
     """
     assert group is not None
     _check(group, y, handle, topk_weights, out, config)
@@ -240,7 +248,7 @@ def moe_combine(
 
 
 def _choose(group: Group, y: torch.Tensor, handle: Handle, given: Config | None) -> Config | None:
-    """The configuration of a call; nothing in it needs to be the same on every rank."""
+    """The configuration of a call. Nothing in it must be the same on every rank."""
     sizes = handle.sizes
     return TUNABLE.choose(
         group, y.dtype, given, tokens=sizes.max_tokens, k=sizes.k, columns=y.shape[1], experts=sizes.experts
@@ -250,7 +258,7 @@ def _choose(group: Group, y: torch.Tensor, handle: Handle, given: Config | None)
 def prepare(
     group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor, config: Config | None
 ) -> Launch:
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = _choose(group, y, handle, config)
     key = ("moe_combine", layout(y), layout(out), layout(topk_weights), handle.sizes, config)
     decided = group.planned(key, lambda: plan_combine(group, y, handle.sizes, config))
@@ -267,7 +275,7 @@ def explain(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> CombinePlan:
-    """The plan that `moe_combine` with these arguments would carry out."""
+    """The plan that `moe_combine` would carry out with these arguments."""
     group = current(group)
     _check(group, y, handle, topk_weights, out, config)
     chosen = _choose(group, y, handle, config)

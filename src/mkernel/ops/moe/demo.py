@@ -1,4 +1,4 @@
-"""The mixture of experts in the demo."""
+"""The mixture-of-experts operators in the demo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mkernel.runtime.group import Group
 
 
 def _experts(large: bool) -> tuple[int, int]:
-    """Experts of a rank, and of a token."""
+    """Experts per rank, and per token."""
     return (4, 4) if large else (2, 2)
 
 
@@ -47,7 +47,7 @@ def _dispatch(group: Group, shape: Shape, seed: int, large: bool) -> Case:
 
 
 def _combine(group: Group, shape: Shape, seed: int, large: bool) -> Case:
-    """Its input is made by a dispatch, here."""
+    """A dispatch in here produces the input of the combine."""
     everyones_tokens, columns = shape
     tokens, (experts, top_k), hidden = everyones_tokens // group.size, _experts(large), 32
     x = random(group, seed, tokens, hidden)
@@ -90,7 +90,7 @@ def _ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
             inner = torch.nn.functional.silu(gate) * up
             total = total + share * (inner @ w2.double())
             magnitude = magnitude + share * (inner.abs() @ w2.double().abs())
-        return total, 4 * EPS * magnitude + 1e-30  # values are rounded when they are handed on, a few times
+        return total, 4 * EPS * magnitude + 1e-30  # values are rounded a few times on their way
 
     def library() -> torch.Tensor:
         gate, up = (x.repeat(top_k, 1).view(experts, -1, hidden) @ gate_up).chunk(2, dim=2)

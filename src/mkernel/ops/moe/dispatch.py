@@ -1,9 +1,9 @@
-"""Dispatch: tokens go to the ranks of their experts, and are put where the grouped GEMM reads them.
+"""Dispatch: tokens move to the ranks of their experts, to where the grouped GEMM reads them.
 
-`_stage_tokens` copies a rank's tokens to where its node finds them, in the rank's own memory; `_send_tokens` sends
-other nodes those that they need, to the rank's counterpart there. `_place_tokens` fetches the tokens that name an
-expert of this rank, each once, and stores each once for every row that it makes; routing.py says where.
-Chunks of tokens are signalled where they lie, and the ranks of the node look there, over NVLink.
+`_stage_tokens` copies a rank's tokens to a buffer in its own memory, from which the ranks of its node fetch them.
+`_send_tokens` sends each other node the tokens that it needs, to the rank's counterpart there. `_place_tokens` fetches
+each token that names an expert of this rank once, and stores it once for every row that it makes, at the row numbers of
+routing.py. The signal of a chunk is in the same memory as its tokens, and the ranks of the node poll it over NVLink.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ from mkernel.ops.moe.schedule import schedule_blocks
 
 
 class Roles(NamedTuple):
-    """CTAs of each role, all constants. The first SENDERS CTAs send to other nodes; the next INTRAS place tokens of
-    their own rank, the first FAR_INTRAS of these also those of other nodes, the next NEAR_INTRAS those of the node."""
+    """CTAs of each role, all constants. The first SENDERS CTAs send to other nodes. The next INTRAS CTAs place tokens
+    of their own rank. Of these, the first FAR_INTRAS also place tokens of other nodes, and the next NEAR_INTRAS
+    (wrapping around) tokens of the node."""
 
     SENDERS: Any
     INTRAS: Any
@@ -63,47 +64,47 @@ class Roles(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What is dispatched, and where it goes. staged, send, recv: `Buffer`s of the workspace, see protocol.py."""
+    """What to dispatch, and where to. staged, send, recv: `Buffer`s of the workspace, see protocol.py."""
 
     x: Any  # Block: this rank's tokens
     ids: Any  # Block: their experts
-    weights: Any  # Block: the experts' weights; None if tables are published without
-    rows: Any  # Block: the rows of this rank's experts, one expert behind the other
-    hidden: Any  # elements of a token
+    weights: Any  # Block: the weights of these experts; None if tables hold no weights
+    rows: Any  # Block: the rows of this rank's experts, grouped by expert
+    hidden: Any  # elements per token
     staged: Any
     send: Any
     recv: Any
     roles: Any  # Roles
-    ROWS: Any  # rows and columns that a CTA has in flight
-    COLUMNS: Any
-    PACED: Any  # links are emulated
-    TILE_M: Any  # rows of a block
-    GROUP: Any  # blocks of a group, about
-    COUNTERS: Any  # of a block
-    COMBINES: Any  # results come back in the same launch: weights are published, and `settled` signals each chunk
+    ROWS: Any  # rows that a CTA has in flight
+    COLUMNS: Any  # columns that a CTA has in flight
+    PACED: Any  # whether links are emulated
+    TILE_M: Any  # rows per block
+    GROUP: Any  # blocks per group, approximately
+    COUNTERS: Any  # counters per block
+    COMBINES: Any  # the launch also combines: weights are published, and `settled` is signalled for each chunk
 
 
 @triton.jit
 def _copy_tokens(dispatch, target, token, end, numbers):
-    """Copy tokens token..end-1 to rows of `target`: those of their own numbers; or, unless it is None, of `numbers`,
-    and tokens with the number -1 nowhere."""
-    for row in range(token, end, dispatch.ROWS):
-        i = row + tl.arange(0, dispatch.ROWS)
-        line = i
+    """Copy tokens token..end-1 to rows of `target`. Token i goes to row i if `numbers` is None; otherwise to row
+    numbers[i], or nowhere if that is -1."""
+    for start in range(token, end, dispatch.ROWS):
+        i = start + tl.arange(0, dispatch.ROWS)
+        target_row = i
         if numbers is not None:
-            line = tl.load(numbers + i, mask=i < end, other=-1)
+            target_row = tl.load(numbers + i, mask=i < end, other=-1)
         for column in range(0, dispatch.hidden, dispatch.COLUMNS):
             j = column + tl.arange(0, dispatch.COLUMNS)[None, :]
-            inside = ((i < end) & (line >= 0))[:, None] & (j < dispatch.hidden)
+            inside = ((i < end) & (target_row >= 0))[:, None] & (j < dispatch.hidden)
             pointers = dispatch.x.data + i.to(tl.int64)[:, None] * dispatch.x.row_stride
             values = tl.load(pointers + j.to(tl.int64) * dispatch.x.column_stride, mask=inside)
-            tl.store(target.data + line.to(tl.int64)[:, None] * target.row_stride + j, values, mask=inside)
+            tl.store(target.data + target_row.to(tl.int64)[:, None] * target.row_stride + j, values, mask=inside)
 
 
 @triton.jit
 def _stage_tokens(comm, routing, dispatch, batch, first, step):
-    """Copy this rank's tokens to where the ranks of its node can fetch them. That needs no routing table: it is done
-    while these are on their way."""
+    """Copy this rank's tokens to where the ranks of its node can fetch them. This needs no routing table, so it
+    overlaps with the exchange of the tables."""
     DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
     rank = rank_of(comm.context)
     staged = segment_of(comm.context, rank, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
@@ -119,8 +120,8 @@ def _stage_tokens(comm, routing, dispatch, batch, first, step):
 
 @triton.jit
 def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
-    """Send those tokens of a chunk that the node `away` nodes on needs, if there are any: copied to where the network
-    can read them, one behind the other, and one request."""
+    """Send the tokens of a chunk that the node `away` nodes on needs, if there are any: copy them to contiguous rows
+    that the network can read, and post one request."""
     DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
     element: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rank = rank_of(comm.context)
@@ -151,13 +152,13 @@ def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
 
 @triton.jit
 def _send_tokens(comm, routing, dispatch, batch, first, step):
-    """Send to each other node the tokens that it needs. The first sender numbers all tokens; their chunks go round the
-    senders."""
+    """Send each other node the tokens that it needs. The first sender numbers the tokens; all senders share the chunks,
+    round-robin."""
     nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
-    good = wait_routing(comm, batch.signals, SEND)
-    good &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
-    if good:
+    ready = wait_routing(comm, batch.signals, SEND)
+    ready &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
+    if ready:
         table = table_of(comm, routing, rank)
         tokens = tl.load(table + TOKENS)
         numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
@@ -177,53 +178,54 @@ def _send_tokens(comm, routing, dispatch, batch, first, step):
 
 
 @triton.jit
-def _lines_of(goes, numbers, far, first, end, K: tl.constexpr, ROWS: tl.constexpr):
-    """Where some tokens lie; -1 for those that have no row here. goes[token, slot]: its rows, or -1;
-    numbers[token]: where it lies, if it is `far`. What a thread needs to know of a token it loads itself: to ask other
-    threads takes as long as the copy."""
+def _origin_rows(destinations, numbers, far, first, end, K: tl.constexpr, ROWS: tl.constexpr):
+    """The rows of a buffer that hold some tokens; -1 for tokens that have no row on this rank. destinations[token,
+    slot]: its rows on this rank, or -1; numbers[token]: its row in the buffer, if the tokens are `far`. Each thread
+    loads what it needs to know about a token itself: exchanging it between threads takes as long as the copy."""
     i = first + tl.arange(0, ROWS)
     wanted = i < 0
     for slot in tl.static_range(K):
-        wanted |= tl.load(goes + i * K + slot, mask=i < end, other=-1) >= 0
+        wanted |= tl.load(destinations + i * K + slot, mask=i < end, other=-1) >= 0
     number = tl.load(numbers + i, mask=wanted & far, other=-1)
     return tl.where(wanted & ~far, i, number)
 
 
 @triton.jit
-def _copy_to_rows(dispatch, origin, goes, numbers, far, token, end, K: tl.constexpr):
-    """Copy tokens token..end-1, which lie in `origin`, to their rows; goes, numbers, far: see `_lines_of`."""
+def _copy_to_rows(dispatch, origin, destinations, numbers, far, token, end, K: tl.constexpr):
+    """Copy tokens token..end-1 from `origin` to their rows; destinations, numbers, far: see `_origin_rows`."""
     ROWS: tl.constexpr = dispatch.ROWS
     COLUMNS: tl.constexpr = dispatch.COLUMNS
-    lines = _lines_of(goes, numbers, far, token, end, K, ROWS)
-    for some in range(token, end, ROWS):
-        i = some + tl.arange(0, ROWS)
-        following = lines
+    origin_rows = _origin_rows(destinations, numbers, far, token, end, K, ROWS)
+    for start in range(token, end, ROWS):
+        i = start + tl.arange(0, ROWS)
+        next_origin_rows = origin_rows
         for column in range(0, dispatch.hidden, COLUMNS):
             j = column + tl.arange(0, COLUMNS)[None, :]
-            pointers = origin.data + lines.to(tl.int64)[:, None] * origin.row_stride
+            pointers = origin.data + origin_rows.to(tl.int64)[:, None] * origin.row_stride
             values = tl.load(
-                pointers + j.to(tl.int64) * origin.column_stride, mask=(lines >= 0)[:, None] & (j < dispatch.hidden)
+                pointers + j.to(tl.int64) * origin.column_stride,
+                mask=(origin_rows >= 0)[:, None] & (j < dispatch.hidden),
             )
-            # what is needed next is asked for meanwhile: beside a GEMM, memory takes a microsecond to answer
+            # load what is needed next in the meantime: while a GEMM runs, memory latency is about a microsecond
             rows = ()
             for slot in tl.static_range(K):
-                rows = rows + (tl.load(goes + i * K + slot, mask=i < end, other=-1),)  # type: ignore[assignment]
-            following = _lines_of(goes, numbers, far, some + ROWS, end, K, ROWS)
+                rows = rows + (tl.load(destinations + i * K + slot, mask=i < end, other=-1),)  # type: ignore[assignment]
+            next_origin_rows = _origin_rows(destinations, numbers, far, start + ROWS, end, K, ROWS)
             for slot in tl.static_range(K):
                 target = dispatch.rows.data + rows[slot].to(tl.int64)[:, None] * dispatch.rows.row_stride + j
                 tl.store(target, values, mask=(rows[slot] >= 0)[:, None] & (j < dispatch.hidden))
-        lines = following
+        origin_rows = next_origin_rows
 
 
 @triton.jit
 def _may_place(tables):
-    """Is there a place for every row?"""
+    """Whether rows may be placed: every row has a row number within the capacity."""
     return tl.load(tables.summary + STATUS) == OK
 
 
 @triton.jit
 def _first_row(comm, tables, expert, source, mask):
-    """Where the rows of some experts begin that come from a source."""
+    """The first row of each expert that comes from `source`."""
     return tl.load(tables.bases + expert * comm.WORLD_SIZE + source, mask=mask, other=0)
 
 
@@ -236,19 +238,19 @@ def _count_placed(counters, mask):
 
 @triton.jit
 def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
-    """Fetch those tokens of a chunk that name an expert of this rank. Returns how many tokens came from
-    another rank's memory."""
+    """Fetch and place the tokens of a chunk that name an expert of this rank. Returns how many tokens came from the
+    memory of another rank."""
     K: tl.constexpr = routing.K
     DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
     tables = routing.tables
     rank = rank_of(comm.context)
     holder = holder_of(comm, source)
     table = table_of(comm, routing, source)
-    places = (source * batch.max_tokens).to(tl.int64) * K
+    source_offset = (source * batch.max_tokens).to(tl.int64) * K
     token = chunk * routing.CHUNK
     end = tl.minimum(token + routing.CHUNK, tokens)
 
-    # where the rows of the chunk go
+    # where the rows of the chunk go to
     ids = ids_of(routing, table, token, tokens, routing.CHUNK)
     t = token + tl.arange(0, routing.CHUNK)[:, None]
     slot = tl.arange(0, routing.SLOTS)[None, :]
@@ -257,18 +259,18 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     named = (expert >= 0) & (expert < batch.experts)
     ok = _may_place(tables)
     goes_here = named & ok
-    position = tl.load(tables.positions + places + t * K + slot, mask=goes_here, other=0)
-    position += _first_row(comm, tables, expert, source, goes_here)
-    position = tl.where(goes_here, position, -1)
-    tl.store(tables.destinations + places + t * K + slot, position, mask=inside)
-    tl.store(tables.all_topk_ids + places + t * K + slot, ids, mask=inside)
-    tl.store(tables.row_source + position, source + 0 * position, mask=goes_here)
-    tl.store(tables.row_token + position, t + 0 * position, mask=goes_here)
+    row = tl.load(tables.positions + source_offset + t * K + slot, mask=goes_here, other=0)
+    row += _first_row(comm, tables, expert, source, goes_here)
+    row = tl.where(goes_here, row, -1)
+    tl.store(tables.destinations + source_offset + t * K + slot, row, mask=inside)
+    tl.store(tables.all_topk_ids + source_offset + t * K + slot, ids, mask=inside)
+    tl.store(tables.row_source + row, source + 0 * row, mask=goes_here)
+    tl.store(tables.row_token + row, t + 0 * row, mask=goes_here)
     wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
     tl.debug_barrier()
 
     # where the tokens come from
-    here = tl.full((), True, tl.int1)
+    arrived = tl.full((), True, tl.int1)
     origin = dispatch.x.data
     row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
     column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
@@ -283,17 +285,17 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
         column_stride = tl.cast(1, tl.int64)
         if wanted > 0:
-            here = wait_held(comm, batch.signals, holder, source, chunk)
+            arrived = wait_held(comm, batch.signals, holder, source, chunk)
 
-    if here & ok & (wanted > 0):
+    if arrived & ok & (wanted > 0):
         since = trace_time(comm.context)
         _copy_to_rows(
-            dispatch, Block(origin, row_stride, column_stride), tables.destinations + places,
+            dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
             tables.recv_index + source * batch.max_tokens, far, token, end, K,
         )  # fmt: skip
         block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
         base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
-        block += (position - base) // dispatch.TILE_M
+        block += (row - base) // dispatch.TILE_M
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
@@ -301,15 +303,15 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
 
 @triton.jit
 def _share(items, worker, WORKERS: tl.constexpr):
-    """How many of some items this worker gets, if they go round the first WORKERS."""
+    """How many of some items this worker gets if the first WORKERS workers share them, round-robin."""
     return tl.where(worker < WORKERS, tl.cdiv(tl.maximum(items - worker, 0), WORKERS), 0)
 
 
 @triton.jit
 def _place_tokens(comm, routing, dispatch, batch, worker):
-    """Fetch all tokens that name an expert of this rank, in the order in which they become available. Chunks of the
-    rank's own go round all intra CTAs; those of other nodes, which the network brings one by one, round the first
-    FAR_INTRAS, those of its node round the next NEAR_INTRAS."""
+    """Fetch and place all tokens that name an expert of this rank, in the order in which they become available. All
+    intra CTAs share the chunks of the rank itself, round-robin. The first FAR_INTRAS share those of other nodes, which
+    the network delivers one by one. The next NEAR_INTRAS share those of the node."""
     WORKERS: tl.constexpr = dispatch.roles.INTRAS
     NEAR: tl.constexpr = dispatch.roles.NEAR_INTRAS
     FAR: tl.constexpr = dispatch.roles.FAR_INTRAS
@@ -318,15 +320,15 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
     chunks = batch.chunks
     near_worker = worker
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
-        near_worker = (worker + WORKERS - FAR) % WORKERS  # the others first
-    own = _share(chunks, worker, WORKERS)
-    near = own + _share(chunks * (comm.RANKS_PER_NODE - 1), near_worker, NEAR)
-    for turn in range(near + _share(chunks * (comm.WORLD_SIZE - comm.RANKS_PER_NODE), worker, FAR)):
-        item = turn * WORKERS
-        if turn >= own:
-            item = chunks + (turn - own) * NEAR + (near_worker - worker)
-        if turn >= near:
-            item = chunks * comm.RANKS_PER_NODE + (turn - near) * FAR
+        near_worker = (worker + WORKERS - FAR) % WORKERS  # start with CTAs that place no tokens of other nodes
+    own_items = _share(chunks, worker, WORKERS)
+    near_end = own_items + _share(chunks * (comm.RANKS_PER_NODE - 1), near_worker, NEAR)
+    for step in range(near_end + _share(chunks * (comm.WORLD_SIZE - comm.RANKS_PER_NODE), worker, FAR)):
+        item = step * WORKERS
+        if step >= own_items:
+            item = chunks + (step - own_items) * NEAR + (near_worker - worker)
+        if step >= near_end:
+            item = chunks * comm.RANKS_PER_NODE + (step - near_end) * FAR
         item += worker
         source, chunk = arrival_order(tl.cast(item, tl.int32), rank, chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
         tokens = tl.load(table_of(comm, routing, source) + TOKENS)
@@ -341,14 +343,15 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
 
 @triton.jit
 def dispatch_tokens(comm, routing, dispatch, batch):
-    """The whole dispatch, by all CTAs: senders send, the others stage and count, and of these some place rows (see
-    `Roles`). When the rank's own signals `counted` and `scheduled` are up, rows have places and blocks an order."""
+    """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
+    then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
+    schedule is complete."""
     SENDERS: tl.constexpr = dispatch.roles.SENDERS
     cta = tl.program_id(0)
     rank = rank_of(comm.context)
     counted = signal_of(comm, rank, batch.signals.counted, 0, 0)
     scheduled = signal_of(comm, rank, batch.signals.scheduled, 0, 0)
-    counters = tl.num_programs(0) - SENDERS
+    counting_ctas = tl.num_programs(0) - SENDERS
     if cta == 0:
         announce(comm, batch.signals)
         publish(comm, routing, batch, dispatch.ids, dispatch.weights)
@@ -359,10 +362,10 @@ def dispatch_tokens(comm, routing, dispatch, batch):
         _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
     else:
         if comm.RANKS_PER_NODE > 1:
-            _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counters)
+            _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counting_ctas)
         if wait_routing(comm, batch.signals, COMPUTE):
-            count_rows(comm, routing, batch, cta - SENDERS, counters)
-            if counted_last(comm.context, counters):
+            count_rows(comm, routing, batch, cta - SENDERS, counting_ctas)
+            if counted_last(comm.context, counting_ctas):
                 lay_out_rows(comm, routing, batch.experts, dispatch.TILE_M, dispatch.COUNTERS)
                 notify(counted, comm.epoch)
                 schedule_blocks(comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES)
@@ -374,10 +377,10 @@ def dispatch_tokens(comm, routing, dispatch, batch):
 
 @triton.jit
 def fill_with_nan(c, rows, columns, first, step):
-    """Mark rows first, first + step, ... of a `Block` as not computed."""
+    """Fill rows first, first + step, ... of a `Block` with NaN, to mark them as not computed."""
     for row in range(first, rows, step):
         for column in range(0, columns, 1024):
             j = column + tl.arange(0, 1024)
-            nothing = tl.full((1024,), float("nan"), tl.float32).to(c.data.dtype.element_ty)
+            nan = tl.full((1024,), float("nan"), tl.float32).to(c.data.dtype.element_ty)
             pointers = c.data + tl.cast(row, tl.int64) * c.row_stride + j.to(tl.int64) * c.column_stride
-            tl.store(pointers, nothing, mask=j < columns)
+            tl.store(pointers, nan, mask=j < columns)

@@ -1,57 +1,63 @@
-"""moe_dispatch_matmul: tokens go to the ranks of their experts and are multiplied there, in one kernel per rank.
+"""moe_dispatch_matmul: send tokens to the ranks of their experts and multiply them there, in one kernel per rank.
 
-What it computes. Every rank holds tokens x [tokens, hidden] with k expert ids each, and the matrices of its
-experts, w [experts, hidden, out]; experts are numbered over the ranks in rank order. The result on a rank
-are the rows of its experts times their matrices, one expert behind the other; the rows of an expert are
-ordered by source rank, then token. Nobody knows before the launch how many there are.
+What it computes. Every rank holds tokens x [tokens, hidden], k expert ids for each token, and the matrices of its
+experts, w [experts, hidden, out]. Experts are numbered across ranks, in rank order. The result on a rank is the rows of
+its experts times their matrices, grouped by expert. The rows of an expert are ordered by source rank, then token. How
+many rows there are is unknown before the launch.
 
 Who does what. One persistent launch per rank; a CTA takes its role from its program id:
 
 - CTA 0 announces the launch and publishes the rank's routing table (routing.py).
-- `send` (with more than one node): copies the tokens that another node needs, chunk by chunk, one behind the other,
-  to where the network can read them; one request per chunk and node. A token crosses to another node once, if an
-  expert of it is there, and lands at the rank's counterpart; that rank need not do anything for it.
-- All others copy the rank's tokens to where its node can fetch them, while the tables are on their way. Then they
-  count rows (routing.py); the last of them lays them out and orders the blocks (schedule.py).
-- `intra`: fetches the tokens that name an expert of this rank, chunk by chunk in the order in which they
-  become available: own ones, those of the node, those of other nodes from the counterparts in the node. A
-  token is read once, over NVLink or not, and stored once for each of its rows. All of them place the rank's own rows,
-  and start to multiply; some go on with those of others, as many as keep pace with the links.
-- `compute`: takes tiles, in about the order in which the blocks of rows become complete. A counter hands them out to
-  whoever is free; so send and intra CTAs join when they are done, be it early or late.
+- `send` (only with several nodes): copies the tokens that another node needs to contiguous rows that the network can
+  read, chunk by chunk, and posts one request per chunk and node. A token crosses to another node at most once, if that
+  node has one of its experts, and arrives at the rank's counterpart, which takes no part in the transfer.
+- All other CTAs stage the rank's tokens for its node while the tables are in flight. Then they count rows (routing.py);
+  the last one to finish computes row numbers and the schedule of blocks (schedule.py).
+- `intra`: fetches the tokens that name an expert of this rank, chunk by chunk, in the order in which they become
+  available: the rank's own tokens, those of the node, and those of other nodes, which it reads from their counterparts
+  in the node. It reads a token once, over NVLink unless it is on this rank, and stores it once for each of its rows.
+  All intra CTAs place the rank's own tokens. Then as many as it takes to keep up with the links continue with the
+  tokens of other ranks, and the rest start to compute.
+- `compute`: takes tiles, roughly in the order in which blocks of rows become complete. A counter assigns tiles to CTAs
+  as they become free. So `send` and `intra` CTAs join the compute whenever their transfers are done.
 
-What is signalled: `entered`, `node_entered`, `routed` and `held` of protocol.py; the ranks of the node look at the last
-two over NVLink. Within the rank: `counted` and `scheduled`; each block of rows has a counter of rows that have been
-placed, which is set to zero before `counted` is signalled, and is waited for until it is the block's height.
+What is signalled. `entered`, `node_entered`, `routed` and `held` (protocol.py); the ranks of a node poll the last two
+over NVLink. Within the rank: `counted`, `scheduled` and `numbered`. Each block of rows has a counter of the rows that
+are in place. It is set to zero before `counted` is signalled, and a tile waits until it equals the number of rows of
+the block.
 
-Why buffers are safe. Two halves by the epoch's parity, see protocol.py. A rank leaves an epoch only when all routing
-tables have arrived, and every chunk that was sent has an expert's rank that waits for it; so nothing of e-2 is in
-flight when e begins, and what was sent has been read. (All tables of an epoch are waited for, so the waits for entries
-hardly ever block; they state the rule.)
+Why buffers are safe. They have two halves, selected by the parity of the epoch (protocol.py). A rank leaves an epoch
+only after all routing tables have arrived, and for every chunk that was sent, some rank with an expert waits until it
+has arrived. So when epoch e begins, nothing of e-2 is in flight, and everything that was sent has been read. (Since a
+rank waits for all tables of an epoch anyway, the waits for entry signals hardly ever block; they make the rule
+explicit.)
 
-Why it cannot deadlock. Entries, tables and what is staged for the node wait for nothing but entries of the epoch
-before; send and counting for tables; intra for counting, and for what any rank stages or sends; compute for intra.
-All CTAs that count wait for each other, so all CTAs of a launch must be resident: the launch checks that. Waits have a
-timeout all the same.
+Why it cannot deadlock. The waits form a chain. Announcing the launch to the node waits for nothing; announcing to other
+nodes that the whole node has entered waits for those announcements. Publishing and staging wait only for entries into
+the previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers
+the tokens. `intra` waits for counting, and for what any rank stages or sends. `compute` waits for `intra`. The CTAs
+that count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has
+a timeout.
 
-When the routing cannot be carried out. All ranks see all tables, so all find the same ranks whose rows exceed their
-capacity, or ids that no rank has an expert for. Then no row is placed and y is filled with NaN, on all
-ranks; transfers are waited for as always. The host raises, and the group can be used again.
+If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
+capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks
+still wait for transfers as usual. The host raises an error, and the group remains usable.
 
-Why tiles are handed out, and not dealt as in all_gather_matmul. When a CTA is done with its copies depends on the
-routing and on the others. A tile's bits do not depend on who computes it. Who holds a number waits only for rows that
-are being placed, by CTAs that hold none.
+Why tiles are assigned dynamically, unlike in all_gather_matmul. When a CTA finishes its copies depends on the routing
+and on other ranks. The bits of a tile do not depend on which CTA computes it. And it adds no cycle of waits: a CTA
+takes tiles only after it has placed its share of the rows, so a CTA that has taken a tile waits only for CTAs that are
+still placing rows and have not taken any.
 
-What it costs. FLOPs 2*rows*hidden*out. Each token is copied once on its rank, if others need it, crosses
-NVLink once for each rank that has an expert of it, the network once for each such node. Every row is stored
-once more, grouped by expert, because TMA needs rows that lie together: rows*hidden elements, beside the
-2*nodes*tokens*hidden of the workspace. The last block of an expert is not full; it is computed as a tile, or as
-one of half the height if that is enough.
+What it costs. 2*rows*hidden*out FLOPs. A token is copied once on its rank for the other ranks of its node, if there are
+any, and once for each other node that needs it. It crosses NVLink at most once for each rank that has one of its
+experts, and the network once for each other node that does. Every row is stored once more, grouped by expert, because
+TMA needs contiguous rows: rows*hidden elements, in addition to the 2*nodes*tokens*hidden of the workspace. The last
+block of an expert is usually partial; it is computed as a full tile, or as one of half the height if that is enough.
 
-Ways that lost, on paper. Pushing tokens to their ranks needs memory for the tokens of all ranks on every rank,
-or the sender must know the receiver's layout; and a receiver's second row of a token needs a copy of its own.
-Exchanging counts instead of ids saves little and needs a second exchange for the order of rows. Loading
-rows through an index in the GEMM saves the copy and loses TMA.
+Alternatives that were rejected without a measurement. Pushing tokens to their ranks requires memory for the tokens of
+all ranks on every rank, or that the sender knows the receiver's layout; and the second row of a token on a rank needs
+another copy. Exchanging counts instead of ids saves little and requires a second exchange for the order of rows.
+Loading rows through an index in the GEMM avoids the copy but rules out TMA.
 """
 
 from __future__ import annotations
@@ -81,7 +87,7 @@ from mkernel.ops.moe.grouped import (
 )
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
-from mkernel.ops.moe.protocol import Batch, number
+from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of, tables_for
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, sized
@@ -101,6 +107,7 @@ TILES_AT_ONCE = tl.constexpr(16)
 
 @triton.jit
 def _run(comm, operands, routing, dispatch, gemm, batch):
+    """Dispatch tokens, then compute tiles as long as there are any."""
     dispatch_tokens(comm, routing, dispatch, batch)
     tables = routing.tables
     blocks = tl.full((), 0, tl.int32)
@@ -112,7 +119,7 @@ def _run(comm, operands, routing, dispatch, gemm, batch):
         tiles = blocks * tl.cdiv(gemm.n, gemm.tiling.N)
         tile = take(tables.summary + TILES_TAKEN)
         while tile < tiles:
-            # in a loop with a count Triton lets the result of one tile leave while the next one begins
+            # only in a loop with a trip count does Triton overlap the store of a tile with the start of the next one
             for _ in range(TILES_AT_ONCE):
                 if tile < tiles:
                     multiply_block(comm.context, operands, gemm, tables, tile)
@@ -122,15 +129,15 @@ def _run(comm, operands, routing, dispatch, gemm, batch):
 
 @triton.jit
 def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, dispatch, gemm, batch):
-    """The whole operator. ranks: `Ranks`; rows, short_rows, w, y: see `Operands`; routing: `Routing`, dispatch:
-    `Dispatch`, gemm: `Gemm`, batch: `Batch`."""
+    """The whole operator. ranks: `Ranks`; rows, short_rows, w, y: see `Operands`; routing: `Routing`; dispatch:
+    `Dispatch`; gemm: `Gemm`; batch: `Batch`, encoded."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         Operands(rows, short_rows, Weights(w, gemm.w_strides), y),
         routing, dispatch, gemm,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 
@@ -139,9 +146,9 @@ def _launch(
     group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor,
     y: torch.Tensor, tables: Tables,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
-    c, sizes, share = plan.config, plan.sizes, plan.copying
+    c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, hidden, n = w.shape
     rows = group.world.memory.empty(group.world_rank, (max(sizes.capacity, 1), plan.row_stride), x.dtype)[:, :hidden]
     dispatch = Dispatch(
@@ -153,7 +160,7 @@ def _launch(
         staged=memory.buffer_in(workspace, "staged"),
         send=memory.buffer_in(workspace, "send"),
         recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, share.near_intra_ctas, share.far_intra_ctas)),
+        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
         **protocol.copies_of(group, c.copy_bytes, x.dtype),
         **dict(zip(("TILE_M", "GROUP", "COUNTERS", "COMBINES"), constants(c.tile_m, c.group_m, 1, False))),
     )
@@ -183,7 +190,7 @@ def _launch(
             batch=protocol.batch_of(group, sizes, memory, workspace),
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers of 64 bits
+        # including the size of the workspace: Triton compiles another binary for 64-bit integers
         variant=(plan, workspace.half_bytes),
         uses=memory.uses(workspace),
         inputs=("dispatch.x.data", "dispatch.ids.data", "w"),
@@ -194,7 +201,7 @@ def _check(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule."""
+    """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     check_config("moe_dispatch_matmul", config)
     check_tokens("moe_dispatch_matmul", group, x, topk_ids)
     check_matrices("moe_dispatch_matmul", group, "w", w, x.dtype, x.shape[1], "the size of a token")
@@ -212,35 +219,35 @@ def moe_dispatch_matmul(
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Handle]:
-    """Bring every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
+    """Send every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
 
     Args:
-        x: [tokens, hidden], this rank's tokens; how many may differ between ranks, also be none. Any strides.
-        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered over all ranks
-            in rank order. Negative: dropped. A token that names an expert twice makes two rows.
-        w: [experts, hidden, out], the matrices of this rank's experts; how many may differ between ranks, also be
-            none. A transposed view of [experts, out, hidden] is read as it is.
+        x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
+        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered across ranks in rank
+            order. Negative ids are dropped. A token that names an expert twice makes two rows.
+        w: [experts, hidden, out], the matrices of this rank's experts. Their number may differ between ranks and may be
+            0. A transposed view of [experts, out, hidden] is read without a copy.
         group: the group; the current one by default.
-        capacity: how many rows this rank can take; may differ between ranks. None is enough for whatever the
-            routing is: the tokens of all ranks times k, or none without experts. If the ids of a token are all
-            different, as torch.topk gives them, the tokens of all ranks times min(k, experts) are enough.
-        max_tokens: the most tokens that any rank has, the same on every rank. Workspaces are sized by it. None:
-            the ranks tell each other on the host at every call, which costs time and keeps the call from
-            returning before the others have made it.
-        config: tiles, chunks and CTAs; None takes good defaults.
+        capacity: how many rows this rank can receive; may differ between ranks. None is enough for any routing: the
+            tokens of all ranks times k, or 0 without experts. If the ids of a token are distinct, as torch.topk returns
+            them, the tokens of all ranks times min(k, experts) are enough.
+        max_tokens: the largest number of tokens of any rank, the same on every rank; it determines the size of
+            workspaces. If None, the ranks exchange it on the host at every call, which costs time and keeps the call
+            from returning before the other ranks have made it.
+        config: tiles, chunks and CTAs; None selects good defaults.
 
     Returns:
-        (y, handle): y [capacity, out] has the rows of this rank's experts, grouped by expert, within an expert by
-        source rank, then token; `handle.counts` says how many rows each expert has, `handle.source` and
-        `handle.token` where a row came from. Rows of y beyond the sum of counts are not written. bf16, fp16 or
+        (y, handle): y [capacity, out] holds the rows of this rank's experts, grouped by expert, within an expert by
+        source rank, then token. `handle.counts` is the number of rows of each expert; `handle.source` and
+        `handle.token` say where each row came from. Rows of y beyond the sum of counts are not written. bf16, fp16 or
         fp32, accumulated in fp32.
 
     Raises:
         ArgumentError: before anything is launched.
-        CapacityError: some rank has more rows than its capacity. All ranks raise it, nothing was computed (y is NaN),
-            and the group can be used again. RoutingError: an id is beyond the last expert; likewise. On a GPU, where
+        CapacityError: some rank has more rows than its capacity. All ranks raise it, nothing is computed (y is NaN),
+            and the group remains usable. RoutingError: an id is beyond the last expert; likewise. On a GPU, where
             calls return before they are done, the next call on the group or `group.synchronize()` raises them.
-        CommTimeout: a peer did not come within the group's timeout.
+        CommTimeout: a peer did not arrive within the group's timeout.
     """
     assert group is not None
     _check(group, x, topk_ids, w, capacity, max_tokens, config)
@@ -254,7 +261,7 @@ def agree(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call whose arguments are in order. Collective."""
+    """The sizes of a call with valid arguments. Collective."""
     return agree_on_sizes(
         "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config,
         lambda most: _choose(group, x, topk_ids, w, most, config), out=w.shape[2],
@@ -264,8 +271,8 @@ def agree(
 def _choose(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, max_tokens: int, given: Config | None
 ) -> Config | None:
-    """The configuration of a call in which no rank has more tokens. Chunks follow from what is the same on every
-    rank, whether they were tuned or not."""
+    """The configuration of a call in which no rank has more than max_tokens tokens. Its chunk size depends only on
+    values that are the same on every rank, whether it is tuned or not."""
     experts, hidden, out = w.shape
     return TUNABLE.choose(
         group, x.dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden, out=out, experts=experts
@@ -275,7 +282,7 @@ def _choose(
 def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None
 ) -> tuple[Launch, torch.Tensor, Handle]:
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = _choose(group, x, topk_ids, w, sizes.max_tokens, config)
     key = ("moe_dispatch_matmul", layout(x), WeightLayout.of(w), w.shape, sizes, config, matmul_precision(x.dtype))
     decided = group.planned(key, lambda: plan_dispatch(group, x, w, sizes, config))
@@ -304,7 +311,8 @@ def explain(
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> DispatchPlan:
-    """The plan that `moe_dispatch_matmul` with these arguments would carry out, if no rank had more tokens."""
+    """The plan that `moe_dispatch_matmul` would carry out with these arguments, if no rank had more than max_tokens
+    tokens (by default, more than this rank)."""
     group = current(group)
     _check(group, x, topk_ids, w, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)

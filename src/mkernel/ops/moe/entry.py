@@ -1,30 +1,30 @@
-"""What the tools know of moe_dispatch_matmul, moe_combine and moe_ffn."""
+"""The registry entries of moe_dispatch_matmul, moe_combine and moe_ffn."""
 
 from mkernel.operators import Operator, Option, Signal, register
 
 PACKAGE = "mkernel.ops.moe"
 
 SIGNALS = (
-    Signal("mkernel.ops.moe.kinds:ROUTED", "routed", "the expert ids of rank {peer}"),
+    Signal("mkernel.ops.moe.kinds:ROUTED", "routed", "the routing table of rank {peer}"),
     Signal("mkernel.ops.moe.kinds:COUNTED", "counted", "the other CTAs of this rank to count rows"),
-    Signal("mkernel.ops.moe.kinds:SCHEDULED", "scheduled", "the other CTAs of this rank to order blocks of rows"),
+    Signal("mkernel.ops.moe.kinds:SCHEDULED", "scheduled", "the other CTAs of this rank to schedule blocks of rows"),
     Signal("mkernel.ops.moe.kinds:HELD", "held", "chunk {index} of rank {peer}'s tokens"),
     Signal("mkernel.ops.moe.kinds:PLACED", "placed", "the rows of block {index}"),
-    Signal("mkernel.ops.moe.kinds:SETTLED", "settled", "the places of chunk {index} of rank {peer}'s tokens"),
+    Signal("mkernel.ops.moe.kinds:SETTLED", "settled", "the row numbers of chunk {index} of rank {peer}'s tokens"),
     Signal("mkernel.ops.moe.kinds:COMPUTED", "computed", "the tiles of block {index}"),
-    Signal("mkernel.ops.moe.kinds:NUMBERED", "numbered", "the numbers of the tokens that go to other nodes"),
+    Signal("mkernel.ops.moe.kinds:NUMBERED", "numbered", "a send CTA of this rank to number the tokens for other nodes"),
     Signal("mkernel.ops.moe.kinds:RETURNED", "returned", "rank {peer} to sum its rows of chunk {index}"),
-    Signal("mkernel.ops.moe.kinds:BACK", "back", "what the node of rank {peer} made of chunk {index}"),
+    Signal("mkernel.ops.moe.kinds:BACK", "back", "the sums of rank {peer}'s node for chunk {index}"),
 )
 OPTIONS = (
-    Option("experts", "Mixture of experts: experts of a rank.", kind=int, default="16"),
-    Option("topk", "Mixture of experts: experts of a token.", kind=int, most=16, default="8"),
+    Option("experts", "Mixture of experts: experts per rank.", kind=int, default="16"),
+    Option("topk", "Mixture of experts: experts per token.", kind=int, most=16, default="8"),
 )
 
 register(
     Operator(
         name="moe_dispatch_matmul",
-        summary="brings tokens to the ranks of their experts and multiplies them there",
+        summary="sends tokens to the ranks of their experts and multiplies them there",
         function=f"{PACKAGE}:moe_dispatch_matmul",
         explain=f"{PACKAGE}.dispatch_matmul:explain",
         dimensions=("tokens", "out", "hidden"),
@@ -61,11 +61,11 @@ register(
     )
 )
 
-# measured and shown as a part of the layer
+# benchmarks and the demo show it as a part of moe_ffn
 register(
     Operator(
         name="moe_combine",
-        summary="brings the experts' rows back to their tokens' ranks, as weighted sums",
+        summary="returns the experts' rows to the ranks of their tokens, as weighted sums",
         function=f"{PACKAGE}:moe_combine",
         explain=f"{PACKAGE}.combine:explain",
         dimensions=("tokens", "columns"),

@@ -1,52 +1,55 @@
-"""moe_ffn: a whole mixture-of-experts layer, one kernel per rank: dispatch, SwiGLU FFN of the experts, combine.
+"""moe_ffn: a whole mixture-of-experts layer in one kernel per rank: dispatch, SwiGLU FFN of the experts, combine.
 
-What it computes. For each token of this rank the sum, over the experts e that it names, of its weight times
-(silu(x @ gate_e) * (x @ up_e)) @ down_e. Tokens go to the ranks of their experts, results come back.
+What it computes. For each token of this rank, the sum over the experts e that it names of its weight for e times
+(silu(x @ gate_e) * (x @ up_e)) @ down_e. Tokens move to the ranks of their experts, and results return.
 
-Who does what. One persistent launch per rank; a CTA takes its role from its program id, as in
-moe_dispatch_matmul, and goes on where that operator ends:
+Who does what. One persistent launch per rank; a CTA takes its role from its program id. The first half is that of
+moe_dispatch_matmul:
 
 - CTA 0 announces the launch and publishes the rank's routing table: ids and weights.
-- `send`, `intra`: bring the tokens to their experts' ranks (dispatch.py).
-- all but send count rows and order blocks of rows (routing.py, schedule.py).
-- `compute`, and the others when all tokens are in place: tiles of both GEMMs in one sequence (lang/order.py,
-  `interleaved`), which a counter hands out. A tile of the first multiplies a block of rows by columns of gate and up,
-  and stores silu(gate) * up; a tile of the second multiplies that block by columns of down. The rows of the second
-  take the place of the tokens in memory, which nobody needs any more.
-- The combine (reduction.py) is cut into pieces: chunk by chunk of other nodes' tokens with the sums that are
-  sent there, then sums of chunks of tokens of this node, then the chunks of the rank's own tokens. They go, in
-  this order, to whoever is free.
-  Blocks with rows of other nodes are computed before half of those with rows of this node only; the other half is
-  computed while the network brings rows. When their tiles have been handed out, all CTAs turn to the pieces of other
-  nodes' tokens (phase 0), then to the other tiles, while results are on their way over the network, then to the other
-  pieces (phase 1).
+- `send`, `intra`: move the tokens to the ranks of their experts (dispatch.py).
+- All CTAs except `send` count rows, and the last one to finish makes the schedule of blocks (routing.py, schedule.py).
+- `compute`, and all other CTAs once their transfers are done: compute the tiles of both GEMMs, in one sequence
+  (`interleaved` in lang/order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
+  columns of gate and up, and stores silu(gate) * up. A tile of the second GEMM multiplies the resulting block by
+  columns of down. Its result overwrites the block of tokens, which is no longer needed.
+- All CTAs combine (reduction.py). The combine is divided into pieces, which another counter assigns to CTAs as they
+  become free, in this order: for each chunk of tokens of other nodes, the partial sums, then the sums to send there;
+  then the partial sums for chunks of tokens of this node; then the results of the rank's own chunks.
 
-What is signalled. As in moe_dispatch_matmul and in moe_combine. Within the rank: each block of rows counts rows
-that have been placed, tiles of the first GEMM and tiles of the second; they start at zero, before `counted`.
-`settled[parity, source, chunk]`: the tables of this rank say where the rows of that chunk are. A piece of the
-combine waits for this, and for the second GEMM's tiles of all blocks that hold its rows.
+Order. The schedule has blocks with rows of other nodes before half of the blocks with rows of this node only; the first
+half of those is computed while the network delivers rows. Phase 0 computes all tiles except those of the second half,
+then the pieces for tokens of other nodes. Phase 1 computes the remaining tiles, while those results cross the network,
+then the remaining pieces. With a single node, there is only phase 1.
 
-Why buffers are safe. Two halves by the epoch's parity, written after their readers have entered e-1, as in the
-other two operators. In the rank's own memory: tiles of the second GEMM overwrite a block of tokens when all tiles
-of the first have read it; a tile at the end of an expert reads rows of the next block, too, but stores nothing of
-what it makes of them.
+What is signalled. The same as in moe_dispatch_matmul and moe_combine. Within the rank, each block of rows has three
+counters: rows in place, tiles of the first GEMM and tiles of the second GEMM that are done. They are set to zero before
+`counted` is signalled. `settled[parity, source, chunk]`: the tables of this rank say where the rows of that chunk are.
+A piece of the combine waits for this signal, and for the second GEMM's tiles of all blocks that contain its rows.
 
-Why it cannot deadlock. Sends wait for entries and routing tables; intra for sends; tiles of the first GEMM for
-intra, tiles of the second for tiles of the first, which come before them in the one sequence and so were handed out
-before; pieces of the combine for tiles and for pieces before them, on any rank. Sends and intra never wait for
-tiles, and tiles never for the combine. Pieces of phase 0 wait only for tiles of phase 0: rows of other nodes' tokens
-are in no other blocks. So a CTA may keep a tile of phase 1 that it was handed in phase 0. There is no barrier between
-the stages. All CTAs must be resident: the launch checks that. Waits have a timeout all the same.
+Why buffers are safe. They have two halves, selected by the parity of the epoch, and are written after their readers
+have entered e-1, as in the other two operators. Within the rank, tiles of the second GEMM overwrite a block of tokens
+only after all tiles of the first GEMM have read it. A tile at the end of an expert also reads rows of the next block,
+but stores nothing that it computes from them.
 
-When the routing cannot be carried out (rows beyond a capacity, ids beyond the last expert), all ranks find that, fill
-the result with NaN and leave; the host raises, and the group can be used again.
+Why it cannot deadlock. The waits form a chain. `send` waits for entries and routing tables, and `intra` waits for
+`send`. Tiles of the first GEMM wait for `intra`. Tiles of the second GEMM wait for tiles of the first, which are
+earlier in the sequence, so they have been assigned already. Pieces of the combine wait for tiles and for earlier
+pieces, on any rank. `send` and `intra` never wait for tiles, and tiles never wait for the combine. Pieces of phase 0
+wait only for tiles of phase 0, because no other blocks contain rows of other nodes' tokens. So a CTA that has taken its
+first tile of phase 1 may hold it while it works on pieces of phase 0. There is no barrier between the stages. All CTAs
+must be resident, which the launch checks. Still, every wait has a timeout.
 
-What it costs. FLOPs 6*rows*hidden*inter. Over links: what moe_dispatch_matmul and moe_combine cost. Memory of the
-rank: rows*(hidden + inter) elements; workspace for each half (ranks + 4*nodes - 3)*tokens*hidden elements.
+If the routing is invalid (rows beyond a capacity, ids beyond the last expert), all ranks find the same problem, fill
+the result with NaN and finish. The host raises an error, and the group remains usable.
 
-Ways that lost, on paper. All of the first GEMM, then all of the second: the combine, as long as the dispatch,
-would start when most of the arithmetic is over. gate and up as one GEMM with 2*inter columns: silu needs both in
-one tile, and the columns of w_gate_up would have to be interleaved, which is a copy of it.
+What it costs. 6*rows*hidden*inter FLOPs. The traffic is that of moe_dispatch_matmul and moe_combine. Memory on the
+rank: rows*(hidden + inter) elements. Each half of the workspace has (ranks + 4*nodes - 3)*tokens*hidden elements.
+
+Alternatives that were rejected without a measurement. All of the first GEMM, then all of the second: the combine, which
+takes as long as the dispatch, would start only when most of the arithmetic is done. gate and up as one GEMM with
+2*inter columns: silu needs both in one tile, so the columns of w_gate_up would have to be interleaved, which requires a
+copy of it.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ from mkernel.ops.moe.kinds import COMPUTED, SETTLED
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
 from mkernel.ops.moe.protocol import (
     Batch,
-    number,
+    decode,
     signal_of,
     wait_node_entered,
     wait_numbered,
@@ -117,10 +120,10 @@ from mkernel.runtime.world import Launch
 
 TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
 
-# Counters of a block of rows: the first counts rows in place.
+# Counters of a block of rows. The first one counts rows in place.
 COUNTERS = tl.constexpr(3)
-GATED = tl.constexpr(1)  # tiles of the first GEMM
-DONE = tl.constexpr(2)  # tiles of the second
+GATED = tl.constexpr(1)  # counts tiles of the first GEMM
+DONE = tl.constexpr(2)  # counts tiles of the second GEMM
 
 
 class Operands(NamedTuple):
@@ -128,14 +131,14 @@ class Operands(NamedTuple):
     down."""
 
     rows: Any  # descriptor of the rows of all experts, for loads
-    rows_out: Any  # descriptor of the same, for stores: see `result_descriptor`
+    rows_out: Any  # descriptor of the same rows, for stores: see `result_descriptor`
     inner: Any  # descriptor
     gate_up: Any  # Weights
     down: Any  # Weights
 
 
 class Gemms(NamedTuple):
-    """The two GEMMs of a call, but for their `Operands`."""
+    """The two GEMMs of a call, except for their `Operands`."""
 
     gate_up_strides: Any  # WeightStrides
     down_strides: Any
@@ -143,21 +146,21 @@ class Gemms(NamedTuple):
     hidden: Any
     inter: Any
     tiling: Any  # Tiling
-    HALF: Any  # columns of gate in a tile, and as many of up
+    HALF: Any  # columns of gate in a tile, and of up
 
 
 @triton.jit
 def _wait_gated(context, counters, gates, block):
-    """Wait for so many tiles of the first GEMM of a block, to read them through descriptors; false if the group gave
-    up."""
-    here = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
+    """Wait until `gates` tiles of the first GEMM of a block are done and can be read through descriptors; false if the
+    group gave up."""
+    gated = wait_again(context, counters + GATED, gates, COMPUTE, COMPUTED, -1, block)
     acquire_for_descriptors()
-    return here
+    return gated
 
 
 @triton.jit
 def _count_tile(counter):
-    """Count a tile that was stored, through a descriptor or through pointers."""
+    """Count a tile that has been stored, through a descriptor or through pointers."""
     complete_descriptor_stores()
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
@@ -165,9 +168,9 @@ def _count_tile(counter):
 
 @triton.jit
 def _compute(context, operands, gemms, tables, tile, phase):
-    """Tiles of both GEMMs, in one sequence: `tile`, and those that are handed out next. In phase 0 up to those that
-    other nodes' tokens need, and one more for each CTA, so that nobody waits for them afterwards. Returns the
-    first tile that was left."""
+    """Compute `tile`, then tiles that the counter assigns. Phase 0 ends after the tiles that other nodes' tokens need,
+    plus one per CTA, so that no CTA waits for the last of them. Returns the first tile that was taken but not computed.
+    """
     N: tl.constexpr = gemms.tiling.N
     HALF: tl.constexpr = gemms.HALF
     GROUP: tl.constexpr = gemms.tiling.GROUP
@@ -176,27 +179,27 @@ def _compute(context, operands, gemms, tables, tile, phase):
     blocks = tl.load(tables.summary + BLOCKS)
     tiles = blocks * (gates + downs)
     if phase == 0:
-        early = interleaved_until(tl.load(tables.summary + BEFORE_NODE), blocks, gates, downs, GROUP)
-        tiles = tl.minimum(early + tl.num_programs(0), tiles)
+        far_tiles = interleaved_until(tl.load(tables.summary + BEFORE_NODE), blocks, gates, downs, GROUP)
+        tiles = tl.minimum(far_tiles + tl.num_programs(0), tiles)
     while tile < tiles:
-        second, place, column_block = interleaved(tile, blocks, gates, downs, GROUP)
-        entry = tables.schedule + place * ENTRY
+        second, index, column_block = interleaved(tile, blocks, gates, downs, GROUP)
+        entry = tables.schedule + index * ENTRY
         expert = tl.load(entry)
         row = tl.load(entry + 1)
         rows = tl.load(entry + 2)
         block = tl.load(entry + 3)
         counters = tables.placed + block * COUNTERS
         if second:
-            here = _wait_gated(context, counters, gates, block)
+            ready = _wait_gated(context, counters, gates, block)
             since = trace_time(context)
             used_below(operands.inner, row + rows)
             of_down = Tile(expert, row, row + rows, column_block * N, gemms.hidden)
             accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
-            accumulator += tl.where(here, 0.0, float("nan"))
+            accumulator += tl.where(ready, 0.0, float("nan"))
             store_rows(operands.rows_out, of_down, accumulator)
             trace(context, TILES, TILE, -1, tile, since)
         else:
-            here = wait_placed(context, counters, rows, block)
+            ready = wait_placed(context, counters, rows, block)
             since = trace_time(context)
             acquire_for_descriptors()
             used_below(operands.rows, row + rows)
@@ -205,7 +208,7 @@ def _compute(context, operands, gemms, tables, tile, phase):
                 operands.rows, operands.gate_up, of_gate, gemms.hidden,
                 Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
             )  # fmt: skip
-            gated += tl.where(here, 0.0, float("nan"))
+            gated += tl.where(ready, 0.0, float("nan"))
             store_rows_through_pointers(gemms.inner_rows, of_gate, gated)
             trace(context, TILES, TILE, -1, tile, since)
         _count_tile(counters + tl.where(second, DONE, GATED))
@@ -222,13 +225,14 @@ def _wait_settled(comm, batch, source, chunk):
 
 @triton.jit
 def _wait_tiles(context, done, mask, tiles):
-    """Wait until some blocks have so many tiles of the second GEMM; false if the group gave up."""
+    """Wait until `tiles` tiles of the second GEMM are done in each of some blocks; false if the group gave up."""
     return wait_all(context, done, mask, tiles, COMPUTE, COMPUTED, -1, -1)
 
 
 @triton.jit
 def _wait_computed(comm, routing, gemms, batch, source, chunk):
-    """Wait until this rank's experts are done with a chunk of `source`'s tokens; false if the group gave up."""
+    """Wait until this rank's experts have computed all rows of a chunk of `source`'s tokens; false if the group gave
+    up."""
     K: tl.constexpr = routing.K
     CHUNK: tl.constexpr = routing.CHUNK
     tables = routing.tables
@@ -237,10 +241,10 @@ def _wait_computed(comm, routing, gemms, batch, source, chunk):
         t = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
         slot = tl.arange(0, routing.SLOTS)[None, :]
         inside = (t < tokens_of(tables, source)) & (slot < K)
-        places = (source * batch.max_tokens).to(tl.int64) * K + t * K + slot
-        row = tl.load(tables.destinations + places, mask=inside, other=-1)
+        offsets = (source * batch.max_tokens).to(tl.int64) * K + t * K + slot
+        row = tl.load(tables.destinations + offsets, mask=inside, other=-1)
         mine = row >= 0
-        expert = tl.load(tables.all_topk_ids + places, mask=mine, other=0) - tl.load(tables.summary + FIRST_EXPERT)
+        expert = tl.load(tables.all_topk_ids + offsets, mask=mine, other=0) - tl.load(tables.summary + FIRST_EXPERT)
         block = tl.load(tables.first_blocks + expert, mask=mine, other=0)
         base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mine, other=0)
         block += (row - base) // gemms.tiling.M
@@ -252,7 +256,7 @@ def _wait_computed(comm, routing, gemms, batch, source, chunk):
 
 @triton.jit
 def _collect(comm, routing, combine, batch, chunk):
-    """The last piece of a chunk of this rank's own tokens: its result, or NaN if the group gave up."""
+    """The last piece for a chunk of this rank's own tokens: stores their result, or NaN if the group gave up."""
     CHUNK: tl.constexpr = routing.CHUNK
     rank = rank_of(comm.context)
     ready = _wait_settled(comm, batch, rank, chunk)
@@ -271,47 +275,46 @@ def _collect(comm, routing, combine, batch, chunk):
 
 @triton.jit
 def _combine(comm, routing, gemms, combine, batch, piece, phase):
-    """Pieces of the combine: `piece`, and those that are handed out next; in phase 0 those of other nodes' tokens.
-    Returns the first piece that was left."""
+    """Combine `piece`, then pieces that the counter assigns; in phase 0, only those for tokens of other nodes. Returns
+    the first piece that was taken but not combined."""
     CHUNK: tl.constexpr = routing.CHUNK
     others: tl.constexpr = comm.WORLD_SIZE - comm.RANKS_PER_NODE
     nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-    far: tl.constexpr = others + nodes - 1  # pieces of a chunk that have to do with other nodes
+    far_pieces: tl.constexpr = others + nodes - 1  # pieces per chunk that concern other nodes
     rank = rank_of(comm.context)
     tables = routing.tables
     chunks = batch.chunks
-    left = wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
-    left &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
-    pieces = tl.where(phase == 0, chunks * far, chunks * (comm.RANKS_PER_NODE + far + 1))
+    ready = wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    ready &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
+    pieces = tl.where(phase == 0, chunks * far_pieces, chunks * (comm.RANKS_PER_NODE + far_pieces + 1))
     while piece < pieces:
-        within = piece - chunks * far  # this node
-        own = within - chunks * comm.RANKS_PER_NODE
-        if (own < 0) & ((within >= 0) | (piece % max(far, 1) < others)):
-            chunk = tl.where(within >= 0, within // comm.RANKS_PER_NODE, piece // max(far, 1))
+        near_piece = piece - chunks * far_pieces  # among those for tokens of this node
+        own_chunk = near_piece - chunks * comm.RANKS_PER_NODE
+        if (own_chunk < 0) & ((near_piece >= 0) | (piece % max(far_pieces, 1) < others)):
+            chunk = tl.where(near_piece >= 0, near_piece // comm.RANKS_PER_NODE, piece // max(far_pieces, 1))
             base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-            other = (base + comm.RANKS_PER_NODE + piece % max(far, 1)) % comm.WORLD_SIZE
-            source = tl.where(within >= 0, base + within % comm.RANKS_PER_NODE, other)
-            if left & (chunk * CHUNK < tokens_of(tables, source)):
+            other = (base + comm.RANKS_PER_NODE + piece % max(far_pieces, 1)) % comm.WORLD_SIZE
+            source = tl.where(near_piece >= 0, base + near_piece % comm.RANKS_PER_NODE, other)
+            if ready & (chunk * CHUNK < tokens_of(tables, source)):
                 if _wait_computed(comm, routing, gemms, batch, source, chunk):
                     sum_chunk(comm, routing, combine, batch, source, chunk)
-        elif own < 0:
+        elif own_chunk < 0:
             if nodes > 1:
-                chunk = piece // max(far, 1)
-                away = piece % max(far, 1) - others + 1
+                chunk = piece // max(far_pieces, 1)
+                away = piece % max(far_pieces, 1) - others + 1
                 source = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-                if left & (chunk * CHUNK < tokens_of(tables, source)):
+                if ready & (chunk * CHUNK < tokens_of(tables, source)):
                     if _wait_settled(comm, batch, source, chunk):
                         relay_chunk(comm, routing, combine, batch, away, chunk)
-        elif own * CHUNK < batch.tokens:
-            _collect(comm, routing, combine, batch, own)
+        elif own_chunk * CHUNK < batch.tokens:
+            _collect(comm, routing, combine, batch, own_chunk)
         piece = take(tables.summary + PIECES_TAKEN)
     return piece
 
 
 @triton.jit
 def _run(context, ranks, operands, routing, dispatch, gemms, combine, batch):
-    """The stages. The epoch is loaded again for each of them: kept in a register through the tiles, it would make them
-    spill."""
+    """The stages. Each loads the epoch again: keeping it in a register would make the tiles spill."""
     dispatch_tokens(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE), routing, dispatch, batch
     )
@@ -337,8 +340,8 @@ def _run(context, ranks, operands, routing, dispatch, gemms, combine, batch):
 def moe_ffn_kernel(
     context, ranks, rows, rows_out, inner, gate_up, down, routing, dispatch, gemms, combine, batch
 ):  # fmt: skip
-    """The whole operator. ranks: `Ranks`; rows, rows_out, inner, gate_up, down: see `Operands`; routing: `Routing`,
-    dispatch: `Dispatch`, gemms: `Gemms`, combine: `Combine`, batch: `Batch`."""
+    """The whole operator. ranks: `Ranks`; rows, rows_out, inner, gate_up, down: see `Operands`; routing: `Routing`;
+    dispatch: `Dispatch`; gemms: `Gemms`; combine: `Combine`; batch: `Batch`, encoded."""
     _run(
         context, ranks,
         Operands(
@@ -346,8 +349,8 @@ def moe_ffn_kernel(
         ),
         routing, dispatch, gemms, combine,
         Batch(
-            number(batch.tokens), number(batch.max_tokens), number(batch.experts), number(batch.capacity),
-            number(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
+            decode(batch.tokens), decode(batch.max_tokens), decode(batch.experts), decode(batch.capacity),
+            decode(batch.chunks), batch.nanoseconds_per_mib, batch.signals,
         ),
     )  # fmt: skip
 
@@ -356,9 +359,9 @@ def _launch(
     group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
     w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
-    c, sizes, share = plan.config, plan.sizes, plan.copying
+    c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, inter, hidden = w_down.shape
     rows = empty_rows(group, max(sizes.capacity, 1), hidden, x.dtype, c.tile_m)
     inner_shape = (max(sizes.capacity, 1), row_stride_of(inter, x.dtype))
@@ -373,7 +376,7 @@ def _launch(
         staged=memory.buffer_in(workspace, "staged"),
         send=memory.buffer_in(workspace, "send"),
         recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, share.near_intra_ctas, share.far_intra_ctas)),
+        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
         **protocol.copies_of(group, c.copy_bytes, x.dtype),
         **dict(zip(("TILE_M", "GROUP", "COUNTERS", "COMBINES"), constants(c.tile_m, c.group_m, COUNTERS.value, True))),
     )
@@ -415,7 +418,7 @@ def _launch(
             batch=protocol.batch_of(group, sizes, memory, workspace),
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers of 64 bits
+        # including the size of the workspace: Triton compiles another binary for 64-bit integers
         variant=(plan, workspace.half_bytes),
         uses=memory.uses(workspace),
         inputs=("dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down"),
@@ -427,20 +430,23 @@ def _check(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
 ) -> None:  # fmt: skip
-    """Refuse what can not be computed, naming the argument and the rule."""
+    """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     check_config("moe_ffn", config)
     check_tokens("moe_ffn", group, x, topk_ids)
     check_tensor("moe_ffn", group, "topk_weights", topk_weights)
     check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
     check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
     if w_gate_up.shape[2] % 2:
-        raise ArgumentError(f"w_gate_up is {tuple(w_gate_up.shape)}: half of its columns are gate, half are up")
+        raise ArgumentError(
+            f"w_gate_up is {tuple(w_gate_up.shape)}: its last dimension must be even, because half of its columns are "
+            f"gate, half are up"
+        )
     inter = w_gate_up.shape[2] // 2
     check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
     if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
         raise ArgumentError(
-            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: as many experts "
-            f"as w_gate_up has, and columns as many as a token has elements"
+            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: the experts of "
+            f"w_gate_up, half of its columns, the size of a token"
         )
     check_bounds(x.shape[0], capacity, max_tokens)
     if out is not None:
@@ -463,29 +469,29 @@ def moe_ffn(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """A mixture-of-experts layer: tokens to their experts, SwiGLU there, weighted sums back; in one kernel.
+    """A mixture-of-experts layer in one kernel: dispatch tokens to their experts, apply SwiGLU there, combine.
 
     Args:
-        x: [tokens, hidden], this rank's tokens; how many may differ between ranks, also be none. Any strides.
-        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered over all ranks
-            in rank order. Negative: dropped.
-        topk_weights: [tokens, k], floating point.
-        w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts; how many may differ between
-            ranks, also be none. A transposed view of [experts, 2*inter, hidden] is read as it is.
+        x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
+        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered across ranks in rank
+            order. Negative ids are dropped.
+        topk_weights: [tokens, k], floating point: the weights of the experts.
+        w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts. Their number may differ between
+            ranks and may be 0. A transposed view of [experts, 2*inter, hidden] is read without a copy.
         w_down: [experts, inter, hidden], likewise.
-        group, capacity, max_tokens, config: as in moe_dispatch_matmul; capacity is in rows, one for each token and
+        group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
             expert on this rank.
         out: [tokens, hidden], where to put the result; must not overlap an input.
 
     Returns:
-        [tokens, hidden] in x's type. Products are accumulated in fp32; the activations, the experts' results and the
-        sums that leave a rank or a node are rounded to x's type. The same input gives the same bits. A token whose
-        ids were all dropped gets zeros.
+        [tokens, hidden] in x's type. Products are accumulated in fp32. Activations, the experts' results, and sums that
+        leave a rank or a node are rounded to x's type. The same input gives the same bits. A token whose ids were all
+        dropped gets zeros.
 
     Raises:
         ArgumentError: before anything is launched.
         CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
-        CommTimeout: a peer did not come within the group's timeout.
+        CommTimeout: a peer did not arrive within the group's timeout.
     """
     assert group is not None
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
@@ -500,7 +506,7 @@ def agree(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call whose arguments are in order. Collective."""
+    """The sizes of a call with valid arguments. Collective."""
     return agree_on_sizes(
         "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config,
         lambda most: _choose(group, x, topk_ids, w_down, most, config),
@@ -510,8 +516,8 @@ def agree(
 def _choose(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, max_tokens: int, given: Config | None
 ) -> Config | None:
-    """The configuration of a call in which no rank has more tokens. Chunks follow from what is the same on every
-    rank, whether they were tuned or not."""
+    """The configuration of a call in which no rank has more than max_tokens tokens. Its chunk size depends only on
+    values that are the same on every rank, whether it is tuned or not."""
     experts, inter, hidden = w_down.shape
     return TUNABLE.choose(
         group, x.dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden, inter=inter, experts=experts
@@ -522,7 +528,7 @@ def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None,
 ) -> Launch:  # fmt: skip
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = _choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
     key = (
         "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
@@ -546,7 +552,8 @@ def explain(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> FfnPlan:
-    """The plan that `moe_ffn` with these arguments would carry out, if no rank had more tokens."""
+    """The plan that `moe_ffn` would carry out with these arguments, if no rank had more than max_tokens tokens (by
+    default, more than this rank)."""
     group = current(group)
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)

@@ -1,4 +1,4 @@
-"""The handle of a dispatch: where rows came from, and so where results go back to."""
+"""The handle of a dispatch: where each row came from, and thus where its result returns to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mkernel.runtime.group import Group
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """Where the rows of a dispatch came from, and so where results go back to.
+    """Where the rows of a dispatch came from, and thus where their results return to.
 
-    Row i of y, for i below the sum of `counts`, is token `token[i]` of rank `source[i]`. Rows are grouped by
-    expert; `counts[e]` rows belong to the e-th expert of this rank. All three are on the rank's device, and
-    on a GPU they are there when the call is done, not when it returns. Rows of y beyond them are not written.
+    Row i of y, for i below the sum of `counts`, is token `token[i]` of rank `source[i]`. Rows are grouped by expert:
+    `counts[e]` of them belong to the e-th expert of this rank. Rows of y beyond the sum are not written. The three
+    tensors are on the rank's device. On a GPU they are valid once the kernel has finished, not when the call returns.
     """
 
     group: Group

@@ -1,4 +1,4 @@
-"""How calls are carried out: tiles, chunks, CTAs of each role, and how matrices are read."""
+"""Plans: tiles, chunks, CTAs of each role, and how matrices are read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import matmul_precision
 
-PLACE_RATE = 20e9  # bytes/s of rows that one CTA places beside a GEMM; measured on an H200
+PLACE_RATE = 20e9  # bytes/s at which one CTA places rows while a GEMM runs; measured on an H200
 
-# Blocks of rows in a group of moe_ffn, by default: about as many as an expert has in a class, if ranks have thousands
-# of tokens. 4 ranks, 8192 tokens of 7168, H200: groups of 8 took 14.95 ms, of 4 14.11.
+# Default number of row blocks in a group of moe_ffn: about as many as an expert has in a class (see schedule.py) if
+# ranks have thousands of tokens. On an H200 with 4 ranks and 8192 tokens of 7168 elements, groups of 8 blocks took
+# 14.95 ms, groups of 4 took 14.11 ms.
 FFN_GROUP = 4
 
-# Of a CTA of moe_combine on a GPU: it waits for memory all the time, and more warps wait for more. 4 ranks on an H200,
-# tokens of 4096: 16384 tokens took 1.88 ms with 8 warps and 1.43 with 16, 4096 tokens 0.54 and 0.41.
+# Warps per CTA of moe_combine on a GPU. It is bound by memory latency, and more warps have more loads in flight. On an
+# H200 with 4 ranks and tokens of 4096 elements, 16384 tokens took 1.88 ms with 8 warps and 1.43 ms with 16; 4096 tokens
+# took 0.54 and 0.41 ms.
 COMBINE_WARPS = 16
-# what fits into the registers, with the rows of 8 slots at a time
+# what fits in registers with the rows of 8 slots at a time
 COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 
@@ -34,45 +36,50 @@ COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 819
 
 @dataclass(frozen=True)
 class Copying:
-    """What a dispatch costs, and who takes care of it: CTAs that send tokens to other nodes, and that place rows."""
+    """The copies of a dispatch, and the CTAs that make them: those that send tokens to other nodes, and those that
+    place rows."""
 
     sent: int  # bytes
-    placed: int
+    placed: int  # bytes
     send_ctas: int
     intra_ctas: int
-    near_intra_ctas: int  # of the intra CTAs, those that also fetch tokens of this node
-    far_intra_ctas: int  # and of other nodes
+    near_intra_ctas: int  # of the intra CTAs, how many also fetch tokens from this node
+    far_intra_ctas: int  # and how many from other nodes
 
     @staticmethod
     def of(group: Group, sizes: Sizes, row_bytes: int, pick: Callable[[str, int], int]) -> Copying:
-        """All CTAs but those that send place the rows of their own rank: nobody can multiply before, and all do
-        afterwards. Rows of the node come at the pace of NVLink, those of other nodes at the network's; so only as many
-        CTAs wait for them, and send, as are needed to keep pace, if nearly all tokens are needed everywhere."""
-        most = pick("ctas", group.world.launcher.ctas(group.world_rank))
-        tokens = sizes.max_tokens * row_bytes
-        of_a_rank = sizes.expected_rows * row_bytes / sizes.world_size
+        """Choose the CTAs for the copies of a dispatch.
+
+        All CTAs except those that send place rows of their own rank's tokens: there is nothing to multiply before, and
+        all of them compute afterwards. Rows from the node arrive at the rate of NVLink, rows from other nodes at the
+        rate of the network. So only as many CTAs send, or wait for such rows, as it takes to keep up with these links,
+        assuming that nearly all tokens are needed on every rank.
+        """
+        max_ctas = pick("ctas", group.world.launcher.ctas(group.world_rank))
+        token_bytes = sizes.max_tokens * row_bytes
+        bytes_per_source = sizes.expected_rows * row_bytes / sizes.world_size
         nvlink = (group.world.links.nvlink or planning.NVLINK_RATE / 1e9) * 1e9
         network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
 
-        def keep_pace(rate: float) -> int:
-            return math.ceil(rate / tokens * of_a_rank / PLACE_RATE)
+        def ctas_for(rate: float) -> int:
+            return math.ceil(rate / token_bytes * bytes_per_source / PLACE_RATE)
 
-        senders = min(math.ceil(2 * network / PLACE_RATE), most // 4, sizes.chunks)
+        senders = min(math.ceil(2 * network / PLACE_RATE), max_ctas // 4, sizes.chunks)
         send_ctas = pick("send_ctas", max(senders, 1) if sizes.nodes > 1 else 0)
-        intra_ctas = pick("intra_ctas", min(max(most - send_ctas - 1, 1), sizes.chunks * sizes.ranks_per_node))
+        intra_ctas = pick("intra_ctas", min(max(max_ctas - send_ctas - 1, 1), sizes.chunks * sizes.ranks_per_node))
         return Copying(
-            (sizes.nodes - 1) * tokens,
+            (sizes.nodes - 1) * token_bytes,
             sizes.expected_rows * row_bytes,
             send_ctas,
             intra_ctas,
-            max(min(keep_pace(nvlink), intra_ctas), 1),
-            max(min(keep_pace(1.5 * network * sizes.ranks_per_node), most // 4, intra_ctas), 1),
+            max(min(ctas_for(nvlink), intra_ctas), 1),
+            max(min(ctas_for(1.5 * network * sizes.ranks_per_node), max_ctas // 4, intra_ctas), 1),
         )
 
     def __str__(self) -> str:
         return (
-            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} "
-            f"({self.near_intra_ctas} of them what comes from the node, {self.far_intra_ctas} from other nodes)"
+            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} bytes "
+            f"({self.near_intra_ctas} of them fetch tokens from the node, {self.far_intra_ctas} from other nodes)"
         )
 
 
@@ -80,16 +87,16 @@ def _settings(
     group: Group, sizes: Sizes, tiles: planning.TileDefaults, copying: Copying, dtype: torch.dtype, uses_tma: bool,
     pick: Callable[[str, int], int],
 ) -> Settings:  # fmt: skip
-    """The configuration of a launch that dispatches; checked. uses_tma: matrices are read through descriptors."""
-    most = group.world.launcher.ctas(group.world_rank)
+    """The checked configuration of a launch that dispatches. uses_tma: matrices are read through descriptors."""
+    max_ctas = group.world.launcher.ctas(group.world_rank)
     resolved = Settings(
         tile_m=pick("tile_m", tiles.tile_m), tile_n=pick("tile_n", tiles.tile_n), tile_k=pick("tile_k", tiles.tile_k),
         group_m=pick("group_m", tiles.group_m), stages=pick("stages", tiles.stages), warps=pick("warps", tiles.warps),
-        ctas=pick("ctas", most), send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=0,
+        ctas=pick("ctas", max_ctas), send_ctas=copying.send_ctas, intra_ctas=copying.intra_ctas, join_tiles=0,
         chunk_rows=sizes.chunk_rows, copy_bytes=pick("copy_bytes", tiles.copy_bytes),
     )  # fmt: skip
     planning.check_tile(resolved, dtype, uses_tma)
-    planning.check(resolved, max_ctas=most, least_send=1 if group.nodes > 1 else 0, least_intra=1)
+    planning.check(resolved, max_ctas=max_ctas, least_send=1 if group.nodes > 1 else 0, least_intra=1)
     return resolved
 
 
@@ -104,7 +111,7 @@ class DispatchPlan:
     sizes: Sizes
     copying: Copying
     row_stride: int
-    short_m: int  # blocks of no more rows are tiles of that height
+    short_m: int  # blocks of at most this many rows use tiles of this height
     weights: WeightLayout
     precision: str
     reasons: tuple[str, ...]
@@ -113,37 +120,37 @@ class DispatchPlan:
         c, s = self.config, self.sizes
         head = (
             f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which compute when they are done), chunks of "
+            f"{c.intra_ctas} intra, which compute when their transfers are done), chunks of "
             f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
 def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None) -> DispatchPlan:
-    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    """Plan a call of moe_dispatch_matmul. Depends only on shapes, strides, alignment and the group."""
     hidden, n = w.shape[1], w.shape[2]
     reasons = []
     weights = WeightLayout.of(w)
     if not weights.uses_tma:
         reasons.append("w has no contiguous, 16-byte aligned rows: it is read through pointers")
-    tiles_of = planning.default_tiles(group.device, x.dtype, n, weights.uses_tma)
+    defaults = planning.default_tiles(group.device, x.dtype, n, weights.uses_tma)
     pick = planning.chooser(config)
-    tile_m, tile_n = pick("tile_m", tiles_of.tile_m), pick("tile_n", tiles_of.tile_n)
-    most = group.world.launcher.ctas(group.world_rank)
+    tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
+    max_ctas = group.world.launcher.ctas(group.world_rank)
     tiles = (math.ceil(sizes.expected_rows / tile_m) + sizes.experts) * math.ceil(n / tile_n)
-    compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / most
+    compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / max_ctas
     copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
     reasons.append(
-        f"{copying} while about {tiles} tiles are computed, if the rows are even: estimated "
+        f"{copying} while about {tiles} tiles are computed, if the routing is balanced: estimated "
         f"{compute_seconds * 1e3:.3g} ms"
     )
     short_m = short_tile(group.device, tile_m)
     if short_m < tile_m:
         reasons.append(
-            f"a block of at most {short_m} rows, as the last one of an expert may be, is a tile of that height"
+            f"blocks of at most {short_m} rows, such as the last block of an expert, use tiles of that height"
         )
     return DispatchPlan(
-        config=_settings(group, sizes, tiles_of, copying, x.dtype, weights.uses_tma, pick),
+        config=_settings(group, sizes, defaults, copying, x.dtype, weights.uses_tma, pick),
         sizes=sizes,
         copying=copying,
         row_stride=row_stride_of(hidden, x.dtype),
@@ -178,16 +185,16 @@ class CombinePlan:
 
 
 def plan_combine(group: Group, y: torch.Tensor, sizes: Sizes, config: Config | None) -> CombinePlan:
-    """Decide how to run a call."""
+    """Plan a call of moe_combine."""
     given = config or Config()
     cuda = group.device.type == "cuda"
-    most = group.world.launcher.ctas(group.world_rank)
-    ctas = most if given.ctas is None else given.ctas
+    max_ctas = group.world.launcher.ctas(group.world_rank)
+    ctas = max_ctas if given.ctas is None else given.ctas
     copy_bytes = given.copy_bytes if given.copy_bytes is not None else COMBINE_BYTES[y.dtype] if cuda else 1024
-    if not 1 <= ctas <= most:
+    if not 1 <= ctas <= max_ctas:
         raise ArgumentError(
-            f"config.ctas is {ctas}, but must be 1 to {most}: so many CTAs of this rank can run at the same time, "
-            f"and they wait for each other"
+            f"config.ctas is {ctas}, but must be 1 to {max_ctas}: CTAs wait for each other, and no more of this rank "
+            f"can be resident at the same time"
         )
     return CombinePlan(
         ctas=ctas,
@@ -219,8 +226,8 @@ class FfnPlan:
         c, s = self.config, self.sizes
         head = (
             f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which then bring results back), chunks of {c.chunk_rows} tokens, "
-            f"capacity {s.capacity} rows for {s.experts} experts"
+            f"{c.intra_ctas} intra, which compute and combine when their transfers are done), chunks of "
+            f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
@@ -228,26 +235,28 @@ class FfnPlan:
 def plan_ffn(
     group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, sizes: Sizes, config: Config | None
 ) -> FfnPlan:
-    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    """Plan a call of moe_ffn. Depends only on shapes, strides, alignment and the group."""
     hidden, inter = w_down.shape[2], w_down.shape[1]
     reasons = []
     gate_up, down = WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down)
-    for name, read in (("w_gate_up", gate_up), ("w_down", down)):
-        if not read.uses_tma:
+    for name, weights in (("w_gate_up", gate_up), ("w_down", down)):
+        if not weights.uses_tma:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
     both = gate_up.uses_tma and down.uses_tma
-    tiles_of = planning.default_tiles(group.device, x.dtype, hidden, both)
-    tiles_of = replace(tiles_of, group_m=min(tiles_of.group_m, FFN_GROUP))
+    defaults = planning.default_tiles(group.device, x.dtype, hidden, both)
+    defaults = replace(defaults, group_m=min(defaults.group_m, FFN_GROUP))
     pick = planning.chooser(config)
-    tile_n = pick("tile_n", tiles_of.tile_n)
+    tile_n = pick("tile_n", defaults.tile_n)
     if tile_n < 32:
-        raise ArgumentError(f"config.tile_n must be at least 32: half of it is gate, half is up; got {tile_n}")
-    most = group.world.launcher.ctas(group.world_rank)
-    seconds = 6 * sizes.expected_rows * hidden * inter / planning.CTA_RATE[x.dtype] / most
+        raise ArgumentError(
+            f"config.tile_n must be at least 32, because half of a tile is gate and half is up; got {tile_n}"
+        )
+    max_ctas = group.world.launcher.ctas(group.world_rank)
+    seconds = 6 * sizes.expected_rows * hidden * inter / planning.CTA_RATE[x.dtype] / max_ctas
     copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
-    reasons.append(f"{copying}, if the rows are even; the arithmetic is estimated to take {seconds * 1e3:.3g} ms")
+    reasons.append(f"{copying}, if the routing is balanced; the GEMMs are estimated to take {seconds * 1e3:.3g} ms")
     return FfnPlan(
-        config=_settings(group, sizes, tiles_of, copying, x.dtype, both, pick),
+        config=_settings(group, sizes, defaults, copying, x.dtype, both, pick),
         sizes=sizes,
         copying=copying,
         row_stride=row_stride_of(hidden, x.dtype),

@@ -1,9 +1,9 @@
-"""The protocol between ranks: what lies in the workspace of a call, what is signalled, and who may write when.
+"""The protocol between ranks: the arrays in the workspace, the signals, and when a rank may write to a buffer.
 
-Signals and buffers have two halves, used in turn by the parity of the epoch. What a rank writes into its own half in
-epoch e is read by its node; what it sends to a counterpart is read by the counterpart's node. So it writes after all
-ranks of these nodes have entered e-1, and have therefore left e-2, the last epoch that read the half
-(`wait_node_entered`, `wait_other_nodes_entered`).
+Signals and buffers have two halves, selected by the parity of the epoch. The ranks of a node read what one of them
+writes to its own memory. The ranks of the counterpart's node read what a rank sends to its counterpart. Epoch e reuses
+the half of epoch e-2, so these readers must have left e-2 before the rank writes. The rank therefore waits until they
+have entered e-1 (`wait_node_entered`, `wait_other_nodes_entered`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 
-# Words of a published routing table: the header, then the ids, then the weights, whichever of them the operator needs.
+# Words of a published routing table: the header, then the ids, then the weights (only those that the operator needs).
 TOKENS = tl.constexpr(0)
 EXPERTS = tl.constexpr(1)
 CAPACITY = tl.constexpr(2)
@@ -33,31 +33,31 @@ HEADER = tl.constexpr(16)
 
 
 class Signals(NamedTuple):
-    """The signals of a workspace, each a `Words`; None if the operator has no use for it. All hold epochs."""
+    """The signals of a workspace, each a `Words`; None if the operator does not use it. All hold epochs."""
 
-    entered: Any  # [rank]: that rank of my node has begun the epoch
-    node_entered: Any  # [node]: all ranks of that node have
-    counted: Any  # within the rank: rows are counted and laid out
-    scheduled: Any  # within the rank: blocks of rows are in order
-    numbered: Any  # within the rank: the tokens that go to other nodes have numbers
+    entered: Any  # [rank]: that rank of my node has entered the epoch
+    node_entered: Any  # [node]: all ranks of that node have entered the epoch
+    counted: Any  # within the rank: rows are counted and have row numbers
+    scheduled: Any  # within the rank: the schedule of blocks is complete
+    numbered: Any  # within the rank: the tokens to send to other nodes are numbered
     routed: Any  # [source]: the routing table of that rank is in this rank's memory
-    held: Any  # [source, chunk]: so is that chunk of its tokens
-    settled: Any  # [source, chunk]: within the rank, its tables say where the rows of that chunk are
-    returned: Any  # [source, chunk]: this rank has summed its rows of that chunk of the source's tokens
-    back: Any  # [peer, chunk]: the sums of the peer's node for that chunk of my tokens are here
+    held: Any  # [source, chunk]: that chunk of the source's tokens is in this rank's memory
+    settled: Any  # [source, chunk]: within the rank: destinations and ids of that chunk are in `Tables`
+    returned: Any  # [source, chunk]: this rank's partial sums for that chunk of the source's tokens are ready
+    back: Any  # [peer, chunk]: the sums of the peer's node for that chunk of my tokens have arrived
 
 
 class Batch(NamedTuple):
-    """Numbers that follow the batch. Kernels must not be specialized for them: other binaries would be compiled while a
-    model is being served. But Triton 3.6 specializes for 1 and for multiples of 16 in structures, whatever
-    `do_not_specialize` says. So the host passes each of them as 2*n + 3, which is neither, a kernel's entry turns them
-    back (`number`), and all signals begin at multiples of 16 words (`layout`)."""
+    """Numbers that vary with the batch. Kernels must not be specialized for them: each new binary would be compiled
+    while a model is being served. But inside structures, Triton 3.6 specializes integers that are 1 or a multiple of
+    16, regardless of `do_not_specialize`. So the host passes each number n as 2*n + 3, which is neither (`batch_of`),
+    the kernel's entry decodes it (`decode`), and all signals start at multiples of 16 words (`layout`)."""
 
     tokens: Any  # of this rank
-    max_tokens: Any  # of any rank
+    max_tokens: Any  # bound on the tokens of any rank
     experts: Any  # of this rank
-    capacity: Any  # rows of this rank, at the most
-    chunks: Any  # of a rank, at the most
+    capacity: Any  # bound on the rows of this rank
+    chunks: Any  # of max_tokens tokens
     nanoseconds_per_mib: Any  # of an emulated link
     signals: Any  # Signals
 
@@ -67,11 +67,11 @@ def layout(
 ) -> Layout:
     """The workspace of a call that dispatches tokens, combines results, or both. For the signals see `Signals`.
 
-    tables: the published routing tables; of all ranks at their counterparts, in the rank's own row at the rank.
-    staged: this rank's tokens, for its node.
-    send, recv: tokens on their way to other nodes; an area for each node that is so many nodes on.
-    partial: for each token of each rank the sum of its rows on this rank.
-    combine_send, combine_recv: sums of a node on their way to the rank of the token.
+    tables: published routing tables. The row of a rank is valid on that rank and on its counterparts.
+    staged: this rank's tokens, for the ranks of its node to fetch.
+    send, recv: tokens for and from other nodes, with an area for each value of `away`.
+    partial: for each token of each rank, the sum of its rows on this rank.
+    combine_send, combine_recv: sums of a node, on their way to the ranks of the tokens.
     """
     memory = Layout(op)
     memory.words("entered", sizes.world_size)
@@ -100,35 +100,35 @@ def layout(
 
 
 def batch_of(group: Group, sizes: Sizes, memory: Layout, workspace: Workspace) -> Batch:
-    """What a kernel is told about a batch."""
+    """The `Batch` of a launch, with its numbers encoded."""
     signals = Signals(*(memory.words_in(workspace, name) if name in memory else None for name in Signals._fields))
-    link = group.world.links.nvlink if is_paced(group) else None
+    gigabytes_per_second = group.world.links.nvlink if is_paced(group) else None
 
-    def passed(number: int) -> int:
+    def encode(number: int) -> int:
         return 2 * number + 3
 
     return Batch(
-        passed(sizes.tokens), passed(sizes.max_tokens), passed(sizes.experts), passed(sizes.capacity),
-        passed(sizes.chunks), round(2**20 / link) if link else 0, signals,
+        encode(sizes.tokens), encode(sizes.max_tokens), encode(sizes.experts), encode(sizes.capacity),
+        encode(sizes.chunks), round(2**20 / gigabytes_per_second) if gigabytes_per_second else 0, signals,
     )  # fmt: skip
 
 
 def is_paced(group: Group) -> bool:
-    """Are the links between the ranks of a node emulated?"""
+    """Whether the links between the ranks of a node are emulated."""
     return group.world.links.nvlink is not None and group.gpus_per_node > 1
 
 
 def copies_of(group: Group, copy_bytes: int, dtype: torch.dtype) -> dict[str, Any]:
-    """How rows are copied and summed, so many bytes at a time: fields of `Dispatch` and `Combine`."""
+    """How a CTA copies and sums rows, with `copy_bytes` bytes in flight: fields of `Dispatch` and `Combine`."""
     rows = 4
     columns = max(copy_bytes // dtype.itemsize // rows, 1)
     return dict(zip(("ROWS", "COLUMNS", "PACED"), constants(rows, columns, is_paced(group))))
 
 
 @triton.jit
-def number(passed):
-    """A number of the batch, from what the host passed: see `Batch`."""
-    return ((passed - 3) >> 1).to(tl.int32)
+def decode(encoded):
+    """A number of the batch, from its encoded form: see `Batch`."""
+    return ((encoded - 3) >> 1).to(tl.int32)
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def signal_of(comm, rank, words, i, j):
 
 @triton.jit
 def holder_of(comm, source):
-    """The rank of my node that has what comes from `source`: itself, or its counterpart here."""
+    """The rank of my node that holds the data of `source`: the source itself, or its counterpart in my node."""
     rank = rank_of(comm.context)
     base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
     near = source // comm.RANKS_PER_NODE == rank // comm.RANKS_PER_NODE
@@ -148,7 +148,7 @@ def holder_of(comm, source):
 
 @triton.jit
 def announce(comm, signals):
-    """Tell the ranks of my node that I have entered the epoch."""
+    """Signal to the ranks of my node that I have entered the epoch."""
     rank = rank_of(comm.context)
     base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
     for i in range(1, comm.RANKS_PER_NODE):
@@ -158,8 +158,8 @@ def announce(comm, signals):
 
 @triton.jit
 def announce_node(comm, signals, ROLE: tl.constexpr):
-    """Tell my counterparts that all ranks of my node have entered the epoch: they all read what the counterparts write
-    into my memory."""
+    """Signal to my counterparts that all ranks of my node have entered the epoch. All of them, because all of them read
+    what the counterparts write to my memory."""
     rank = rank_of(comm.context)
     segment = tl.load(comm.context + SEGMENT)
     signal = word_of(signals.node_entered, comm.epoch, rank // comm.RANKS_PER_NODE, 0) * 8
@@ -171,38 +171,39 @@ def announce_node(comm, signals, ROLE: tl.constexpr):
 
 @triton.jit
 def notify_routed(comm, signals, rank):
-    """Tell my node that my routing table is in my memory. rank: mine."""
+    """Signal to my node that my routing table is in my memory. rank: mine."""
     notify(signal_of(comm, rank, signals.routed, rank, 0), comm.epoch)
 
 
 @triton.jit
 def notify_held(comm, signals, rank, chunk):
-    """Tell my node that a chunk of my tokens is in my memory. rank: mine."""
+    """Signal to my node that a chunk of my tokens is in my memory. rank: mine."""
     notify(signal_of(comm, rank, signals.held, rank, chunk), comm.epoch)
 
 
 @triton.jit
 def post_held(comm, transfer, signal):
-    """Ask the network for the transfer of tokens of a chunk, and for their signal at my counterpart."""
+    """Post the transfer of a chunk's tokens to my counterpart, with the `held` signal to raise there."""
     post(comm.context, transfer, signal, comm.epoch, SEND)
 
 
 @triton.jit
 def wait_held(comm, signals, holder, source, chunk):
-    """Wait until a chunk of the source's tokens is in the memory of a rank of my node; false if the group gave up."""
+    """Wait until a chunk of the source's tokens is in the memory of `holder`, a rank of my node; false if the group
+    gave up."""
     signal = signal_of(comm, holder, signals.held, source, chunk)
     return wait(comm.context, signal, comm.epoch, INTRA, HELD, source, chunk)
 
 
 @triton.jit
 def wait_counted(comm, counted):
-    """Wait until the rows of this rank have places; false if the group gave up. counted: the signal."""
+    """Wait until the rows of this rank have row numbers; false if the group gave up. counted: the signal."""
     return wait(comm.context, counted, comm.epoch, INTRA, COUNTED, -1, 0)
 
 
 @triton.jit
 def wait_numbered(comm, numbered, ROLE: tl.constexpr):
-    """Wait until the tokens of this rank that go to other nodes have numbers; false if the group gave up. numbered: the
+    """Wait until the tokens that this rank sends to other nodes are numbered; false if the group gave up. numbered: the
     signal."""
     return wait(comm.context, numbered, comm.epoch, ROLE, NUMBERED, -1, 0)
 

@@ -1,16 +1,17 @@
-"""Bringing the experts' results back: a weighted sum at the token's rank, in a fixed order.
+"""The combine: results of the experts return to the rank of their token, as a weighted sum in a fixed order.
 
-Three steps, each over chunks of a source's tokens:
+It has three steps, each over chunks of a source's tokens:
 
-- `sum_chunk`, on the ranks of the experts: the rows that a token has on this rank, times their weights, summed in the
-  order of the token's slots. One row per token and rank, in this rank's memory (a partial sum).
-- `relay_chunk`, between nodes: the counterpart of the token's rank sums the partial sums of the ranks of its node, in
-  rank order, and sends the sum. One row per token and node crosses the network.
-- `collect_chunk`, on the token's rank: the sums of other nodes and the partial sums of the ranks of its own node, read
-  over NVLink, summed in the order of nodes and ranks.
+- `sum_chunk`, on the ranks of the experts: multiplies the rows that a token has on this rank by their weights and sums
+  them, in the order of the token's slots. The result is one row per token and rank, a partial sum, in this rank's
+  memory.
+- `relay_chunk`, between nodes: the counterpart of the token's rank sums the partial sums of its node, in rank order,
+  and sends the result. One row per token and node crosses the network.
+- `collect_chunk`, on the token's rank: sums what other nodes sent and the partial sums of its own node, which it reads
+  over NVLink, in the order of nodes and ranks.
 
-All sums are fp32. What is handed on, in memory or over a link, is rounded to the type of the rows. Which rows there are
-follows from the routing alone, so the same input gives the same bits.
+All sums are in fp32, and are rounded to the type of the rows when they are stored for another rank or sent. Which rows
+exist follows from the routing alone, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from mkernel.ops.moe.routing import SUMMARY, named_in, table_of, tokens_of
 
 
 class Combine(NamedTuple):
-    """What is combined. partial, send, recv: `Buffer`s of the workspace, see protocol.py."""
+    """What to combine. partial, send, recv: `Buffer`s of the workspace, see protocol.py."""
 
-    y: Any  # Block: what this rank's experts made of their rows
+    y: Any  # Block: the results of this rank's experts
     out: Any  # Block: the result
     columns: Any
     partial: Any
     send: Any
     recv: Any
-    ROWS: Any  # rows and columns that a CTA has in flight
-    COLUMNS: Any
-    PACED: Any  # links are emulated
+    ROWS: Any  # rows that a CTA has in flight
+    COLUMNS: Any  # columns that a CTA has in flight
+    PACED: Any  # whether links are emulated
 
 
 @triton.jit
 def combine_order(comm, item, chunks):
-    """(source, chunk): the tokens of other nodes first, chunk by chunk, then those of this node."""
+    """(source, chunk) of an item: first the tokens of other nodes, chunk by chunk, then those of this node."""
     others: tl.constexpr = comm.WORLD_SIZE - comm.RANKS_PER_NODE
     first = (rank_of(comm.context) // comm.RANKS_PER_NODE + 1) * comm.RANKS_PER_NODE
     far = item < chunks * others
-    left = item - chunks * others
-    source = tl.where(far, item % max(others, 1), others + left % comm.RANKS_PER_NODE)
-    chunk = tl.where(far, item // max(others, 1), left // comm.RANKS_PER_NODE)
+    near_item = item - chunks * others
+    source = tl.where(far, item % max(others, 1), others + near_item % comm.RANKS_PER_NODE)
+    chunk = tl.where(far, item // max(others, 1), near_item // comm.RANKS_PER_NODE)
     return (first + source) % comm.WORLD_SIZE, chunk
 
 
@@ -69,22 +70,22 @@ def _weights_of(comm, routing, batch, source):
 
 
 @triton.jit
-def _rows(block, line, j, columns):
-    """Columns j of some rows in fp32; zeros of row -1."""
-    pointers = block.data + line.to(tl.int64)[:, None] * block.row_stride + j.to(tl.int64) * block.column_stride
-    return tl.load(pointers, mask=(line >= 0)[:, None] & (j < columns), other=0.0).to(tl.float32)
+def _load_rows(block, row, j, columns):
+    """Columns j of some rows, in fp32; zeros for row -1."""
+    pointers = block.data + row.to(tl.int64)[:, None] * block.row_stride + j.to(tl.int64) * block.column_stride
+    return tl.load(pointers, mask=(row >= 0)[:, None] & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _factor(weights, token, slot, mask, K: tl.constexpr):
-    """The weights of some tokens' experts, K of each token, in a slot."""
+    """The weights of some tokens for the expert in `slot`."""
     return tl.load(weights + token * K + slot, mask=mask, other=0.0)
 
 
 @triton.jit
 def sum_chunk(comm, routing, combine, batch, source, chunk):
-    """Sum what this rank's experts made of a chunk of `source`'s tokens. y and the weights must be here;
-    all ranks of my node must have entered the epoch before this one."""
+    """Sum the rows that this rank's experts computed for a chunk of `source`'s tokens. y and the weights must be
+    complete, and all ranks of my node must have entered the previous epoch."""
     K: tl.constexpr = routing.K
     ROWS: tl.constexpr = combine.ROWS
     COLUMNS: tl.constexpr = combine.COLUMNS
@@ -92,23 +93,23 @@ def sum_chunk(comm, routing, combine, batch, source, chunk):
     rank = rank_of(comm.context)
     weights = _weights_of(comm, routing, batch, source)
     first = source * batch.max_tokens
-    goes = routing.tables.destinations + first.to(tl.int64) * K
+    destinations = routing.tables.destinations + first.to(tl.int64) * K
     partial = segment_of(comm.context, rank, DTYPE) + row_of(combine.partial, comm.epoch, first)
     end = tl.minimum((chunk + 1) * routing.CHUNK, tokens_of(routing.tables, source))
     since = trace_time(comm.context)
-    for row in range(chunk * routing.CHUNK, end, ROWS):
-        i = row + tl.arange(0, ROWS)
+    for start in range(chunk * routing.CHUNK, end, ROWS):
+        i = start + tl.arange(0, ROWS)
         for column in range(0, combine.columns, COLUMNS):
             j = column + tl.arange(0, COLUMNS)[None, :]
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             mine = i < 0
-            # each thread loads what it has to know of a token: to ask others for it takes longer
+            # each thread loads what it needs to know about a token: exchanging it between threads takes longer
             for slot in tl.static_range(K):
-                line = tl.load(goes + i * K + slot, mask=i < end, other=-1)
-                # weights of rows that are not here, or nowhere, may be anything
-                factor = _factor(weights, i, slot, line >= 0, K)
-                total += factor[:, None] * _rows(combine.y, line, j, combine.columns)
-                mine |= line >= 0
+                row = tl.load(destinations + i * K + slot, mask=i < end, other=-1)
+                # weights of other ranks' rows and of dropped ids can be anything
+                factor = _factor(weights, i, slot, row >= 0, K)
+                total += factor[:, None] * _load_rows(combine.y, row, j, combine.columns)
+                mine |= row >= 0
             target = partial + i.to(tl.int64)[:, None] * combine.partial.row_stride + j
             tl.store(target, total.to(DTYPE), mask=mine[:, None] & (j < combine.columns))
     trace(comm.context, TILES, REDUCE, source, chunk, since)
@@ -117,28 +118,28 @@ def sum_chunk(comm, routing, combine, batch, source, chunk):
 
 @triton.jit
 def _wait_partials(comm, signals, source, chunk):
-    """Wait until all ranks of my node have their partial sums of a chunk of `source`'s tokens ready; false if the group
-    gave up."""
+    """Wait until the partial sums of all ranks of my node for a chunk of `source`'s tokens are ready; false if the
+    group gave up."""
     base = rank_of(comm.context) // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-    here = tl.full((), True, tl.int1)
+    ready = tl.full((), True, tl.int1)
     for peer in range(base, base + comm.RANKS_PER_NODE):
         signal = signal_of(comm, peer, signals.returned, source, chunk)
-        here &= wait(comm.context, signal, comm.epoch, COMPUTE, RETURNED, peer, chunk)
-    return here
+        ready &= wait(comm.context, signal, comm.epoch, COMPUTE, RETURNED, peer, chunk)
+    return ready
 
 
 @triton.jit
 def _ids_at(routing, batch, source, token, end):
     """The ids of some tokens, [tokens, SLOTS]; -1 from token `end` on and beyond K."""
     slot = tl.arange(0, routing.SLOTS)[None, :]
-    places = (source * batch.max_tokens).to(tl.int64) * routing.K + token[:, None] * routing.K + slot
+    offsets = (source * batch.max_tokens).to(tl.int64) * routing.K + token[:, None] * routing.K + slot
     inside = (token < end)[:, None] & (slot < routing.K)
-    return tl.load(routing.tables.all_topk_ids + places, mask=inside, other=-1)
+    return tl.load(routing.tables.all_topk_ids + offsets, mask=inside, other=-1)
 
 
 @triton.jit
 def _wait_link(comm, routing, combine, batch, source, chunk, end):
-    """Wait as long as a paced link takes for the rows of a chunk that come from other ranks of the node."""
+    """Wait as long as a paced link needs for the rows of a chunk that come from other ranks of the node."""
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
     rank = rank_of(comm.context)
     base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
@@ -154,7 +155,7 @@ def _wait_link(comm, routing, combine, batch, source, chunk, end):
 
 @triton.jit
 def _ranks_named(comm, routing, batch, source, token, end):
-    """A bit for each rank of my node that has an expert of a token."""
+    """For each token, a bit for each rank of my node that has one of its experts."""
     tl.static_assert(comm.RANKS_PER_NODE <= 64)
     ids = _ids_at(routing, batch, source, token, end)
     bits = tl.zeros(token.shape, tl.int64)
@@ -168,21 +169,20 @@ def _ranks_named(comm, routing, batch, source, token, end):
 
 @triton.jit
 def _add_node(comm, combine, total, bits, first, i, j):
-    """Add the partial sums of the ranks of my node, in rank order: rows first + i, where a bit says that a rank has
-    one."""
+    """Add the partial sums of the ranks of my node, in rank order: row first + i of each rank whose bit is set."""
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
     base = rank_of(comm.context) // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
     for peer in tl.static_range(comm.RANKS_PER_NODE):
         partial = segment_of(comm.context, base + peer, DTYPE) + row_of(combine.partial, comm.epoch, first)
-        line = tl.where(bits >> peer & 1 == 1, i, -1)
-        total += _rows(Block(partial, combine.partial.row_stride, 1), line, j, combine.columns)
+        row = tl.where(bits >> peer & 1 == 1, i, -1)
+        total += _load_rows(Block(partial, combine.partial.row_stride, 1), row, j, combine.columns)
     return total
 
 
 @triton.jit
 def _sum_node(comm, routing, combine, batch, away, chunk, end):
-    """Sum the partial sums of my node for a chunk of the tokens of my counterpart `away` nodes on, where the network
-    can read them, one behind the other."""
+    """Sum the partial sums of my node for a chunk of the tokens of my counterpart `away` nodes on, and store the sums
+    in contiguous rows that the network can read."""
     ROWS: tl.constexpr = combine.ROWS
     COLUMNS: tl.constexpr = combine.COLUMNS
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
@@ -190,8 +190,8 @@ def _sum_node(comm, routing, combine, batch, away, chunk, end):
     source = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
     first = source * batch.max_tokens
     sums = segment_of(comm.context, rank, DTYPE) + row_of(combine.send, comm.epoch, (away - 1) * batch.max_tokens)
-    for row in range(chunk * routing.CHUNK, end, ROWS):
-        i = row + tl.arange(0, ROWS)
+    for start in range(chunk * routing.CHUNK, end, ROWS):
+        i = start + tl.arange(0, ROWS)
         number = tl.load(routing.tables.recv_index + first + i, mask=i < end, other=-1)
         bits = _ranks_named(comm, routing, batch, source, i, end)
         for column in range(0, combine.columns, COLUMNS):
@@ -203,14 +203,14 @@ def _sum_node(comm, routing, combine, batch, away, chunk, end):
 
 @triton.jit
 def _post_back(comm, transfer, signal, chunk):
-    """Ask the network for the transfer of my node's sums for a chunk, and for their signal at the tokens' rank."""
+    """Post the transfer of my node's sums for a chunk to the tokens' rank, with the `back` signal to raise there."""
     post(comm.context, transfer, signal, comm.epoch, COMPUTE)
 
 
 @triton.jit
 def relay_chunk(comm, routing, combine, batch, away, chunk):
-    """Sum what my node made of a chunk of the tokens of my counterpart `away` nodes on, and send it. That
-    node must have entered the epoch before this one."""
+    """Sum what my node computed for a chunk of the tokens of my counterpart `away` nodes on, and send it. That node
+    must have entered the previous epoch."""
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
     element: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rank = rank_of(comm.context)
@@ -239,28 +239,31 @@ def relay_chunk(comm, routing, combine, batch, away, chunk):
 
 @triton.jit
 def _wait_back(comm, signals, rank, peer, chunk):
-    """Wait for the sums of the peer's node for a chunk of my tokens; false if the group gave up. rank: mine."""
+    """Wait until the sums of the peer's node for a chunk of my tokens have arrived; false if the group gave up. rank:
+    mine."""
     signal = signal_of(comm, rank, signals.back, peer, chunk)
     return wait(comm.context, signal, comm.epoch, COMPUTE, BACK, peer, chunk)
 
 
 @triton.jit
 def _wait_sums(comm, routing, batch, chunk, end):
-    """Wait for all that other ranks and nodes have summed for a chunk of my tokens; false if the group gave up."""
+    """Wait for the sums of all ranks of my node and of all other nodes for a chunk of my tokens; false if the group
+    gave up."""
     rank = rank_of(comm.context)
-    here = _wait_partials(comm, batch.signals, rank, chunk)
+    arrived = _wait_partials(comm, batch.signals, rank, chunk)
     for away in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
         token = chunk * routing.CHUNK + tl.arange(0, routing.CHUNK)
         send_index = routing.tables.send_index + (away - 1) * batch.max_tokens
         if tl.max(tl.load(send_index + token, mask=token < end, other=-1)) >= 0:
             peer = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            here &= _wait_back(comm, batch.signals, rank, peer, chunk)
-    return here
+            arrived &= _wait_back(comm, batch.signals, rank, peer, chunk)
+    return arrived
 
 
 @triton.jit
 def collect_chunk(comm, routing, combine, batch, chunk):
-    """Sum what all nodes made of a chunk of my tokens, in the order of nodes."""
+    """Sum what all nodes computed for a chunk of my tokens, in node order, and store the result; NaN if the group gave
+    up."""
     ROWS: tl.constexpr = combine.ROWS
     COLUMNS: tl.constexpr = combine.COLUMNS
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
@@ -271,8 +274,8 @@ def collect_chunk(comm, routing, combine, batch, chunk):
     since = trace_time(comm.context)
     if combine.PACED:
         _wait_link(comm, routing, combine, batch, rank, chunk, end)
-    for row in range(chunk * routing.CHUNK, end, ROWS):
-        i = row + tl.arange(0, ROWS)
+    for start in range(chunk * routing.CHUNK, end, ROWS):
+        i = start + tl.arange(0, ROWS)
         bits = _ranks_named(comm, routing, batch, rank, i, end)
         for column in range(0, combine.columns, COLUMNS):
             j = column + tl.arange(0, COLUMNS)[None, :]
@@ -285,7 +288,7 @@ def collect_chunk(comm, routing, combine, batch, chunk):
                     area = (away - 1) * batch.max_tokens
                     number = tl.load(routing.tables.send_index + area + i, mask=i < end, other=-1)
                     recv = segment_of(comm.context, rank, DTYPE) + row_of(combine.recv, comm.epoch, area)
-                    total += _rows(Block(recv, combine.recv.row_stride, 1), number, j, combine.columns)
+                    total += _load_rows(Block(recv, combine.recv.row_stride, 1), number, j, combine.columns)
             pointers = combine.out.data + i.to(tl.int64)[:, None] * combine.out.row_stride
             pointers += j.to(tl.int64) * combine.out.column_stride
             inside = (i < end)[:, None] & (j < combine.columns)

@@ -1,22 +1,22 @@
-"""Routing: which token goes to which expert, published by every rank and counted inside the launch.
+"""Routing: every rank publishes which token goes to which expert, and counts its rows inside the launch.
 
-Expert ids are data: nobody knows before the launch how many rows an expert gets. So each rank publishes its routing
-table, a header (how many tokens and experts it has, and its capacity) and its expert ids. A table lies in the memory of
-its rank, and the network brings a copy to the counterparts of that rank, one in every other node. The ranks of a node
-read tables where they lie, over NVLink: those of their node at their owners, those of other nodes at the owner's
-counterpart. A table is small beside its rows: 4 bytes beside 2*hidden/k for each.
+Expert ids are data, so how many rows an expert gets is unknown before the launch. Each rank publishes a routing table:
+a header (its number of tokens, its number of experts, its capacity) and its expert ids. The table is in the memory of
+its rank, and the network copies it to the counterparts of that rank, one in every other node. The ranks of a node read
+tables over NVLink from where they are: tables of their node from the owner, tables of other nodes from the owner's
+counterpart. A table is small compared with the tokens: 4 bytes per id, against 2*hidden/k bytes of bf16 per row.
 
-With all tables every rank finds out for itself, with no further exchange:
+From the tables, every rank derives the following on its own, with no further exchange:
 
-- `count_rows`: the position of each row among those of its (expert, source); how many rows each rank gets; which of
-  another node's tokens are sent to this node. The work is divided among all CTAs that count.
-- `lay_out_rows`: the CTA that counted last turns counts into row numbers: rows are ordered by expert, then source rank,
-  then token, then slot of the token. It is the first to know whether every rank has the capacity for its rows and
-  every id an expert (the status), and as all ranks see the same tables, all find the same status.
+- `count_rows` computes the position of each row among the rows of its (expert, source), how many rows each rank gets,
+  and which tokens of other nodes are sent to this node. All CTAs that count share the work.
+- `lay_out_rows` turns counts into row numbers. Rows are ordered by expert, then source rank, then token, then slot. The
+  last CTA to finish counting runs it, and is the first to know the status: whether every rank has the capacity for its
+  rows, and every id an expert. All ranks see the same tables, so all find the same status.
 
-schedule.py puts the rows of this rank into blocks, and the blocks into an order.
+schedule.py then divides the rows of this rank into blocks and orders the blocks.
 
-A token that names an expert twice makes two rows. Ids below zero are dropped.
+A token that names an expert twice makes two rows. Negative ids are dropped.
 """
 
 from __future__ import annotations
@@ -49,80 +49,80 @@ from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 
-OK = tl.constexpr(0)  # the status of a routing that can be carried out; else OVER_CAPACITY or INVALID_ID
+OK = tl.constexpr(0)  # the status of a valid routing; otherwise OVER_CAPACITY or INVALID_ID
 
-# Words of the summary that `lay_out_rows` leaves for all CTAs.
+# Words of the summary that `lay_out_rows` writes for all CTAs.
 STATUS = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 FIRST_EXPERT = tl.constexpr(2)
-PIECES_TAKEN = tl.constexpr(3)  # pieces of the combine that have been handed out: they go to whoever is free
-TILES_TAKEN = tl.constexpr(4)  # tiles that have been handed out, likewise
-BEFORE_NODE = tl.constexpr(5)  # blocks that come before the last ones, which have rows of the node only
-SUMMARY = tl.constexpr(16)  # from here: tokens by source, then the first expert by rank
+PIECES_TAKEN = tl.constexpr(3)  # counter that assigns pieces of the combine to CTAs as they become free
+TILES_TAKEN = tl.constexpr(4)  # counter that assigns tiles, likewise
+BEFORE_NODE = tl.constexpr(5)  # schedule entries before the final blocks with rows of the node only (NODE_LAST)
+SUMMARY = tl.constexpr(16)  # here begin: tokens of each source, then the first expert of each rank
 
-# Words of an entry of the schedule: expert, first row, rows and number of the block; then where its group begins, and
-# how many blocks it has.
+# Words of an entry of the schedule: expert, first row, number of rows and number of the block; then the first entry of
+# its group, and the number of blocks in the group.
 ENTRY = tl.constexpr(6)
 
-# A word of the workspace's state: CTAs of the running launch that have counted.
+# A word of the workspace's state: how many CTAs of the current launch have finished counting.
 COUNTERS_DONE = tl.constexpr(3)
 
-BLOCK = tl.constexpr(1024)  # words that are looked at together
-LONG_BLOCK = tl.constexpr(4096)  # the same where there are as many words as a rank has ids
+BLOCK = tl.constexpr(1024)  # words that a CTA processes at a time
+LONG_BLOCK = tl.constexpr(4096)  # the same for loops over all ids of a rank
 TOKENS_AT_ONCE = tl.constexpr(256)
 
 
 class Tables(NamedTuple):
-    """What a rank finds out about the routing: 32-bit numbers in its own memory, written by every launch."""
+    """What a rank derives from the routing: 32-bit numbers in its own memory, written anew by every launch."""
 
-    positions: Any  # [source, token, slot]: the row's number among those of its (expert, source), for my experts
-    destinations: Any  # [source, token, slot]: the row of this rank that it is, or -1
+    positions: Any  # [source, token, slot]: position of the row in its (expert, source); only for my experts
+    destinations: Any  # [source, token, slot]: its row number on this rank, or -1
     all_topk_ids: Any  # [source, token, slot]: the ids of all ranks
     counts: Any  # [expert, source]: rows
-    above: Any  # [source, rank]: ids that are at least the first expert of that rank
-    bases: Any  # [expert, source]: the first of these rows; behind the last of them, the number of all rows
-    first_blocks: Any  # [expert]: the expert's first block; behind the last of them, the number of all blocks
+    above: Any  # [source, rank]: how many ids are at least the first expert of that rank
+    bases: Any  # [expert, source]: number of the first of these rows; then the number of all rows
+    first_blocks: Any  # [expert]: number of the expert's first block; then the number of all blocks
     expert_counts: Any  # [expert]: rows
-    placed: Any  # [block, counter]: the first counter counts rows that are in place
-    recv_index: Any  # [source, token]: its number among the source's tokens that are sent to my node, or -1
-    send_index: Any  # [nodes on - 1, token]: its number among my tokens that are sent there, or -1
-    unsorted: Any  # the schedule while it is made
-    schedule: Any  # [place, word of ENTRY]: the blocks, in order
-    summary: Any  # the words above
-    row_source: Any  # [row]: the rank that it came from
-    row_token: Any  # [row]: and the token
+    placed: Any  # [block, counter]: the first counter of a block counts its rows that are in place
+    recv_index: Any  # [source, token]: its number among the tokens that the source sends to my node, or -1
+    send_index: Any  # [away - 1, token]: its number among my tokens that are sent to that node, or -1
+    unsorted: Any  # scratch memory of `schedule_blocks`
+    schedule: Any  # [index, word of ENTRY]: the blocks, in the order in which they are computed
+    summary: Any  # STATUS, BLOCKS and the other words above
+    row_source: Any  # [row]: the rank that its token came from
+    row_token: Any  # [row]: the number of that token on its rank
 
 
 class Routing(NamedTuple):
-    """How the tokens of a call are routed. published: `Buffer`, the routing tables of the ranks, in the workspace."""
+    """How the tokens of a call are routed. published: `Buffer`, the routing tables of all ranks, in the workspace."""
 
     tables: Any  # Tables
     published: Any
-    K: Any  # experts of a token
+    K: Any  # experts per token
     SLOTS: Any  # a power of two, at least K
-    RANKS: Any  # a power of two, more than there are ranks
-    CHUNK: Any  # tokens of a chunk
-    HAS_IDS: Any  # what the published tables hold
-    HAS_WEIGHTS: Any
+    RANKS: Any  # a power of two, greater than the number of ranks
+    CHUNK: Any  # tokens per chunk
+    HAS_IDS: Any  # published tables hold ids
+    HAS_WEIGHTS: Any  # published tables hold weights
 
 
 def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables:
-    """Tables of a call, uninitialised. Each block of tile_m rows has so many counters."""
-    everyone = sizes.world_size * sizes.max_tokens
+    """Uninitialized tables of a call. Each block of tile_m rows has `counters` counters."""
+    all_tokens = sizes.world_size * sizes.max_tokens
     segments = sizes.experts * sizes.world_size
     ranks = power_above(sizes.world_size + 1)
-    blocks = sizes.capacity // tile_m + sizes.experts  # every expert may have one that is not full
+    blocks = sizes.capacity // tile_m + sizes.experts  # the last block of every expert may be partial
     lengths = Tables(
-        positions=everyone * sizes.k,
-        destinations=everyone * sizes.k,
-        all_topk_ids=everyone * sizes.k,
+        positions=all_tokens * sizes.k,
+        destinations=all_tokens * sizes.k,
+        all_topk_ids=all_tokens * sizes.k,
         counts=segments,
         above=sizes.world_size * ranks,
         bases=segments + 1,
         first_blocks=sizes.experts + 1,
         expert_counts=sizes.experts,
         placed=blocks * counters,
-        recv_index=everyone,
+        recv_index=all_tokens,
         send_index=(sizes.nodes - 1) * sizes.max_tokens,
         unsorted=blocks * ENTRY.value,
         schedule=blocks * ENTRY.value,
@@ -138,7 +138,7 @@ def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables
 def routing_of(
     sizes: Sizes, memory: Layout, workspace: Workspace, tables: Tables, *, ids: bool = False, weights: bool = False
 ) -> Routing:
-    """What a kernel is told about the routing. ids, weights: what its ranks publish."""
+    """The `Routing` of a launch. ids, weights: whether the ranks publish them."""
     return Routing(
         tables, memory.buffer_in(workspace, "tables"),
         *constants(sizes.k, power_above(sizes.k), power_above(sizes.world_size + 1), sizes.chunk_rows, ids, weights),
@@ -150,14 +150,14 @@ def routing_of(
 
 @triton.jit
 def table_of(comm, routing, source):
-    """Pointer to the published routing table of `source`, in the memory of whoever holds it."""
+    """Pointer to the published routing table of `source`, in the memory of the rank that holds it."""
     segment = segment_of(comm.context, holder_of(comm, source), tl.int32)
     return segment + row_of(routing.published, comm.epoch, source)
 
 
 @triton.jit
 def _write_words(table, words, count, K: tl.constexpr, FLOAT: tl.constexpr):
-    """Copy [count, K] ids, or weights as the bits of fp32 numbers, into a table."""
+    """Copy [count, K] ids, or weights as the bits of fp32 numbers, to a table."""
     for start in range(0, count * K, LONG_BLOCK):
         i = start + tl.arange(0, LONG_BLOCK)
         inside = i < count * K
@@ -166,14 +166,14 @@ def _write_words(table, words, count, K: tl.constexpr, FLOAT: tl.constexpr):
         if FLOAT:
             value = value.to(tl.float32).to(tl.int32, bitcast=True)
         else:
-            # ids of 64 bits must not become others when they are cut; the largest of 32 bits are no experts
+            # clamp 64-bit ids, so that truncation cannot turn one into a valid id; 2**31 - 1 is never an expert
             value = tl.minimum(tl.maximum(value, -1), 0x7FFFFFFF).to(tl.int32)
         tl.store(table + i, value, mask=inside)
 
 
 @triton.jit
 def _write_table(comm, routing, batch, table, ids, weights):
-    """Write a routing table: its header, then ids and weights, `Block`s or None. Returns how many words it has."""
+    """Write a routing table: its header, then ids and weights, each a `Block` or None. Returns its number of words."""
     word = tl.arange(0, 16)
     header = tl.where(word == TOKENS, batch.tokens, 0) + tl.where(word == EXPERTS, batch.experts, 0)
     tl.store(table + word, header + tl.where(word == CAPACITY, batch.capacity, 0))
@@ -181,30 +181,30 @@ def _write_table(comm, routing, batch, table, ids, weights):
     if routing.HAS_IDS:
         _write_words(table + HEADER, ids, batch.tokens, routing.K, False)
     if routing.HAS_WEIGHTS:
-        behind = table + HEADER
+        weights_table = table + HEADER
         if routing.HAS_IDS:
-            behind += batch.max_tokens * routing.K
+            weights_table += batch.max_tokens * routing.K
             size += batch.max_tokens * routing.K
-        _write_words(behind, weights, batch.tokens, routing.K, True)
+        _write_words(weights_table, weights, batch.tokens, routing.K, True)
     return size
 
 
 @triton.jit
 def publish(comm, routing, batch, ids, weights):
-    """Write this rank's routing table and send it to my counterparts. ids, weights: `Block`s, or None."""
+    """Write this rank's routing table and post it to my counterparts. ids, weights: `Block`s, or None."""
     rank = rank_of(comm.context)
     segment = tl.load(comm.context + SEGMENT)
-    left = wait_node_entered(comm, batch.signals, comm.epoch - 1, SEND)
-    left &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
-    if left:
+    ready = wait_node_entered(comm, batch.signals, comm.epoch - 1, SEND)
+    ready &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, SEND)
+    if ready:
         table = table_of(comm, routing, rank)
         size = _write_table(comm, routing, batch, table, ids, weights)
         notify_routed(comm, batch.signals, rank)
         signal = word_of(batch.signals.routed, comm.epoch, rank, 0) * 8
-        place = row_of(routing.published, comm.epoch, rank) * 4
+        offset = row_of(routing.published, comm.epoch, rank) * 4
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
             peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            transfer = Transfer(peer, segment, place, segment, place, size.to(tl.int64) * 4)
+            transfer = Transfer(peer, segment, offset, segment, offset, size.to(tl.int64) * 4)
             post(comm.context, transfer, signal, comm.epoch, SEND)
 
 
@@ -222,24 +222,24 @@ def wait_routing(comm, signals, ROLE: tl.constexpr):
 
 @triton.jit
 def _headers(comm, routing, WORD: tl.constexpr):
-    """A word of all headers, by rank; 0 behind the last of them."""
+    """One word of the headers of all ranks, by rank; 0 beyond the last rank."""
     source = tl.arange(0, routing.RANKS)
-    there = source < comm.WORLD_SIZE
-    address = tl.load(comm.context + TABLE + holder_of(comm, source), mask=there, other=0)
+    inside = source < comm.WORLD_SIZE
+    address = tl.load(comm.context + TABLE + holder_of(comm, source), mask=inside, other=0)
     offset = row_of(routing.published, comm.epoch, source) + WORD
-    return tl.load(address.to(tl.pointer_type(tl.int32)) + offset, mask=there, other=0)
+    return tl.load(address.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
 
 
 @triton.jit
 def experts_before(comm, routing, rank):
-    """How many experts the ranks below `rank` have: the id of its first one."""
+    """The number of experts of the ranks below `rank`, which is the id of the first expert of `rank`."""
     experts = _headers(comm, routing, EXPERTS)
     return tl.sum(tl.where(tl.arange(0, routing.RANKS) < rank, experts, 0))
 
 
 @triton.jit
 def ids_of(routing, table, token, tokens, ROWS: tl.constexpr):
-    """ROWS x SLOTS ids from a routing table, from `token` on; -1 beyond `tokens` and beyond K."""
+    """ROWS x SLOTS ids from a routing table, starting with those of `token`; -1 beyond `tokens` and beyond K."""
     t = token + tl.arange(0, ROWS)[:, None]
     slot = tl.arange(0, routing.SLOTS)[None, :]
     return tl.load(table + HEADER + t * routing.K + slot, mask=(t < tokens) & (slot < routing.K), other=-1)
@@ -247,13 +247,13 @@ def ids_of(routing, table, token, tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def named_in(ids, low, high):
-    """Which rows of a block of ids name an expert in low..high-1: 1 or 0."""
+    """For each row of a block of ids: 1 if it names an expert in low..high-1, else 0."""
     return tl.max(((ids >= low) & (ids < high)).to(tl.int32), axis=1)
 
 
 @triton.jit
 def tokens_of(tables, source):
-    """How many tokens a rank has, when rows have been laid out."""
+    """The number of tokens of a rank. Valid after `lay_out_rows`."""
     return tl.load(tables.summary + SUMMARY + source)
 
 
@@ -261,8 +261,8 @@ def tokens_of(tables, source):
 
 
 @triton.jit
-def _rank_rows(table, words, expert, positions):
-    """Number the ids that name an expert, in order; returns how many there are."""
+def _number_rows(table, words, expert, positions):
+    """Number the ids that name `expert`, in order. Returns how many there are."""
     before = tl.full((), 0, tl.int32)
     for start in range(0, words, LONG_BLOCK):
         i = start + tl.arange(0, LONG_BLOCK)
@@ -274,7 +274,7 @@ def _rank_rows(table, words, expert, positions):
 
 @triton.jit
 def _count_at_or_above(table, words, bounds, RANKS: tl.constexpr):
-    """For every bound: how many ids are at least that."""
+    """For every bound, how many ids are at least the bound."""
     above = tl.zeros((RANKS,), tl.int32)
     at_once: tl.constexpr = max(8192 // RANKS, 16)
     for start in range(0, words, at_once):
@@ -300,8 +300,8 @@ def number_crossings(comm, routing, table, tokens, node, numbers):
 
 @triton.jit
 def count_rows(comm, routing, batch, worker, workers):
-    """This worker's share of the counting: positions, counts, above and recv_index of `Tables`. All routing tables must
-    be here."""
+    """This worker's share of the counting: writes positions, counts, above and recv_index of `Tables`. All routing
+    tables must have arrived."""
     tables = routing.tables
     rank = rank_of(comm.context)
     node = rank // comm.RANKS_PER_NODE
@@ -313,7 +313,7 @@ def count_rows(comm, routing, batch, worker, workers):
         tokens = tl.load(table + TOKENS)
         if expert >= 0:
             positions = tables.positions + (source * batch.max_tokens).to(tl.int64) * routing.K
-            rows = _rank_rows(table, tokens * routing.K, first + expert, positions)
+            rows = _number_rows(table, tokens * routing.K, first + expert, positions)
             tl.store(tables.counts + expert * comm.WORLD_SIZE + source, rows)
         else:
             owned = _headers(comm, routing, EXPERTS)
@@ -327,13 +327,14 @@ def count_rows(comm, routing, batch, worker, workers):
 
 @triton.jit
 def _count_counter(state):
-    """One more CTA has counted; returns how many had before. The last one knows what all others counted."""
+    """Count a CTA that has finished counting. Returns how many had finished before. The last one has acquired the
+    counts of all others."""
     return tl.atomic_add(state + COUNTERS_DONE, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
 def counted_last(context, workers):
-    """Every CTA that counts calls this when it is done; true for the one that is the last."""
+    """Whether this CTA is the last to finish counting. Every CTA that counts calls this once."""
     state = state_of(context)
     tl.debug_barrier()
     before = _count_counter(state)
@@ -346,8 +347,8 @@ def counted_last(context, workers):
 
 @triton.jit
 def _find_status(comm, routing):
-    """Does every rank have the capacity for its rows, and every id an expert? All ranks find the same status, and each
-    records it."""
+    """Determine whether every rank has the capacity for its rows, and every id an expert. All ranks find the same
+    status, and each records it."""
     above = routing.tables.above
     i = tl.arange(0, routing.RANKS)
     at_least = tl.zeros((routing.RANKS,), tl.int32)
@@ -358,12 +359,12 @@ def _find_status(comm, routing):
     rows = tl.where(i < comm.WORLD_SIZE, at_least - at_next, 0)
     capacity = _headers(comm, routing, CAPACITY)
     invalid_ids = tl.sum(tl.where(i == comm.WORLD_SIZE, at_least, 0))
-    worst = tl.max(rows - capacity)
-    status = tl.where(invalid_ids > 0, INVALID_ID, tl.where(worst > 0, OVER_CAPACITY, OK))
+    excess = tl.max(rows - capacity)
+    status = tl.where(invalid_ids > 0, INVALID_ID, tl.where(excess > 0, OVER_CAPACITY, OK))
     if status == INVALID_ID:
         refuse(comm.context, INVALID_ID, 0, invalid_ids, tl.sum(_headers(comm, routing, EXPERTS)))
     elif status == OVER_CAPACITY:
-        full = tl.min(tl.where(rows - capacity == worst, i, routing.RANKS))
+        full = tl.min(tl.where(rows - capacity == excess, i, routing.RANKS))
         needed = tl.sum(tl.where(i == full, rows, 0))
         refuse(comm.context, OVER_CAPACITY, full, needed, tl.sum(tl.where(i == full, capacity, 0)))
     return status
@@ -371,15 +372,15 @@ def _find_status(comm, routing):
 
 @triton.jit
 def _take_none(summary):
-    """Hand out pieces and tiles from the first one on."""
+    """Reset the counters that assign pieces and tiles."""
     tl.store(summary + PIECES_TAKEN, 0)
     tl.store(summary + TILES_TAKEN, 0)
 
 
 @triton.jit
 def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.constexpr):
-    """Turn counts into row numbers and blocks of TILE_M rows: bases, first_blocks, expert_counts and summary of
-    `Tables`. Each block has COUNTERS counters, which start at zero."""
+    """Turn counts into row numbers and blocks of TILE_M rows: writes bases, first_blocks, expert_counts and summary of
+    `Tables`. Each block has COUNTERS counters, which are set to zero."""
     tables = routing.tables
     total = tl.full((), 0, tl.int32)
     for start in range(0, experts * comm.WORLD_SIZE, BLOCK):
@@ -392,13 +393,13 @@ def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.cons
     blocks = tl.full((), 0, tl.int32)
     for start in range(0, experts, BLOCK):
         expert = start + tl.arange(0, BLOCK)
-        there = expert < experts
-        rows = tl.load(tables.bases + (expert + 1) * comm.WORLD_SIZE, mask=there, other=0)
-        rows -= tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=there, other=0)
-        tl.store(tables.expert_counts + expert, rows, mask=there)
-        height = (rows + TILE_M - 1) // TILE_M
-        tl.store(tables.first_blocks + expert, blocks + tl.cumsum(height, 0) - height, mask=there)
-        blocks += tl.sum(height)
+        inside = expert < experts
+        rows = tl.load(tables.bases + (expert + 1) * comm.WORLD_SIZE, mask=inside, other=0)
+        rows -= tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=inside, other=0)
+        tl.store(tables.expert_counts + expert, rows, mask=inside)
+        expert_blocks = (rows + TILE_M - 1) // TILE_M
+        tl.store(tables.first_blocks + expert, blocks + tl.cumsum(expert_blocks, 0) - expert_blocks, mask=inside)
+        blocks += tl.sum(expert_blocks)
     tl.store(tables.first_blocks + experts, blocks)
     status = _find_status(comm, routing)
     if status != OK:

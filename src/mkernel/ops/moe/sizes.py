@@ -14,7 +14,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 
-LINE = 64  # bytes that rows in a workspace are aligned to
+LINE = 64  # alignment of rows in a workspace, in bytes
 
 
 def round_up(number: int, unit: int) -> int:
@@ -28,7 +28,7 @@ def power_above(number: int) -> int:
 
 
 def row_stride_of(columns: int, dtype: torch.dtype) -> int:
-    """Elements from one row to the next in a workspace."""
+    """The distance between rows of a workspace, in elements."""
     return round_up(columns * dtype.itemsize, LINE) // dtype.itemsize
 
 
@@ -39,10 +39,10 @@ class Sizes:
     world_size: int
     ranks_per_node: int
     tokens: int  # of this rank
-    max_tokens: int  # of any rank, at the most
-    k: int  # experts of a token
+    max_tokens: int  # bound on the tokens of any rank
+    k: int  # experts per token
     experts: int  # of this rank
-    capacity: int  # rows of this rank, at the most
+    capacity: int  # bound on the rows of this rank
     chunk_rows: int
 
     @property
@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def expected_rows(self) -> int:
-        """Rows of this rank, if every rank gets its share."""
+        """Rows of this rank if the routing is balanced."""
         return min(self.max_tokens * self.k, self.capacity)
 
 
@@ -63,39 +63,51 @@ def agree(
     op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None,
     max_tokens: int | None, config: Config | None, choose: Callable[[int], Config | None], **more: Any,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call, those that must be the same on every rank made so. Without max_tokens the ranks
-    tell each other how many tokens they have: at every call, because the others' may have changed when this
-    rank's have not. `choose` gives the configuration of a call in which no rank has more than so many: the given one,
-    or a tuned one whose chunks are the same on every rank."""
+    """The sizes of a call, with those that must be the same on every rank agreed on. Collective.
+
+    If max_tokens is None, the ranks exchange their numbers of tokens. They do so at every call, because the tokens of
+    another rank may have changed even if this rank's have not.
+
+    `choose` maps the largest number of tokens of any rank to the configuration of the call: the given one, or a tuned
+    one whose chunks are the same on every rank.
+    """
     tokens, k = topk_ids.shape
-    alike = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, **more)
+    agreed = dict(hidden=x.shape[1], k=k, dtype=x.dtype, max_tokens=max_tokens, **more)
     if max_tokens is not None:
-        total, most = group.size * max_tokens, max(max_tokens, 1)
-        sizes = sized(group, topk_ids, experts, capacity, most, total, choose(most))
-        group.agree(op, **alike, chunk_rows=sizes.chunk_rows)
+        total_tokens, largest = group.size * max_tokens, max(max_tokens, 1)
+        sizes = sized(group, topk_ids, experts, capacity, largest, total_tokens, choose(largest))
+        group.agree(op, **agreed, chunk_rows=sizes.chunk_rows)
         return sizes
-    # chunks follow from how many tokens there are: ranks compare where they take them from
+    # the chunk size depends on the numbers of tokens, still unknown here: compare where it will come from instead
     chunk_rows = "tuned" if config is None else config.chunk_rows or "default"
-    everyones = group.all_gather_checked(op, tokens, **alike, chunk_rows=chunk_rows)
-    most = max(*everyones, 1)
-    return sized(group, topk_ids, experts, capacity, most, sum(everyones), choose(most))
+    all_tokens = group.all_gather_checked(op, tokens, **agreed, chunk_rows=chunk_rows)
+    largest = max(*all_tokens, 1)
+    return sized(group, topk_ids, experts, capacity, largest, sum(all_tokens), choose(largest))
 
 
 def sized(
-    group: Group, topk_ids: torch.Tensor, experts: int, capacity: int | None, most: int, total: int,
+    group: Group, topk_ids: torch.Tensor, experts: int, capacity: int | None, max_tokens: int, total_tokens: int,
     config: Config | None,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call in which no rank has more than `most` tokens, and all have `total`."""
+    """The sizes of a call in which a rank has at most `max_tokens` tokens and all ranks together `total_tokens`."""
     tokens, k = topk_ids.shape
     if capacity is None:
-        capacity = total * k if experts else 0  # all ids of all tokens may name experts of this rank, or one of them
+        capacity = total_tokens * k if experts else 0  # in the worst case, all ids name experts of this rank
     return Sizes(
-        group.size, group.gpus_per_node, tokens, most, k, experts, capacity, chunk_rows_of(group, most, k, config)
+        group.size,
+        group.gpus_per_node,
+        tokens,
+        max_tokens,
+        k,
+        experts,
+        capacity,
+        chunk_rows_of(group, max_tokens, k, config),
     )
 
 
 def chunk_rows_of(group: Group, max_tokens: int, k: int, config: Config | None) -> int:
-    """Tokens of a chunk: a power of two, from what is the same on every rank. A CTA keeps all their ids."""
+    """Tokens per chunk: a power of two, derived from values that are the same on every rank. A CTA holds the ids of a
+    whole chunk in registers."""
     given = config.chunk_rows if config is not None else None
     if given is None:
         return planning.rows_per_chunk(max_tokens, 32 if group.device.type == "cuda" else 8)

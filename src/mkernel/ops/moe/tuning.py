@@ -1,4 +1,4 @@
-"""Which configurations of the mixture of experts are worth a try."""
+"""Search spaces of the mixture-of-experts operators for `mkernel tune`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mkernel.tuning.spaces import COPY_BYTES, Space, copiers_near, ctas_near, ne
 
 
 def space(group: Group, plan: Any) -> Space:
-    """Of moe_dispatch_matmul and moe_ffn."""
+    """The search space of moe_dispatch_matmul and moe_ffn."""
     c = plan.config
     return Space(
         dict(
@@ -24,6 +24,7 @@ def space(group: Group, plan: Any) -> Space:
 
 
 def space_of_combine(group: Group, plan: Any) -> Space:
+    """The search space of moe_combine."""
     most = common_ctas(group)
     ctas = [most * quarters // 4 for quarters in (4, 3, 2, 1) if most * quarters // 4]
     return Space(dict(ctas=ctas, warps=(4, 8, 16), copy_bytes=near(plan.copy_bytes, 1024, 32768)))

@@ -1,4 +1,4 @@
-"""The mixture of experts as `mkernel trace`, `tune` and `compile` call it."""
+"""The mixture-of-experts operators as `mkernel trace`, `tune` and `compile` call them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 from mkernel.workloads import COPY, TILE, Call, Cost, Tried, Workload, blocks, empty, is_only_compiled, randn
 
-EXPERTS, SLOTS = 16, 8  # of a rank and of a token, on GPUs
+EXPERTS, SLOTS = 16, 8  # experts per rank and per token, on GPUs
 SIMULATED_EXPERTS, SIMULATED_SLOTS = 2, 2
-TOKENS = 8  # of a chunk
+TOKENS = 8  # per chunk
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a rank and their random experts: as many as in the benchmark; fewer in the simulator."""
+    """The tokens of a rank and their random experts: with as many experts as in the benchmark, or fewer in the
+    simulator."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -39,7 +40,7 @@ class _Tokens:
         everyone = experts * group.size
         topk = topk or min(SLOTS if on_gpu else SIMULATED_SLOTS, everyone)
         if topk > everyone:
-            raise ArgumentError(f"a token can not have {topk} experts: there are {everyone}, {experts} on each rank")
+            raise ArgumentError(f"a token cannot have {topk} experts: there are {everyone}, {experts} on each rank")
         own = tokens // group.size
         x = randn(group, own, hidden, dtype=dtype, seed=0)
         if is_only_compiled(group):
@@ -50,7 +51,7 @@ class _Tokens:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Room for a quarter more rows than a rank has if they are even."""
+        """A capacity of a quarter more rows than a rank has if the routing is balanced."""
         return dict(capacity=self.ids.numel() * 5 // 4 + 64, max_tokens=len(self.x))
 
     def weights(self, group: Group) -> torch.Tensor:
@@ -70,7 +71,7 @@ def _dispatch(
 
     def run(config: Config | None) -> torch.Tensor:
         y, handle = dispatch_matmul.moe_dispatch_matmul(*given, **mine.bounds, group=group, config=config)
-        # rows beyond the last expert's are not written
+        # rows beyond those of the last expert are not written
         return y.masked_fill_(torch.arange(len(y), device=y.device)[:, None] >= handle.counts.sum(), 0)
 
     def prepare(config: Config | None) -> Launch:
@@ -132,7 +133,7 @@ def _ffn(
 
 
 def _blocks_of_rows(tokens: int, ranks: int) -> int:
-    """Blocks of rows that the experts of all ranks have."""
+    """The number of blocks of rows, over the experts of all ranks."""
     experts = SIMULATED_EXPERTS * ranks
     return experts * math.ceil(tokens * min(SIMULATED_SLOTS, experts) / experts / TILE)
 
@@ -147,7 +148,7 @@ def _cost_of_dispatch(shape: Shape, ranks: int) -> Cost:
 
 def _cost_of_combine(shape: Shape, ranks: int) -> Cost:
     tokens, columns = shape
-    routed = _cost_of_dispatch((tokens, columns, 64), ranks)  # its input is made by a dispatch
+    routed = _cost_of_dispatch((tokens, columns, 64), ranks)  # a dispatch produces its input
     chunks = ranks * math.ceil(tokens / TOKENS)
     copies = routed.copies + SIMULATED_SLOTS * tokens * columns // COPY
     return Cost(routed.tiles + chunks, routed.dots, copies, 2 * routed.elements)
