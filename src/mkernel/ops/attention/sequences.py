@@ -91,9 +91,7 @@ def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] 
     try:
         bounds = tuple(operator.index(bound) for bound in cu_seqlens)
     except TypeError as problem:
-        raise ArgumentError(
-            f"cu_seqlens must be a tensor or a sequence of integers, got {cu_seqlens!r}"
-        ) from problem
+        raise ArgumentError(f"cu_seqlens must be a tensor or a sequence of integers, got {cu_seqlens!r}") from problem
     whole = group.size * length
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in pairwise(bounds)):
         shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
