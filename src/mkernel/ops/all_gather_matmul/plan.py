@@ -50,7 +50,7 @@ class Access:
         if nodes > 1:
             where = "is staged in the workspace for the network (mk.empty would save that)"
             if self.direct:
-                where = "lies in the symmetric heap: the network reads it where it is"
+                where = "is in the symmetric heap: the network reads it directly"
             reasons.append(f"a {where}")
         return reasons
 

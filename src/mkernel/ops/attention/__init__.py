@@ -55,7 +55,7 @@ What it costs. 4*length*dim FLOPs for each query, head and rank that the query s
 keys and values, each rank writes at most (gpus-1)*nodes over NVLink and nodes-1 over the network, and the
 workspace takes `steps`. The default is two steps. It is more if a rank has fewer units than there are other
 ranks, because with two steps the units would be split into parts, and the state of tiles would have to be
-stored. If units are split into parts, the fp32 state of the rows of one unit comes on top.
+stored. If units are split into parts, the fp32 state of one unit's rows takes additional memory.
 
 Accuracy. Scores, sums and products are accumulated in fp32. Weights are rounded to the dtype of the input
 before they are multiplied by the values, as in every flash attention. A result is a weighted mean of
