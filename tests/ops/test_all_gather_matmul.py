@@ -622,7 +622,7 @@ def test_explain_the_heap():
     def work(group):
         return str(mk.explain("all_gather_matmul", mk.empty(8, 16), torch.zeros(16, 8, dtype=torch.bfloat16)))
 
-    assert "a lies in the symmetric heap: the network reads it where it is" in run(work, cluster=(2, 1))[0]
+    assert "a is in the symmetric heap: the network reads it directly" in run(work, cluster=(2, 1))[0]
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 6), (5, 0, 6), (5, 6, 0)])

@@ -275,7 +275,7 @@ def test_nested():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (dict(cu_seqlens=torch.tensor([False, True])), ["cu_seqlens must be a tensor of whole numbers", "torch.bool"]),
+        (dict(cu_seqlens=torch.tensor([False, True])), ["cu_seqlens must be a 1-D tensor of integers", "torch.bool"]),
         (dict(cu_seqlens=torch.tensor([0, 8 + 1j])), ["cu_seqlens must be"]),
         (dict(scale=True), ["scale must be a number", "True"]),
     ],

@@ -241,7 +241,7 @@ def test_what_a_call_is_like_can_be_said():
     assert entry["options"] == {"causal": False, "zigzag": True, "kv_heads": 1}
     result = run(*arguments, "--kv-heads", "3")
     assert result.exit_code == 1
-    assert "query has 2 heads, which is no multiple of key's 3" in result.output
+    assert "query has 2 heads, which is not a multiple of key's 3" in result.output
     result = run("tune", "moe_ffn", "16x16x16", "--ranks", "2", "--experts", "1", "--topk", "3")
     assert result.exit_code == 1
     assert "a token cannot have 3 experts: there are 2, 1 on each rank" in result.output

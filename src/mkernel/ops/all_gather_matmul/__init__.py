@@ -1,44 +1,44 @@
-"""all_gather_matmul: y = concat of every rank's a, times this rank's b, in one kernel per rank.
+"""all_gather_matmul: y = the concatenation of every rank's a, times this rank's b, in one kernel per rank.
 
 What it computes. Every rank holds rows a [m, k] of a tall matrix and its own b [k, n]. The result on
 each rank is the whole tall matrix [world*m, k] times its b.
 
-Who does what. One persistent launch per rank; a CTA takes its role from its program id (kernel.py):
+Who does what. One persistent launch per rank; the program id of a CTA determines its role (kernel.py):
 
-- `send` (only with several nodes, or when a's own rows cannot be read by TMA): copies the rank's rows
-  into its own workspace, chunk by chunk, and asks the network to write each chunk to the rank of the
-  same local index in every other node. A row crosses between two nodes once. Rows that already lie
-  in the symmetric heap, contiguously, are sent from where they are.
-- `intra`: pushes the rank's rows to the other ranks of its node, chunk by chunk, and signals each
-  chunk. Then it does the same with the rows that arrive from other nodes, so the node spreads them.
-- `compute`: takes tiles in the order in which their rows arrive: its own rows, those of the node,
-  those of other nodes. Before the first use of rows it waits for their chunks.
-- send and intra CTAs join the compute when they are done, with tiles of the rank's own rows that were
-  left for them (see lang/roles.py).
+- `send` (only with several nodes, or if TMA cannot read a): copies the rank's rows into its own
+  workspace, chunk by chunk, and posts requests to write each chunk to its counterpart (the rank with the
+  same local rank) in every other node. So a row crosses from one node to another only once. Contiguous
+  rows that are already in the symmetric heap are sent directly, without the copy.
+- `intra`: pushes the rank's rows to the other ranks of its node, chunk by chunk, and signals each chunk.
+  Then it forwards the rows that arrive from other nodes in the same way.
+- `compute`: multiplies tiles in the order in which their rows arrive: the rank's own rows, those of its
+  node, those of other nodes. Before a tile reads rows, the CTA waits for their chunks.
+- `send` and `intra` CTAs join the compute when their transfers are done, with tiles of the rank's own
+  rows that were reserved for them (see lang/roles.py).
 
-What is signalled. `arrived[parity, rank, chunk]`: the chunk of that rank's rows is in my workspace. It
-holds epochs and only grows.
+Signals. `arrived[parity, rank, chunk]`: this chunk of that rank's rows is in my workspace. It holds an
+epoch and only grows.
 
-Why buffers are safe. The workspace and the arrival signals have two halves, used in turn by the
-epoch's parity. Epoch e writes into a peer's half without asking: a rank leaves an epoch only when rows of
-every rank have arrived (also if it has no columns to compute, and calls without rows are not launched), so
-a rank in epoch e knows that every rank has sent rows of e-1. That rank had left e-2 then, the last
-epoch that read this half. The arrival signals need two halves too, because the
-network promises no order: with one, the signal of epoch e+1 could overtake the data of epoch e and
-satisfy its wait. A rank that has left e-2 has seen all arrivals of e-2, so nothing of that
-parity is in flight any more; that also frees the rows that were staged for sending.
+Why buffers are safe. The workspace and the `arrived` signals are double buffered: the parity of the epoch
+selects the half. In epoch e, a rank writes into a peer's half without a handshake. A rank leaves an epoch
+only after rows of every rank have arrived. (This holds even if it has no columns to compute. Calls
+without rows are not launched.) So a rank in epoch e knows that every rank has sent rows of e-1. A rank
+that has sent rows of e-1 had left e-2, the last epoch that read this half. The signals must be double
+buffered too, because the network guarantees no order: with a single half, the signal of epoch e+1 could
+overtake the data of epoch e and satisfy its wait. A rank that has left e-2 has seen all arrivals of e-2,
+so no transfer of this parity is in flight any more, and the rows staged for sending are free as well.
 
-Why it cannot deadlock. send waits for nobody but the proxy, intra for other nodes' sends, compute for
-both. So in every rank CTAs wait only for CTAs with lower program ids, of any rank, and
-the launch of any rank waits only for launches of the same epoch. Waits have a timeout all the same.
+Why it cannot deadlock. `send` waits only for the proxy, `intra` for `send` CTAs of other nodes, `compute`
+for both. So a CTA waits only for CTAs with lower program ids, on any rank, and a launch waits only for
+launches of the same epoch. Waits have a timeout nevertheless.
 
-What it costs. FLOPs 2*world*m*n*k; each rank writes (gpus-1)*nodes*m*k elements over NVLink and
-(nodes-1)*m*k over the network, and its CTAs that copy are lost to the compute until they join it.
-Workspace: 2*world*m*k elements per rank.
+What it costs. 2*world*m*n*k FLOPs. Each rank writes (gpus-1)*nodes*m*k elements over NVLink and
+(nodes-1)*m*k over the network. CTAs that copy are lost to the compute until they join it. The workspace
+takes 2*world*m*k elements per rank.
 
-Ways that lost. Pulling (each rank reads from its peers) needs a's rows in the symmetric heap and
-reads them once per peer. Handing out tiles by an atomic counter: see lang/roles.py. Reading own rows
-through the workspace costs one more copy of m*k, so they are read where they are.
+Rejected alternatives. Pulling (each rank reads from its peers) requires a in the symmetric heap and reads
+it once per peer. Dynamic scheduling with an atomic counter: see lang/roles.py. Reading the rank's own rows
+through the workspace costs another copy of m*k elements, so they are read from a directly.
 """
 
 from __future__ import annotations
@@ -73,21 +73,22 @@ def all_gather_matmul(
     """Gather every rank's `a` and multiply it by this rank's `b`, overlapped, in one kernel.
 
     Args:
-        a: [m, k], this rank's rows; the same shape and dtype on every rank. Any strides.
-        b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read as it is.
-        group: the group to gather over; the current one by default.
-        out: [world*m, n], where to put the result; must not overlap a or b.
+        a: [m, k], this rank's rows, in bf16, fp16 or fp32. Shape and dtype must be the same on every rank.
+            Any strides.
+        b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy.
+        group: the group to gather over; the current group by default.
+        out: [world*m, n], tensor for the result; must not overlap a or b.
         return_gathered: also return the gathered a, [world*m, k].
-        config: tiles, chunks and CTAs; None takes good defaults.
+        config: tiles, chunks and CTAs; None selects defaults.
 
     Returns:
-        [world*m, n], the rows in rank order; with return_gathered a pair (result, gathered a).
-        bf16, fp16 or fp32, accumulated in fp32.
+        [world*m, n], in a's dtype, with the rows in rank order; accumulated in fp32. With return_gathered, a
+        pair (result, gathered a).
 
     Raises:
-        ArgumentError: before anything is launched.
-        CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
-            before they are done, the next call on the group or `group.synchronize()` raises it.
+        ArgumentError: an argument is invalid; nothing has been launched.
+        CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before
+            they are done, the next call on the group or `group.synchronize()` raises it.
     """
     assert group is not None
     _check(group, a, b, out, config)
@@ -107,7 +108,7 @@ def all_gather_matmul(
 
 
 def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
-    """Refuse what can not be computed, naming the argument and the rule."""
+    """Reject invalid arguments. The error names the argument and the rule."""
     planning.check_given(config)
     for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
         check_tensor("all_gather_matmul", group, name, tensor)
@@ -117,7 +118,7 @@ def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
 
 
 def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call. Chunks are the same on every rank, also if not all found a tuned one."""
+    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration."""
     config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
     if given is None and config is not None and config.chunk_rows is None:
         return replace(config, chunk_rows=chunk_rows(group, a, None))
@@ -128,7 +129,7 @@ def prepare(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
     config: Config | None,
 ) -> Launch:  # fmt: skip
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = _choose(group, a, b, config)
     plain = group.heap.find(a) is None
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
@@ -150,7 +151,7 @@ def explain(
     return_gathered: bool = False,
     config: Config | None = None,
 ) -> Plan:
-    """The plan that `all_gather_matmul` with these arguments would carry out."""
+    """The plan that `all_gather_matmul` would execute with these arguments."""
     group = current(group)
     _check(group, a, b, out, config)
     if out is None:

@@ -1,4 +1,4 @@
-"""all_gather_matmul by NCCL and by PyTorch's symmetric memory."""
+"""Baselines of all_gather_matmul: NCCL, and PyTorch's symmetric memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_gather_matmul beside what it replaces: copy everything, then call cuBLAS."""
+"""Benchmark of all_gather_matmul against what it replaces: copy everything, then call cuBLAS."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mkernel.runtime.group import Group
 def measure(
     group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
-    """One shape; runs on every rank, the same figures come back on each."""
+    """Measure one shape. Runs on every rank and returns the same figures on each."""
     device = group.device
     world = group.world
     assert isinstance(world, CudaThreads)
     rows = m_total // group.size
     a, w = draw(group.rank, rows, n, k, dtype, device)
     if group.nodes > 1:
-        a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent from where it is
+        a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent directly from the symmetric heap
     out = torch.empty(m_total, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("a", a)
@@ -36,7 +36,7 @@ def measure(
     rate = links.nvlink
     row_bytes = rows * k * a.element_size()
     wire_ms = (group.gpus_per_node - 1) * group.nodes * row_bytes / (rate * 1e6) if rate else 0.0
-    crossing = (group.nodes - 1) * row_bytes  # bytes that a rank has to send to other nodes
+    crossing = (group.nodes - 1) * row_bytes  # bytes that a rank must send to other nodes
     network_ms = crossing / (links.network * 1e6) + links.network_latency * 1e3 if links.network else 0.0
     link = Link(device)
 
@@ -47,7 +47,7 @@ def measure(
         link.open()
         for source, part in enumerate(parts):
             gathered[source * rows : (source + 1) * rows].copy_(part)
-        link.hold(int(max(wire_ms, network_ms) * 1e6))  # as if both went at the same time
+        link.hold(int(max(wire_ms, network_ms) * 1e6))  # as if both links were used at the same time
         torch.mm(gathered, w.t(), out=out)
 
     host_driven()
@@ -65,7 +65,7 @@ def measure(
     sent = after.bytes - before.bytes if after is not None and before is not None else 0
     exact = torch.cat([part.to(device) for part in parts]).double() @ w.double().t()
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))
-    # fp32 sums are rounded at every term: one more term for it, none for the others
+    # fp32 sums are rounded after every term, in the precision of the result: the bound has an extra term for that
     rounding = 4 * k * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
     bound = 4 * k**0.5 * torch.finfo(dtype).eps + rounding
     floor_ms = max(times["library"], wire_ms, network_ms)
@@ -85,7 +85,7 @@ def measure(
         "library_ms": times["library"],
         "wire_ms": wire_ms,
         "network_ms": network_ms,
-        "network_bytes": group.exchange("bytes", sent),  # of one call, by rank
+        "network_bytes": group.exchange("bytes", sent),  # of one call, per rank
         "network_bytes_if_once": crossing,
         "host_driven_ms": times["host_driven"],
         "speedup": times["host_driven"] / times["fused"],

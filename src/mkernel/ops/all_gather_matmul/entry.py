@@ -1,4 +1,4 @@
-"""What the tools know of all_gather_matmul."""
+"""The registry entry of all_gather_matmul."""
 
 from mkernel.operators import Operator, register
 

@@ -1,24 +1,24 @@
-"""all_gather_matmul for Hopper: every CTA multiplies all the time, and one of its warps copies.
+"""The Gluon kernel of all_gather_matmul, for Hopper GPUs: every CTA multiplies throughout, and one of its warps copies.
 
-The protocol is the same (protocol.py: what is signalled, why buffers are safe), for the ranks of one
-node. What differs is who does it. No CTA is set aside for copying; the warps of each CTA take
-the roles, and each of them runs through the same list of tiles or chunks on its own:
+The protocol is the same (protocol.py, and the package's docstring on why buffers are safe), for the ranks of one
+node. What differs is who does the work. No CTA is reserved for copying. The warps of each CTA take the roles, and each
+goes through the same list of tiles or chunks on its own:
 
-- two warpgroups multiply, 64 rows of the tile each, and store their part of the result;
-- the `load` warp brings the tiles of both operands into shared memory by TMA, some steps ahead;
-- the `await` warp waits for the arrival of the rows of each tile, ahead of the load warp, so that
-  looking at signals (about 1 us each) costs the multiplication nothing;
-- the `push` warp pushes this CTA's share of the rank's rows to the peers. One warp is enough: its
-  share is small, and it has the time of the whole launch. The registers and the shared memory of a
-  copying CTA stay with the multiplication.
+- two warpgroups multiply, each 64 rows of the tile, and store their part of the result;
+- the `load` warp loads the tiles of both operands into shared memory by TMA, several steps ahead;
+- the `wait` warp waits for the arrival of each tile's rows, ahead of the load warp, so that polling signals (about 1 us
+  each) does not delay the multiplication;
+- the `push` warp pushes this CTA's share of the rank's rows to the peers. One warp is enough: its share is small, and
+  it has the whole duration of the launch. The registers and shared memory that a copying CTA would take are left to the
+  multiplication.
 
-Why it cannot deadlock. A push waits for nobody. Tiles wait for pushes by any CTA of a peer, so
-all CTAs must be resident: the launch has no more than fit (planning.check), one to an SM.
+Why it cannot deadlock. A push waits for nobody. Tiles wait for pushes by any CTA of a peer, so all CTAs must be
+resident: the launch has no more CTAs than fit, one per SM (planning.check).
 
-What it costs: as kernel.py, without the CTAs lost to copying.
+What it costs: the same as kernel.py, without the CTAs lost to copying.
 
-It needs rows and columns that TMA can read, 16-bit elements, and m in whole tiles; other calls take
-the kernel in kernel.py, which is also what the simulator runs.
+It needs rows and columns that TMA can read, 16-bit elements, and an m that is a multiple of the tile height. Other
+calls run the kernel in kernel.py, and so does the simulator.
 """
 
 from __future__ import annotations
@@ -55,63 +55,64 @@ PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
 
 
 class Call(NamedTuple):
-    """What the kernel is told about a call."""
+    """A call, as the kernel sees it."""
 
     a: Any  # Block: this rank's rows
     gather: Any  # Gather
     n: Any
-    GROUP: Any  # row blocks that are computed together
+    GROUP: Any  # row blocks that are computed together, for locality in L2
     B_TRANSPOSED: Any
 
 
 class Operands(NamedTuple):
-    """What the GEMM reads, as tensor descriptors."""
+    """The inputs of the GEMM, as tensor descriptors."""
 
     own: Any  # this rank's rows
     even: Any  # the rows of all ranks, in the half of the workspace for even epochs
-    odd: Any
+    odd: Any  # the same for odd epochs
     b: Any
 
 
 class Arrivals(NamedTuple):
-    """How the await warp tells the load warp that the rows of a tile are here, two tiles ahead."""
+    """Barriers: the wait warp tells the load warp that the rows of a tile have arrived, up to two tiles ahead."""
 
     ready: Any
     taken: Any
 
 
 @triton.jit
-def _tile_at(comm, call, turn):
-    """The turn-th tile of a launch: (source rank, row block of that source, column block, is it mine)."""
+def _tile_at(comm, call, index):
+    """(source, row block of the source, column block, whether the source is this rank) of a tile of the launch."""
     rank = rank_of(comm.context)
     blocks = call.gather.m // TILE_M
     column_blocks = tl.cdiv(call.n, TILE_N)
-    own = blocks * column_blocks
-    mine = turn < own
-    row_blocks = tl.where(mine, blocks, blocks * (comm.WORLD_SIZE - 1))
-    place, column = swizzle_tile(tl.where(mine, turn, turn - own), row_blocks, column_blocks, call.GROUP)
-    source, block = arrival_order(tl.where(mine, place, place + blocks), rank, blocks, comm.WORLD_SIZE, comm.WORLD_SIZE)
-    return source, block, column, mine
+    own_tiles = blocks * column_blocks
+    own = index < own_tiles
+    row_blocks = tl.where(own, blocks, blocks * (comm.WORLD_SIZE - 1))
+    nth, column = swizzle_tile(tl.where(own, index, index - own_tiles), row_blocks, column_blocks, call.GROUP)
+    source, block = arrival_order(tl.where(own, nth, nth + blocks), rank, blocks, comm.WORLD_SIZE, comm.WORLD_SIZE)
+    return source, block, column, own
 
 
 @triton.jit
 def _tiles(comm, call):
-    """How many tiles a launch has."""
+    """The number of tiles of a launch."""
     return call.gather.m // TILE_M * tl.cdiv(call.n, TILE_N) * comm.WORLD_SIZE
 
 
 @gluon.jit
 def _load(comm, call, operands, stages, arrivals):
+    """The load warp."""
     odd_epoch = parity(comm.epoch) == 1
     step = 0
-    foreign = 0
-    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
-        source, block, column_block, mine = _tile_at(comm, call, turn)
-        if not mine:
-            mbarrier.wait(arrivals.ready.index(foreign % 2), (foreign // 2) & 1)
+    remote = 0
+    for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, column_block, own = _tile_at(comm, call, index)
+        if not own:
+            mbarrier.wait(arrivals.ready.index(remote % 2), (remote // 2) & 1)
             acquire_for_descriptors()
-            mbarrier.arrive(arrivals.taken.index(foreign % 2), count=1)
-            foreign += 1
+            mbarrier.arrive(arrivals.taken.index(remote % 2), count=1)
+            remote += 1
         row = source * call.gather.m + block * TILE_M
         column = column_block * TILE_N
         for depth in range(0, call.gather.k, TILE_K):
@@ -119,7 +120,7 @@ def _load(comm, call, operands, stages, arrivals):
             filled = stages.filled.index(stage)
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(filled, operands.own.block_type.nbytes + operands.b.block_type.nbytes)
-            if mine:
+            if own:
                 async_load(operands.own, [block * TILE_M, depth], filled, stages.a.index(stage))
             elif odd_epoch:
                 async_load(operands.odd, [row, depth], filled, stages.a.index(stage))
@@ -133,22 +134,24 @@ def _load(comm, call, operands, stages, arrivals):
 
 
 @gluon.jit
-def _await(comm, call, arrivals):
+def _wait_arrivals(comm, call, arrivals):
+    """The wait warp."""
     chunk_rows = call.gather.chunk_rows
-    foreign = 0
-    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
-        source, block, _, mine = _tile_at(comm, call, turn)
-        if not mine:
+    remote = 0
+    for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, _, own = _tile_at(comm, call, index)
+        if not own:
             row = block * TILE_M
             for chunk in range(row // chunk_rows, tl.cdiv(row + TILE_M, chunk_rows)):
                 wait_chunk(comm, call.gather, source, chunk, COMPUTE)
-            mbarrier.wait(arrivals.taken.index(foreign % 2), (foreign // 2 + 1) & 1)
-            mbarrier.arrive(arrivals.ready.index(foreign % 2), count=1)
-            foreign += 1
+            mbarrier.wait(arrivals.taken.index(remote % 2), (remote // 2 + 1) & 1)
+            mbarrier.arrive(arrivals.ready.index(remote % 2), count=1)
+            remote += 1
 
 
 @gluon.jit
 def _push(comm, call):
+    """The push warp."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     DTYPE: gl.constexpr = call.a.data.dtype.element_ty
     gather = call.gather
@@ -162,13 +165,13 @@ def _push(comm, call):
         rows = tl.minimum(gather.m - row, gather.chunk_rows)
         for i in range(rows):
             origin = call.a.data + (row + i).to(tl.int64) * call.a.row_stride
-            place = row_of(gather.rows, comm.epoch, rank * gather.m + row + i)
+            offset = row_of(gather.rows, comm.epoch, rank * gather.m + row + i)
             for column in range(0, gather.k, PUSHED):
                 inside = lane < gather.k - column
                 block = gl.load(origin + column + lane, mask=inside)
                 for j in gl.static_range(1, comm.WORLD_SIZE):
                     target = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, DTYPE)
-                    gl.store(target + place + column + lane, block, mask=inside)
+                    gl.store(target + offset + column + lane, block, mask=inside)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, gather.nanoseconds_per_mib)
@@ -179,17 +182,18 @@ def _push(comm, call):
 
 @gluon.jit
 def _multiply(comm, call, c, stages, c_stage, WARPGROUP: gl.constexpr):
+    """One of the two warpgroups."""
     step = 0
-    for turn in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
-        source, block, column_block, _ = _tile_at(comm, call, turn)
+    for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, column_block, _ = _tile_at(comm, call, index)
         since = trace_time(comm.context)
         total, step = multiply_rows(stages, step, call.gather.k, WARPGROUP, call.B_TRANSPOSED)
-        # rows that never came: the group has given up, and the host will say so
+        # if the group gave up, rows may never have arrived: mark the tile with NaN; the host raises an error
         total += tl.where(gave_up(comm.context), float("nan"), 0.0)
         row = source * call.gather.m + block * TILE_M
         store_rows(c, c_stage, total, row, column_block * TILE_N, WARPGROUP)
         if WARPGROUP == 0:
-            trace(comm.context, TILES, TILE, source, turn, since)
+            trace(comm.context, TILES, TILE, source, index, since)
     tma.store_wait(0)
 
 
@@ -217,11 +221,11 @@ def _run(comm, call, operands, c):
             (_multiply, (comm, call, c, stages, c_stages.index(0), 0)),
             (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
             (_load, (comm, call, operands, stages, arrivals)),
-            (_await, (comm, call, arrivals)),
+            (_wait_arrivals, (comm, call, arrivals)),
             (_push, (comm, call)),
         ],
         [4, 1, 1, 1],
-        [208, 80, 80, 80],  # registers: with fewer the load warp spills where b is not transposed
+        [208, 80, 80, 80],  # registers per thread: with fewer, the load warp spills if b is not transposed
     )
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
@@ -240,7 +244,7 @@ def all_gather_matmul_hopper_kernel(context, ranks, own, even, odd, b, c, call):
 def launch(
     group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]
@@ -248,7 +252,7 @@ def launch(
     rows = memory.buffer_in(workspace, "rows")
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
     link = group.world.links.nvlink
-    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one pushing warp
+    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one push warp
     block = [c.tile_m, c.tile_k]
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
@@ -275,7 +279,7 @@ def launch(
             call=call,
         ),
         options=dict(num_warps=c.warps),
-        # the workspace too: Triton makes another binary for integers with other divisors
+        # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(plan, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace),
     )

@@ -1,6 +1,6 @@
-"""The kernel of all_gather_matmul in Triton: for every shape, every number of nodes, and the simulator.
+"""The Triton kernel of all_gather_matmul: for every shape, any number of nodes, and the simulator.
 
-CTAs are numbered by role: send, intra, compute. See the package's docstring for what each does, and for why they cannot
+CTAs are numbered by role: send, intra, compute. The package's docstring says what each role does, and why they cannot
 deadlock.
 """
 
@@ -32,35 +32,35 @@ from mkernel.runtime.world import Launch
 
 
 class Call(NamedTuple):
-    """What the kernel is told about a call."""
+    """A call, as the kernel sees it."""
 
-    a: Any  # Block: this rank's rows, as the caller has them
-    gathered_out: Any  # Block: where the caller wants the gathered rows; None unless GATHERED_OUT
+    a: Any  # Block: this rank's rows, in the caller's tensor
+    gathered_out: Any  # Block: the caller's tensor for the gathered rows; not used unless GATHERED_OUT
     gather: Any  # Gather
     n: Any
-    join_tiles: Any  # tiles that each sending or pushing CTA computes afterwards
+    join_tiles: Any  # tiles that each send or intra CTA computes when its transfers are done
     tiling: Any  # Tiling
-    SENDERS: Any  # CTAs of the role
-    INTRAS: Any
-    STAGED: Any  # own rows are read through the workspace
-    DIRECT: Any  # the network reads own rows where they are, in the symmetric heap
-    FLAT: Any  # chunks are contiguous, here and in the workspace
+    SENDERS: Any  # number of send CTAs
+    INTRAS: Any  # number of intra CTAs
+    STAGED: Any  # own rows are copied into the workspace and read there
+    DIRECT: Any  # the network reads own rows directly from the symmetric heap
+    FLAT: Any  # chunks are contiguous, both in a and in the workspace
     GATHERED_OUT: Any
-    COPY_ROWS: Any  # rows and elements that a copying CTA has in flight
-    COPY_ELEMENTS: Any
+    COPY_ROWS: Any  # rows that a copying CTA has in flight, unless FLAT
+    COPY_ELEMENTS: Any  # elements that a copying CTA has in flight
 
 
 class Operands(NamedTuple):
-    """What the GEMM reads and writes. For the host, the `Strides` of each; in the kernel, a `Matrix` each."""
+    """Operands of the GEMM. The host passes the `Strides` of each; the kernel makes a `Matrix` of each."""
 
-    own: Any  # this rank's rows, as the caller has them; not read if they are STAGED
-    gathered: Any  # the rows of all ranks, in the workspace: a part for each half
+    own: Any  # this rank's rows, in the caller's tensor; not read if STAGED
+    gathered: Any  # the rows of all ranks, in the workspace: one part per half
     b: Any
-    c: Any  # a part for each rank
+    c: Any  # the result: one part per rank
 
 
 class InHeap(NamedTuple):
-    """Where own rows lie in the symmetric heap, if they are sent from there."""
+    """Where own rows are in the symmetric heap, if they are sent from there."""
 
     segment: Any
     offset: Any  # in elements
@@ -68,7 +68,7 @@ class InHeap(NamedTuple):
 
 @triton.jit
 def _copy_chunk(comm, call, chunk, origin, peers):
-    """Copy a `Chunk`, whose rows lie in the block `origin`, to its place in some ranks' workspaces."""
+    """Copy a `Chunk` to its offset in the workspaces of some ranks. origin: the `Block` that holds its rows."""
     if call.FLAT:
         push_rows(
             comm.context, Block(origin.data, 0, 1), Block(chunk.offset, 0, 1), 1, chunk.rows * call.gather.k, peers,
@@ -88,8 +88,8 @@ def _send(comm, call, in_heap, first, step):
     segment = tl.load(comm.context + SEGMENT)
     element: tl.constexpr = call.a.data.dtype.element_ty.primitive_bitwidth // 8
     ticket = tl.full((), -1, tl.int64)
-    # What Triton hoists out of this loop, or out of that of `_intra`, it keeps in registers through all tiles. Compiled
-    # for Ampere, that spilled 320 bytes instead of 48.
+    # Whatever Triton hoists out of this loop, or out of the loop of `_intra`, stays in registers through all tiles.
+    # Compiled for Ampere, this spilled 320 bytes instead of 48.
     for chunk in tl.range(first, gather.chunks, step, disable_licm=True):
         since = trace_time(comm.context)
         row = chunk * gather.chunk_rows
@@ -112,7 +112,7 @@ def _send(comm, call, in_heap, first, step):
             ticket = post_chunk(comm, transfer, signal)
         trace(comm.context, SEND, SEND_CHUNK, rank, chunk, since)
     if call.DIRECT:
-        # the caller may overwrite a once the launch is over, so the network must have read it
+        # the caller may overwrite a as soon as the launch has finished, so the network must have read it by then
         if ticket >= 0:
             wait_sent(comm.context, ticket, SEND)
 
@@ -159,7 +159,7 @@ def _intra(comm, call, first, step):
 
 @triton.jit
 def _copy_out(call, origin, source, row):
-    """Copy a block of rows of `source`, which are here, to where the caller wants the gathered matrix."""
+    """Copy a row block of `source`, which has arrived, to the caller's tensor for the gathered rows."""
     gather = call.gather
     ROWS: tl.constexpr = call.COPY_ROWS
     COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
@@ -177,7 +177,7 @@ def _copy_out(call, origin, source, row):
 
 @triton.jit
 def _rows_at(comm, call, source, row, OWN: tl.constexpr):
-    """The block of rows that begins at a row of `source`, where they lie: with the caller, or in the workspace."""
+    """The rows of `source` starting at `row`, as a `Block`: OWN in the caller's tensor, otherwise in the workspace."""
     if OWN:
         start = call.a.data + row.to(tl.int64) * call.a.row_stride
         stride = tl.cast(call.a.row_stride, tl.int64)
@@ -190,8 +190,8 @@ def _rows_at(comm, call, source, row, OWN: tl.constexpr):
 
 @triton.jit
 def _gather_only(comm, call, worker, workers):
-    """What a rank with no columns does instead of computing: it waits for all rows like the others.
-    That it leaves an epoch only when all has arrived is what makes its buffers safe to write again."""
+    """What a rank without columns does instead of computing: it waits for all rows, as other ranks do. Its buffers are
+    safe to overwrite only because it leaves an epoch after all rows have arrived."""
     rank = rank_of(comm.context)
     blocks = tl.cdiv(call.gather.m, call.tiling.M)
     if worker >= 0:
@@ -209,31 +209,30 @@ def _gather_only(comm, call, worker, workers):
 
 @triton.jit
 def _compute(comm, call, operands, share, OWN: tl.constexpr):
-    """Compute a share of the tiles. OWN: they are tiles of this rank's rows, which are read where the caller has them;
-    else rows are read from the workspace, as they arrive there: those of all other ranks, and this rank's own too if
-    they were STAGED there."""
+    """Compute a share of the tiles. OWN: tiles of this rank's rows, which are read from the caller's tensor. Otherwise
+    rows are read from the workspace as they arrive: those of all other ranks, and this rank's own too if STAGED."""
     gather = call.gather
     rank = rank_of(comm.context)
     m = gather.m
     blocks = tl.cdiv(m, call.tiling.M)
     column_blocks = tl.cdiv(call.n, call.tiling.N)
-    skipped = 0 if call.STAGED else 1  # ranks whose rows do not come through the workspace
+    skipped = 0 if call.STAGED else 1  # ranks whose rows are not read from the workspace
     for tile in tl.range(share.first, share.end, share.step):
         if OWN:
             source = rank
             block, column_block = swizzle_tile(tile, blocks, column_blocks, call.tiling.GROUP)
         else:
             row_blocks = blocks * (comm.WORLD_SIZE - skipped)
-            place, column_block = swizzle_tile(tile, row_blocks, column_blocks, call.tiling.GROUP)
-            source, block = arrival_order(place + blocks * skipped, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+            nth, column_block = swizzle_tile(tile, row_blocks, column_blocks, call.tiling.GROUP)
+            source, block = arrival_order(nth + blocks * skipped, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
         row = block * call.tiling.M
         column = column_block * call.tiling.N
         missing = 0.0
         if not OWN:
-            here = wait_rows(comm, gather, source, row, call.tiling.M)
+            complete = wait_rows(comm, gather, source, row, call.tiling.M)
             if operands.gathered.strides.USES_TMA:
                 acquire_for_descriptors()
-            missing = tl.where(here, 0.0, float("nan"))
+            missing = tl.where(complete, 0.0, float("nan"))
         since = trace_time(comm.context)
         if call.GATHERED_OUT:
             if column_block == 0:
@@ -242,8 +241,8 @@ def _compute(comm, call, operands, share, OWN: tl.constexpr):
             total = multiply_tile(operands.own, operands.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
         else:
             half = parity(comm.epoch).to(tl.int32)
-            place_of = Tile(half, source * m + row, (source + 1) * m, column, call.n)
-            total = multiply_tile(operands.gathered, operands.b, place_of, gather.k, call.tiling)
+            gathered_tile = Tile(half, source * m + row, (source + 1) * m, column, call.n)
+            total = multiply_tile(operands.gathered, operands.b, gathered_tile, gather.k, call.tiling)
             total += missing
         store_tile(operands.c, Tile(source, row, m, column, call.n), total)
         trace(comm.context, TILES, TILE, source, tile, since)
@@ -275,12 +274,12 @@ def _run(comm, call, operands, in_heap):
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
-# Where rows lie in the heap differs from call to call under one plan, and must not make another binary: that would be
-# loaded while a peer spins. Triton specializes whatever is in a structure, so these two are in none.
+# Where rows are in the heap differs between calls with the same plan, and must not lead to another binary, which would
+# be loaded while a peer spins. Triton specializes all integers in structures, so these two are separate parameters.
 @triton.jit(do_not_specialize=["heap_segment", "heap_offset"])
 def all_gather_matmul_kernel(context, ranks, own, gathered, b, c, strides, call, heap_segment, heap_offset):
-    """The whole operator. ranks: `Ranks`; own, gathered, b, c: descriptors or pointers, and strides
-    (`Operands`) says how to read them; call: `Call`; heap_segment, heap_offset: see `InHeap`."""
+    """The whole operator. ranks: `Ranks`; own, gathered, b, c: descriptors or pointers, to be read according to strides
+    (`Operands`); call: `Call`; heap_segment, heap_offset: see `InHeap`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         call,
@@ -295,7 +294,7 @@ def launch(
     group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
     gathered_out: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]
@@ -356,7 +355,7 @@ def launch(
             heap_offset=found[1] // element if found else 0,
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers with other divisors
+        # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace, free={"rows": others}),
         inputs=("call.a.data", "own", "b"),

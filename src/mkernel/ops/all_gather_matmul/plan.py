@@ -1,4 +1,4 @@
-"""How a call of all_gather_matmul is carried out: tiles, chunks, CTAs of each role, and which kernel."""
+"""The plan of an all_gather_matmul call: tiles, chunks, CTAs per role, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mkernel.runtime.operands import describable, has_descriptors, matmul_precis
 
 @dataclass(frozen=True)
 class Access:
-    """How the kernel reaches the tensors of a call."""
+    """How the kernel accesses the tensors of a call."""
 
     descriptors: bool  # the device has TMA
-    staged: bool  # the rank's own rows are read through the workspace
+    staged: bool  # the rank's own rows are copied into the workspace and read there
     right: RhsLayout
     out_uses_tma: bool
     row_stride: int  # of rows in the workspace
-    flat: bool  # chunks are contiguous, here and in the workspace
-    direct: bool  # the network reads a where it is
+    flat: bool  # chunks are contiguous, both in a and in the workspace
+    direct: bool  # the network reads a directly, without staging
 
     @staticmethod
     def of(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Access:
@@ -50,7 +50,7 @@ class Access:
         if nodes > 1:
             where = "is staged in the workspace for the network (mk.empty would save that)"
             if self.direct:
-                where = "lies in the symmetric heap: the network reads it where it is"
+                where = "is in the symmetric heap: the network reads it directly"
             reasons.append(f"a {where}")
         return reasons
 
@@ -63,7 +63,7 @@ class Plan:
     access: Access
     chunks: int
     precision: str
-    hopper: bool  # runs the kernel in hopper.py
+    hopper: bool  # runs the Hopper kernel (hopper.py)
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Plan:
 def plan(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None
 ) -> Plan:
-    """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
+    """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
     m, n = a.shape[0], b.shape[1]
     access = Access.of(group, a, b, out)
     on_hopper = (
@@ -110,7 +110,7 @@ def plan(
 def _on_hopper(
     group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None
 ) -> tuple[Settings, list[str]]:
-    """Settings of the kernel in hopper.py: no CTA only copies, each has a warp for it."""
+    """Settings of the Hopper kernel (hopper.py). No CTA is reserved for copying: each has a warp for it."""
     pick = planning.chooser(config)
     defaults = planning.default_tiles(group.device, a.dtype, n, True)
     tiles = math.ceil(a.shape[0] / hopper.TILE_M) * math.ceil(n / hopper.TILE_N) * group.size
@@ -122,13 +122,13 @@ def _on_hopper(
         send_ctas=pick("send_ctas", 0), intra_ctas=0, join_tiles=0, chunk_rows=chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
-    return settings, ["the kernel for Hopper: a warp of every CTA copies while the others multiply"]
+    return settings, ["Hopper kernel: one warp of every CTA copies while the others multiply"]
 
 
 def _portable(
     group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None
 ) -> tuple[Settings, list[str]]:
-    """Settings of the kernel in kernel.py: how many CTAs copy, and how many tiles they compute afterwards."""
+    """Settings of the Triton kernel (kernel.py): how many CTAs copy, and how many tiles they compute afterwards."""
     m, k = a.shape
     nodes, gpus, element = group.nodes, group.gpus_per_node, a.element_size()
     pick = planning.chooser(config)
@@ -144,7 +144,7 @@ def _portable(
     network_seconds = (nodes - 1) * m * k * element / network
 
     send_ctas = pick("send_ctas", 1 if nodes > 1 or access.staged else 0)
-    # copies hide behind whatever takes longest
+    # copies should take no longer than the slower of compute and network
     longest = max(compute_seconds, network_seconds)
     rate = planning.push_rate(gpus - 1)
     intra_ctas = pick("intra_ctas", planning.copiers_for(pushed, rate, longest, link, most) if gpus > 1 else 0)
@@ -153,7 +153,7 @@ def _portable(
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
     on_gpu = group.device.type == "cuda"
     done = math.ceil(max(push_seconds, network_seconds) / max(tile_seconds, 1e-9)) + 1 if on_gpu else 1
-    # those who pass on what the network brings are busy to the end if it takes longer than the compute
+    # CTAs that forward rows from other nodes are busy to the end if the network takes longer than the compute
     joining = helpers > 0 and not access.staged and (network_seconds <= compute_seconds or not on_gpu)
     join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if joining else 0)
     settings = Settings(
@@ -173,16 +173,16 @@ def _portable(
 
 
 def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
-    """Rows of a chunk: from what is the same on every rank, so that all ranks take the same."""
+    """Rows per chunk. Depends only on what is the same on every rank, so that all ranks use the same value."""
     given = config or Config()
     if given.chunk_rows is not None:
         return given.chunk_rows
     if suits_hopper(group, a.shape[0], a.dtype, config):
-        return 16  # every CTA pushes, so small chunks arrive in order
+        return 16  # every CTA pushes, so with small chunks rows arrive in order
     tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
     return planning.rows_per_chunk(a.shape[0], tile_m)
 
 
 def suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
-    """Is there another kernel for such calls, as far as all ranks know alike?"""
+    """Whether such calls can run the Hopper kernel, judging only by what is the same on every rank."""
     return hopper.suits(group, m, dtype, config, free={"ctas", "chunk_rows", "group_m"})

@@ -1,4 +1,4 @@
-"""The protocol of all_gather_matmul: what lies in the workspace, and what is signalled. Both kernels follow it."""
+"""The protocol of all_gather_matmul: the contents of the workspace, and its signals. Both kernels follow it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
     """The workspace of a call.
 
-    arrived[source, chunk]: the chunk of the source's rows is in this workspace. It holds the epoch.
+    arrived[source, chunk]: this chunk of the source's rows is in this workspace. It holds the epoch.
     rows: the rows of all ranks, in rank order.
     """
     memory = Layout("all_gather_matmul")
@@ -32,11 +32,11 @@ def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
 
 
 class Gather(NamedTuple):
-    """What is gathered: chunks of m rows of k elements from each rank. arrived, rows: see `layout`.
-    nanoseconds_per_mib: of an emulated link, for one copier, if PACED.
+    """What is gathered: m rows of k elements from each rank, in chunks. arrived, rows: see `layout`.
+    nanoseconds_per_mib: one copying CTA's share of an emulated link, if PACED.
 
-    Strides of `arrived` and `rows` may be 1, which Triton 3.6 makes constants of, and forgets unless the structure that
-    they are in ends in a constant of its own."""
+    Strides of `arrived` and `rows` may be 1. Triton 3.6 turns an integer 1 into a constant, and loses it unless the
+    enclosing structure ends with a constant of its own (here PACED)."""
 
     m: Any
     k: Any
@@ -49,7 +49,7 @@ class Gather(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Chunk number `index` of the source's rows: so many rows, at `offset` of every rank's workspace, in elements."""
+    """Chunk `index` of the source's rows: `rows` rows, at `offset` of every rank's workspace, in elements."""
 
     source: Any
     index: Any
@@ -66,7 +66,7 @@ def notify_chunk(comm, gather, peer, source, chunk):
 
 @triton.jit
 def post_chunk(comm, transfer, signal):
-    """Ask the network for the transfer of a chunk, and for its signal at the peer. Returns the ticket."""
+    """Post the transfer of a chunk, and of its signal at the peer, to the network. Returns the ticket."""
     return post(comm.context, transfer, signal, comm.epoch, SEND)
 
 
@@ -81,7 +81,7 @@ def wait_chunk(comm, gather, source, chunk, ROLE: tl.constexpr):
 @triton.jit
 def wait_rows(comm, gather, source, row, rows):
     """Wait for the chunks that hold rows row..row+rows-1 of the source; false if the group gave up."""
-    here = True
+    complete = True
     for chunk in range(row // gather.chunk_rows, tl.cdiv(tl.minimum(row + rows, gather.m), gather.chunk_rows)):
-        here &= wait_chunk(comm, gather, source, chunk, COMPUTE)
-    return here
+        complete &= wait_chunk(comm, gather, source, chunk, COMPUTE)
+    return complete

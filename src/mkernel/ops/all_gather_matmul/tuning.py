@@ -1,4 +1,4 @@
-"""Which configurations of all_gather_matmul are worth a try."""
+"""The search space for tuning all_gather_matmul."""
 
 from __future__ import annotations
 

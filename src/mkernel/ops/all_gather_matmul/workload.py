@@ -1,4 +1,4 @@
-"""all_gather_matmul as `mkernel trace`, `tune` and `compile` call it."""
+"""The all_gather_matmul workload of `mkernel trace`, `tune` and `compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ring_attention by NCCL. PyTorch's symmetric memory has no operator for it."""
+"""Baseline of ring_attention: NCCL. PyTorch's symmetric memory has no operator for it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Attention(Problem):
         self._whole = [torch.cat([parts[i] for parts in everyone], 2)[:, :, order] for i in range(3)]
 
     def order(self) -> torch.Tensor:
-        """Where in the rows of all ranks, one rank after the other, each position of the sequence is."""
+        """For each position of the sequence, the index of its row in the concatenation of all ranks' rows."""
         positions = [torch.from_numpy(self.sequences.positions(rank)) for rank in range(self.size)]
         return torch.argsort(torch.cat(positions)).to(self.device)
 
     def error(self, result: torch.Tensor) -> float:
-        """The largest error of some rows, in bounds."""
+        """The largest error of some rows, as a multiple of the error bound."""
         return bench.error_of(self.sequences, self.rank, self.query, result, self._whole)
 
     @classmethod
@@ -42,8 +42,9 @@ class Attention(Problem):
         return "PyTorch has no symmetric-memory operator for attention"
 
     def nccl(self, group: dist.ProcessGroup) -> Calls:
-        """Gathers keys and values, which are laid out by position, so that what is gathered is in place. With a causal
-        mask, a rank's rows are one or two pieces of the sequence, each of which sees the keys up to its own end."""
+        """All-gather of keys and values, then attention. Positions are the outermost dimension of the gathered tensors,
+        so the all-gather needs no reordering copy. With a causal mask, a rank's rows are one or two pieces of the
+        sequence, and each piece sees the keys up to its own end."""
         query, length = self.query, self.query.shape[2]
         parts = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in (self.key, self.value)]
         whole = [part.new_empty(self.size * length, *part.shape[1:]) for part in parts]
@@ -54,7 +55,7 @@ class Attention(Problem):
         def call() -> torch.Tensor:
             for part, gathered in zip(parts, whole):
                 nccl.all_gather(gathered, part, group=group)
-            if not sequences.causal:  # in any order
+            if not sequences.causal:  # the order of keys does not matter
                 key, value = (gathered.permute(1, 2, 0, 3) for gathered in whole)
                 return bench.cudnn(query, key, value, False)
             key, value = ((gathered[order] if sequences.zigzag else gathered).permute(1, 2, 0, 3) for gathered in whole)

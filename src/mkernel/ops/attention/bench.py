@@ -1,4 +1,4 @@
-"""ring_attention beside what it replaces: copy all keys and values, then call cuDNN."""
+"""Benchmark of ring_attention against what it replaces: copy all keys and values, then call cuDNN."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mkernel.ops.attention.sequences import Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
-ROWS_CHECKED = 16  # of each rank and head, in float64
+ROWS_CHECKED = 16  # rows of each rank and head that are compared with float64
 
 
-_one_at_a_time = threading.Lock()  # which kernel torch takes is a setting of the process, and ranks are threads
+_sdpa_lock = threading.Lock()  # sdpa_kernel sets the backend of the whole process, and ranks are threads
 
 
 def cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-    with _one_at_a_time, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with _sdpa_lock, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
@@ -43,7 +43,7 @@ def heads_of(
 
 
 def _wire_ms(group: Group, sequences: Sequences, row_bytes: int) -> float:
-    """How long the rank that sends most keys and values needs its paced link; 0 if links are not paced."""
+    """How long the rank that sends the most keys and values occupies its paced link; 0 if links are not paced."""
     rate = group.world.links.nvlink
     ranks = range(group.size)
     sent = max(sum(sequences.keys_sent(source, to) for to in ranks if to != source) for source in ranks) * row_bytes
@@ -54,8 +54,8 @@ def measure(
     group: Group, batch: int, heads: int, positions: int, dim: int, dtype: torch.dtype, config: Config | None,
     repeats: int, *, causal: bool = False, zigzag: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One shape, the positions being those of the whole sequence; runs on every rank, the same figures come
-    back on each."""
+    """Measure one shape; `positions` is the length of the whole sequence. Runs on every rank and returns the same
+    figures on each."""
     layout = "zigzag" if zigzag else "contiguous"
     if batch * heads * positions**2 * dim >= 1e13:
         repeats = min(repeats, 8)
@@ -76,7 +76,7 @@ def measure(
     share = slice(rank * heads // size, (rank + 1) * heads // size)
 
     def library() -> None:
-        # the whole problem in one call, on all SMs: nobody's rate is better
+        # the whole problem in one call, on all SMs: the best rate to be had
         if rank == 0:
             cudnn(whole[0], whole[1], whole[2], causal)
 
@@ -86,7 +86,7 @@ def measure(
             gathered[0][:, :, source * length : (source + 1) * length].copy_(k)
             gathered[1][:, :, source * length : (source + 1) * length].copy_(v)
         link.hold(int(wire_ms * 1e6))
-        if causal:  # balanced over the ranks, as no layout is in this way: a share of the heads
+        if causal:  # each rank takes a share of the heads, a better balance than any layout gives this baseline
             cudnn(whole[0][:, share], whole[1][:, share], whole[2][:, share], True)
         else:
             cudnn(query, gathered[0], gathered[1], False)
@@ -131,7 +131,7 @@ def measure(
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"] / gpus, wire_ms) / sustained["fused"],
         "max_error": error,
-        "error_bound": 1.0,  # the error is in bounds
+        "error_bound": 1.0,  # max_error is a multiple of the bound
         "plan": str(plan),
     }
 
@@ -139,7 +139,7 @@ def measure(
 def error_of(
     sequences: Sequences, rank: int, query: torch.Tensor, out: torch.Tensor, whole: Sequence[torch.Tensor]
 ) -> float:
-    """The largest error of some rows, in bounds: eps times the weighted mean of |value|, and 2^-18."""
+    """The largest error of some rows, as a multiple of its bound: eps times the weighted mean of |value| + 2^-18."""
     length, positions = query.shape[2], whole[1].shape[2]
     rows = torch.linspace(0, length - 1, min(ROWS_CHECKED, length), device=query.device).long()
     at = torch.from_numpy(sequences.positions(rank)).to(query.device)[rows]
@@ -171,6 +171,6 @@ BENCHMARK = Benchmark(
         shape=lambda size, ranks: (4, 16, size // 16 * ranks, 128),
         traffic=_traffic,
         needs_all_ranks=True,
-        note="the same in attention: a rank's queries and one block of keys, of which there are as many as ranks",
+        note="the same in attention: a rank's queries against one block of keys; every rank contributes one such block",
     ),
 )

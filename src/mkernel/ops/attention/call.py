@@ -1,4 +1,4 @@
-"""What the kernels of ring_attention are told about a call, and how they find their tiles."""
+"""Arguments of the ring_attention kernels, and how a CTA finds its tiles in the schedule."""
 
 from __future__ import annotations
 
@@ -20,50 +20,51 @@ class Heads(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """Tensor descriptors, all None unless the call USES_TMA. Each is a parameter of the kernel by itself: Triton 3.6
-    compiles descriptors inside of structures, but its launcher does not pass them. The kernel's entry builds this."""
+    """Tensor descriptors, all None unless the call USES_TMA. Each descriptor is a separate parameter of the kernel, and
+    the kernel builds this structure: Triton 3.6 compiles descriptors inside structures, but its launcher does not pass
+    them."""
 
     q: Any
     k: Any
     v: Any
     out: Any
-    slots: Any  # None if there is one rank
+    slots: Any  # None with one rank
 
 
 class Call(NamedTuple):
-    """A call. A *unit* is one batch and one head of keys."""
+    """A call. A *unit* is one batch entry and one head of keys."""
 
     q: Any  # Heads
     k: Any
     v: Any
     out: Any
     lse: Any  # pointer, None unless LSE
-    slots: Any  # pointer to the panels of other ranks, None if there is one rank or the call USES_TMA
-    partial: Any  # state of tiles between the parts of a head; None unless PARTS
-    schedule: Any  # which CTA computes what: see schedule.py
+    slots: Any  # pointer to the panels of other ranks; None with one rank, or if the call USES_TMA
+    partial: Any  # state of tiles between two parts of a unit; None unless PARTS
+    schedule: Any  # which CTA computes which tiles: see schedule.py
     mask: Any  # Mask
     rounds: Any  # Rounds
-    scale: Any  # of scores, times log2(e)
+    scale: Any  # factor of the scores, times log2(e)
     heads: Any
     kv_heads: Any
     dim: Any
-    blocks: Any  # tiles of queries of a head
-    SENDERS: Any  # CTAs of the role
-    INTRAS: Any
-    PARTS: Any  # a head takes several rounds
+    blocks: Any  # tiles of queries per head
+    SENDERS: Any  # number of send CTAs
+    INTRAS: Any  # number of intra CTAs
+    PARTS: Any  # a unit takes several rounds
     LSE: Any
     USES_TMA: Any  # all tensors have tensor descriptors
-    SYNCS_GRID: Any  # there are grid syncs in the schedule (Gluon only)
+    SYNCS_GRID: Any  # the schedule has grid syncs (Gluon only)
     PRECISION: Any
     TILE_M: Any
     TILE_N: Any
     DIM: Any  # dim, rounded up to a power of two
     COPY: Any  # elements that a copying CTA has in flight
-    POLL_WIDTH: Any  # signals that are polled at a time
+    POLL_WIDTH: Any  # signals polled at a time
 
 
 class TileAt(NamedTuple):
-    """A tile of queries: number `within` of its round, from row `row` of the rank's rows on."""
+    """A tile of queries: number `within` of its round, starting at row `row` of the rank."""
 
     round_index: Any
     within: Any
@@ -80,9 +81,9 @@ def head_of(heads, batch, head):
 
 
 @triton.jit
-def tile_at(call, place):
-    """The tile at a place of the schedule."""
-    entry = tl.load(call.schedule + place).to(tl.int32)
+def tile_at(call, index):
+    """The tile that entry `index` of the schedule names."""
+    entry = tl.load(call.schedule + index).to(tl.int32)
     group = call.heads // call.kv_heads
     round_index = entry // (group * call.blocks)
     within = entry % (group * call.blocks)
@@ -94,6 +95,6 @@ def tile_at(call, place):
 
 @triton.jit
 def awaits_whole_panels(call, tile):
-    """Is it the tile of its round that waits for all that is sent to this rank in it? In a packed sequence there may be
-    chunks that no tile reads, and the slots are not free before these have arrived."""
+    """Whether this is the tile that waits for everything that this rank is sent in the tile's round. In a packed
+    sequence there may be chunks that no tile reads, and the slots are not free before these have arrived."""
     return (tile.within // call.blocks == 0) & (tile.row == (call.blocks - 1) * call.TILE_M)

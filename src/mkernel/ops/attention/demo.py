@@ -13,7 +13,7 @@ from mkernel.runtime.group import Group
 def case(group: Group, shape: Shape, seed: int, large: bool) -> Case:
     batch, heads, positions, dim = shape
     length = positions // group.size
-    causal = not large  # without a mask all ranks have as much to do, so times say more
+    causal = not large  # without a mask, all ranks have the same work, so times are easier to compare
     query, key, value = (random(group, seed, batch, heads, length, dim, what=what) for what in range(3))
     all_keys, all_values = (torch.zeros_like(key).repeat(1, 1, group.size, 1) for _ in range(2))
 
@@ -22,11 +22,11 @@ def case(group: Group, shape: Shape, seed: int, large: bool) -> Case:
         values = torch.cat(everyones(group, "value", value), dim=2).double()
         scores = query.double() @ keys.transpose(-1, -2) * dim**-0.5
         if causal:
-            place = torch.arange(length, device=group.device) + group.rank * length
-            later = torch.arange(keys.shape[2], device=group.device) > place[:, None]
+            own_positions = torch.arange(length, device=group.device) + group.rank * length
+            later = torch.arange(keys.shape[2], device=group.device) > own_positions[:, None]
             scores = scores.masked_fill(later, float("-inf"))
         weights = scores.softmax(-1)
-        # weights and result are rounded once each; the rest is fp32
+        # weights and result are rounded once each; everything else is fp32
         return weights @ values, EPS * (weights @ values.abs()) + 2.0**-18
 
     return Case(

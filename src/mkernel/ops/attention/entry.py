@@ -1,4 +1,4 @@
-"""What the tools know of ring_attention."""
+"""The registry entry of ring_attention."""
 
 from mkernel.operators import Operator, Option, Signal, register
 
@@ -14,11 +14,11 @@ register(
         shared=("positions",),
         shapes=((4, 16, 12288, 128), (4, 16, 49152, 128)),
         small=((1, 16, 8192, 128),),
-        signals=(Signal("mkernel.ops.attention.kinds:FREED", "freed", "rank {peer} to be done with round {index}"),),
+        signals=(Signal("mkernel.ops.attention.kinds:FREED", "freed", "rank {peer} to free round {index}"),),
         options=(
-            Option("causal", "ring_attention: with the causal mask.", bench=True),
-            Option("zigzag", "ring_attention: the sequence laid out in zigzag.", bench=True),
-            Option("kv_heads", "ring_attention: heads of keys and values.", kind=int, default="heads"),
+            Option("causal", "ring_attention: use a causal mask.", bench=True),
+            Option("zigzag", "ring_attention: use the zigzag layout.", bench=True),
+            Option("kv_heads", "ring_attention: number of key and value heads.", kind=int, default="heads"),
         ),
         workload=f"{PACKAGE}.workload:WORKLOAD",
         space=f"{PACKAGE}.tuning:space",

@@ -1,44 +1,42 @@
-"""The kernel of ring_attention for Hopper GPUs, in Gluon: the same roles, rounds and signals, another inside.
+"""The Gluon kernel of ring_attention, for Hopper GPUs: the same roles, rounds and signals, distributed over warps.
 
-Everything between ranks is the same: who sends what (transfer.py), who waits for whom (protocol.py), the
-schedule. The functions for it are the same ones, since they work on scalars. What differs is who does it: a
-CTA has four kinds of warps.
+Everything between ranks is as in the Triton kernel: what is sent (transfer.py), who waits for whom (protocol.py), the
+schedule. Both kernels call the same functions for it, which is possible because these work on scalars. What differs is
+who does the work. A CTA has four kinds of warps:
 
-- One warp *loads*: it waits for the chunks that a tile needs and brings queries, keys and values into
-  shared memory by TMA, two blocks ahead.
-- Two warpgroups *attend*, each with 64 rows of the tile. The scores of the next block are started before
-  the values of this one are multiplied, so that the exponentials of one warpgroup run beside the tensor
-  cores' work of the other and of its own values.
-- One warp *pushes*: it is the role `intra`, for this CTA's share of the chunks. No CTA is set aside for that. It
-  waits only for peers and never for a warp of its own CTA, and has the time of the whole launch.
+- One warp *loads*: it waits for the chunks that a tile needs, and loads queries, keys and values into shared memory by
+  TMA, two blocks ahead (hopper_load.py).
+- Two warpgroups *attend*, each with 64 rows of the tile. A warpgroup starts the product that gives the scores of the
+  next block before it multiplies the weights and values of this one. So its exponentials overlap with the tensor core
+  work of the other warpgroup, and of its own values.
+- One warp *pushes*: it has the role `intra`, for this CTA's share of the chunks. No CTA is reserved for pushing. The
+  warp waits only for peers, never for a warp of its own CTA, and has the whole duration of the launch.
 
-Order of a tile's blocks: the first one of the rank's own keys (there is one, since every row sees itself),
-then all that need no mask, source by source, then those that do. So the long loop has no branch in it; a
-branch while a product is under way would make the compiler wait for it. A tile's result leaves shared memory while the
-next tile is computed. (With one rank, 24 blocks a tile, a tile took 2.5 us beside its blocks' 1.52 us each when it
-waited for that, and divided each element instead of multiplying: estimated from 3072 and 16384 positions.) With one
-rank the first scores of the next tile are computed while this one's result is stored; behind the last tile they are
-computed of whatever is loaded, rather than having a branch.
+Order of a tile's blocks: the first block of the rank's own keys (there always is one, because every row sees itself),
+then all blocks that need no mask, source by source, then those that do. So the long loop has no branch. A branch while
+a wgmma is in flight would make the compiler wait for it. The result of a tile is stored from shared memory while the
+next tile is computed. (With one rank and 24 blocks per tile, a tile took 2.5 us on top of 1.52 us per block when it
+waited for that store and divided each element instead of multiplying by the inverse; estimated from 3072 and 16384
+positions.) With one rank, the first scores of the next tile are computed while the result of this one is stored. After
+the last tile, the same code multiplies a dummy load, which avoids a branch.
 
-Synchronisation inside the CTA, by mbarriers: `full` when TMA has written a stage, `empty` when both
-warpgroups have read it; the same for the queries. Between the warps and other CTAs: the loading warp
-acquires what has arrived and fences (TMA reads another way than the acquire went); a warpgroup says that
-its half of a tile is done, so a round counts two for each tile. That its reads are over follows from the
-`full` barriers that it has seen.
+Synchronization within a CTA is by mbarriers: `full` when TMA has written a stage, `empty` when both warpgroups have
+read it; likewise for the queries. Towards other CTAs and ranks: the loading warp acquires what has arrived, then
+fences, because TMA reads through another proxy than the acquire. Each warpgroup reports that its half of a tile is done
+(`finish_task`), so a round has two tasks per tile. Its reads are over by then: it has waited for the `full` barriers of
+all blocks.
 
-CTAs that send to other nodes do it with the four warps of the first warpgroup, before the CTA splits.
+CTAs that send to other nodes do so with the four warps of the first warpgroup, before the CTA splits into roles.
 
-What the loading warp waits for, and when: hopper_load.py.
+Rejected alternatives. CTAs that are reserved for pushing and join the compute afterwards: the schedule must know when
+that is. It assumed 33 GB/s per pushing CTA, but the times with 4 ranks (zigzag: 82 ms for 67 ms of compute) suggest 18
+to 22 GB/s (estimated), because such a CTA waited for each block before it stored it. In the end, all other CTAs waited
+for the tiles of these. Loading the keys of a block before the values of the previous one, because the stage of the keys
+becomes free earlier: 158.0 ms instead of 158.8 without a mask at 1200 MHz, but 83.4 instead of 81.8 for zigzag. A grid
+sync without a limit: 83.2 ms instead of 81.6 for zigzag.
 
-Ways that lost. CTAs set aside for pushing, which join the compute when they are done: the schedule must say when
-that is. It was told 33 GB/s of each of them. The times of 4 ranks (zigzag 82 ms for 67 ms of computing) would fit 18 to
-22 (estimated): it waited for each block before it stored it, and in the end all others waited for its tiles.
-Loading the keys of a block before the values of the last one, as their place is free earlier: without a mask 158.0 ms
-instead of 158.8 at 1200 MHz, zigzag 83.4 instead of 81.8. A grid sync that waits for as long as it takes: zigzag 83.2
-ms instead of 81.6.
-
-Not here: heads in parts (the state in `partial`), fp32, tensors that TMA cannot read. Then the Triton
-kernel (kernel.py) runs; ranks may differ in that, as they share everything that others see.
+Not supported: units in several parts (state in `partial`), fp32, tensors that TMA cannot read. Such calls run the
+Triton kernel (kernel.py). Ranks may run different kernels, because everything that other ranks see is the same.
 """
 
 from __future__ import annotations
@@ -70,18 +68,19 @@ from mkernel.ops.attention.mask import is_seen, keys_below, seen_by
 from mkernel.ops.attention.protocol import finish_task, slot_row, source_at
 from mkernel.ops.attention.transfer import intra, send
 
-# Registers of a thread of the second warpgroup, and of the warps that load and push; the first warpgroup gets what is
-# left, as many as the second. 216 are enough for the loops without a mask; a rank with nobody to push to has more.
+# Registers per thread: of the second warpgroup, and of the warps that load and push. The first warpgroup gets the rest,
+# which is as many as the second. 216 are enough for the loops without a mask; a rank without peers has more.
 ATTEND_REGISTERS = gl.constexpr(216)
 COPY_REGISTERS = gl.constexpr(72)
 ATTEND_REGISTERS_ALONE = gl.constexpr(232)
 COPY_REGISTERS_ALONE = gl.constexpr(40)
 PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
-PREFETCHED = gl.constexpr(4)
+PREFETCHED = gl.constexpr(4)  # such loads between prefetch and load
 
 
 class Attended(NamedTuple):
-    """A warpgroup's rows of a tile: the online softmax so far, and the weights whose values come next."""
+    """The state of a warpgroup's rows of a tile: the online softmax so far, and the weights of the latest block, whose
+    product with the values comes next."""
 
     weights: Any
     accumulator: Any
@@ -90,7 +89,7 @@ class Attended(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """A block of the source's keys, from key `key` on, that not all of this rank's `rows` see."""
+    """A block of the source's keys, starting at `key`, that not all of this rank's `rows` see."""
 
     rank: Any
     source: Any
@@ -100,20 +99,20 @@ class Masked(NamedTuple):
 
 @gluon.constexpr_function
 def has_room_for_out(dim):
-    """Is there room for the result beside the queries?"""
+    """Whether shared memory has room for the result in addition to the queries."""
     return dim <= 128
 
 
 @gluon.constexpr_function
 def score_layout(tile_n):
-    """How the threads of a warpgroup hold scores."""
+    """The register layout of a warpgroup's scores, or of another product with tile_n columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_n, 16])
 
 
 @gluon.jit
 def _copy_rows(comm, call, source, chunk, row, height, STAGED: gl.constexpr):
-    """See transfer.py; for rows whose elements are contiguous, 16 bytes a thread. Rows are brought into the L2 cache
-    PREFETCHED steps before they are loaded: what one warp has in flight is little, so it should not take long."""
+    """COPY_ROWS of transfer.py, for rows with contiguous elements, 16 bytes per thread. Rows are prefetched into L2
+    PREFETCHED steps ahead: a single warp has few bytes in flight, so its loads need a short latency."""
     COPY: gl.constexpr = call.COPY if STAGED else PUSHED
     DIM: gl.constexpr = call.DIM
     DTYPE: gl.constexpr = source.pointer.dtype.element_ty
@@ -145,7 +144,7 @@ def _copy_rows(comm, call, source, chunk, row, height, STAGED: gl.constexpr):
 
 @gluon.jit
 def _push(comm, call):
-    """The pushing warp: this CTA's share of what the rank copies to its node."""
+    """The pushing warp: pushes this CTA's share of the rank's chunks to the node."""
     cta = gl.program_id(0)
     if comm.RANKS_PER_NODE > 1:
         if (cta >= call.SENDERS) & (cta < call.SENDERS + call.INTRAS):
@@ -154,7 +153,7 @@ def _push(comm, call):
 
 @gluon.jit
 def _online_softmax_step(scores, total, row_max, scale, DIM: gl.constexpr, DTYPE: gl.constexpr, MASKED: gl.constexpr):
-    """As softmax.online_softmax_step; the weights as an operand of the product with the values."""
+    """Like softmax.online_softmax_step, but returns the weights as an operand of the product with the values."""
     value: gl.constexpr = score_layout(DIM)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     pivot = new_max
@@ -169,7 +168,7 @@ def _online_softmax_step(scores, total, row_max, scale, DIM: gl.constexpr, DTYPE
 
 @gluon.jit
 def _mask_scores(mask, scores, masked, TILE_N: gl.constexpr):
-    """Scores with a block of keys; -inf where a row does not see the key."""
+    """The scores of a block of keys, set to -inf where a row does not see the key."""
     starts, ends = seen_by(mask, masked.rank, gl.minimum(masked.rows, mask.length - 1))
     index = gl.expand_dims(masked.key + gl.arange(0, TILE_N, gl.SliceLayout(0, score_layout(TILE_N))), 0)
     upper = keys_below(mask, ends, masked.source)
@@ -182,7 +181,7 @@ def _mask_scores(mask, scores, masked, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _start_scores(query, stages, step, TILE_N: gl.constexpr):
-    """Begin to multiply queries with block `step` of the keys."""
+    """Start the product of the queries and block `step` of the keys."""
     zeros = gl.zeros([ROWS, TILE_N], gl.float32, score_layout(TILE_N))
     mbarrier.wait(stages.full.index(step % STAGES), (step // STAGES) & 1)
     key = stages.data.index(step % STAGES).permute((1, 0))
@@ -191,7 +190,7 @@ def _start_scores(query, stages, step, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _start_tile(comm, call, shared, number, step, GROUP: gl.constexpr):
-    """Begin to multiply the queries of this CTA's tile `number` with their first block of keys."""
+    """Start the product of the queries of this CTA's tile `number` and their first block of keys."""
     stage = number % query_stages(comm.WORLD_SIZE, call.DIM)
     phase = (number // query_stages(comm.WORLD_SIZE, call.DIM)) & 1
     mbarrier.wait(shared.q.full.index(stage), phase)
@@ -200,7 +199,7 @@ def _start_tile(comm, call, shared, number, step, GROUP: gl.constexpr):
 
 @gluon.jit
 def _first_scores(comm, call, shared, number, step, GROUP: gl.constexpr):
-    """The scores of a tile's first block."""
+    """Compute the scores of a tile's first block."""
     token = _start_tile(comm, call, shared, number, step, GROUP)
     scores = warpgroup_mma_wait(0, deps=[token])
     mbarrier.arrive(shared.k.empty.index(step % STAGES), count=1)
@@ -209,7 +208,7 @@ def _first_scores(comm, call, shared, number, step, GROUP: gl.constexpr):
 
 @gluon.jit
 def _begin_tile(call, scores, masked):
-    """`Attended` after the first block of a tile: its weights, and no values yet."""
+    """`Attended` after the scores of a tile's first block; no values are accumulated yet."""
     scores = _mask_scores(call.mask, scores, masked, call.TILE_N)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(call.TILE_N)))
     total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, score_layout(call.TILE_N)))
@@ -222,7 +221,7 @@ def _begin_tile(call, scores, masked):
 
 @gluon.jit
 def _attend_block(call, shared, query, attended, step, masked, MASKED: gl.constexpr):
-    """Attend to block `step`: its scores are computed beside the product with the values of the block before."""
+    """Attend to block `step`: compute its scores while the values of the previous block are multiplied."""
     before = (step - 1) % STAGES
     token = _start_scores(query, shared.k, step, call.TILE_N)
     mbarrier.wait(shared.v.full.index(before), ((step - 1) // STAGES) & 1)
@@ -242,7 +241,7 @@ def _attend_block(call, shared, query, attended, step, masked, MASKED: gl.conste
 
 @gluon.jit
 def _blocks_without_mask(comm, call, rank, row, ranks):
-    """How many blocks of all ranks' keys every row of a tile sees."""
+    """The number of key blocks, of all ranks, that every row of a tile sees."""
     own = blocks_of(call.mask, rank, rank, row, call.TILE_N)
     count = own.full_end - own.full
     for i in range(1, ranks):
@@ -253,12 +252,12 @@ def _blocks_without_mask(comm, call, rank, row, ranks):
 
 @gluon.jit
 def _store_tile(call, out, shared, tile, accumulator, total, row_max, GROUP: gl.constexpr):
-    """Store a warpgroup's rows of a tile. The store may still be under way afterwards."""
+    """Start to store a warpgroup's rows of a tile. The store may still be in flight on return."""
     nothing = total == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, total), gl.SliceLayout(1, score_layout(call.DIM)))
     result = accumulator * gl.expand_dims(inverse, 1)
     if has_room_for_out(call.DIM):
-        # the result of the tile before is stored while this one is computed; nobody writes over it before
+        # the store of the previous tile overlapped with this one; it must have read its stage before that is rewritten
         tma.store_wait(0)
         tl.debug_barrier()
     stage = shared.out.index(GROUP)
@@ -277,28 +276,29 @@ def _store_tile(call, out, shared, tile, accumulator, total, row_max, GROUP: gl.
 
 
 @gluon.jit
-def _attend(comm, call, out, shared, first_place, end_of_places, GROUP: gl.constexpr):
-    """A warpgroup: rows GROUP*ROWS and on of this CTA's tiles. With room for the queries of two tiles the first scores
-    of the next tile are computed while this one ends; they are those of any queries and keys after the last tile."""
+def _attend(comm, call, out, shared, first_entry, end_entry, GROUP: gl.constexpr):
+    """A warpgroup: computes rows GROUP*ROWS to (GROUP+1)*ROWS-1 of this CTA's tiles. If there is room for the queries
+    of two tiles, it computes the first scores of the next tile while this one ends; after the last tile, those of a
+    dummy load."""
     QUERIES: gl.constexpr = query_stages(comm.WORLD_SIZE, call.DIM)
     AHEAD: gl.constexpr = QUERIES > 1
     TILE_N: gl.constexpr = call.TILE_N
     rank = rank_of(comm.context)
     ranks = tl.load(comm.context + SIZE_WORD).to(gl.int32)
-    step = first_place * 0  # blocks that were taken so far
+    step = first_entry * 0  # blocks processed so far
     scores = gl.zeros([ROWS, TILE_N], gl.float32, score_layout(TILE_N))
     if AHEAD:
-        if first_place < end_of_places:
-            scores = _first_scores(comm, call, shared, first_place * 0, step, GROUP)
-    for place in range(first_place, end_of_places):
-        tile = tile_at(call, place)
+        if first_entry < end_entry:
+            scores = _first_scores(comm, call, shared, first_entry * 0, step, GROUP)
+    for entry in range(first_entry, end_entry):
+        tile = tile_at(call, entry)
         since = trace_time(comm.context)
         rows = tile.row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(TILE_N)))
         own = blocks_of(call.mask, rank, rank, tile.row, TILE_N)
         count = _blocks_without_mask(comm, call, rank, tile.row, ranks)
-        query = shared.q.data.index((place - first_place) % QUERIES * WARPGROUPS + GROUP)
+        query = shared.q.data.index((entry - first_entry) % QUERIES * WARPGROUPS + GROUP)
         if not AHEAD:
-            scores = _first_scores(comm, call, shared, place - first_place, step, GROUP)
+            scores = _first_scores(comm, call, shared, entry - first_entry, step, GROUP)
         attended = _begin_tile(call, scores, Masked(rank, rank, rows, (own.first - 1) * TILE_N))
         step += 1
         for _ in range(count):
@@ -316,15 +316,15 @@ def _attend(comm, call, out, shared, first_place, end_of_places, GROUP: gl.const
         mbarrier.wait(shared.v.full.index(before), ((step - 1) // STAGES) & 1)
         product = warpgroup_mma(attended.weights, shared.v.data.index(before), attended.accumulator, is_async=True)
         if has_room_for_out(call.DIM):
-            mbarrier.arrive(shared.q.empty.index((place - first_place) % QUERIES), count=1)  # the next ones may come
+            mbarrier.arrive(shared.q.empty.index((entry - first_entry) % QUERIES), count=1)  # the next may be loaded
         if AHEAD:
-            token = _start_tile(comm, call, shared, place + 1 - first_place, step, GROUP)
+            token = _start_tile(comm, call, shared, entry + 1 - first_entry, step, GROUP)
         accumulator, _ = warpgroup_mma_wait(AHEAD, deps=[product, attended.weights])
         mbarrier.arrive(shared.v.empty.index(before), count=1)
 
         total = attended.total
         if comm.WORLD_SIZE > 1:
-            # chunks that never came were read all the same: if the group gave up, the tile is not right
+            # if the group gave up, the tile may have read chunks that never arrived: mark it with NaN
             total += gl.where(gave_up(comm.context), float("nan"), 0.0)
         _store_tile(call, out, shared, tile, accumulator, total, attended.row_max, GROUP)
         if AHEAD:
@@ -334,17 +334,17 @@ def _attend(comm, call, out, shared, first_place, end_of_places, GROUP: gl.const
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(0), count=1)
         if GROUP == 0:
-            trace(comm.context, TILES, TILE, rank, place, since)
+            trace(comm.context, TILES, TILE, rank, entry, since)
         if call.rounds.CREDITS:
             finish_task(comm, call.rounds, tile.round_index, COMPUTE)
         elif not has_room_for_out(call.DIM):
-            tl.debug_barrier()  # nobody writes the next tile's result before this one was read
+            tl.debug_barrier()  # no thread writes the next tile's result before this one has been read
     tma.store_wait(0)
 
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr):
-    """(full, empty) for stages that one warp fills and both warpgroups read."""
+    """(full, empty): the barriers of stages that one warp fills and both warpgroups read."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -395,7 +395,7 @@ def _run(comm, call, descriptors):
 
 @gluon.jit
 def ring_attention_hopper_kernel(context, ranks, q, k, v, out, slots, call):
-    """The whole operator. ranks: `Ranks`, call: `Call`, the others: see `Descriptors`."""
+    """The whole operator. ranks: `Ranks`; call: `Call`; q, k, v, out, slots: see `Descriptors`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         call,

@@ -1,17 +1,17 @@
-"""The loading warp of the kernel for Hopper, and the shared memory that it fills.
+"""The loading warp of the Hopper kernel, and the shared memory that it fills.
 
-Whether chunks have arrived: when a tile begins, one look at the signals of all chunks that it will read
-(`poll_all_arrived`). After the first tiles they are all there. To wait chunk by chunk takes the loading warp
-longer than it is ahead.
+Arrival of chunks. When a tile begins, the warp polls the signals of all chunks that the tile will read, all at once
+(`poll_all_arrived`). Except for the first tiles, they have all arrived. Waiting chunk by chunk would take longer than
+the time by which the warp is ahead of the warpgroups.
 
-Bounded grid sync. Where a head's keys and values are many, it matters that the CTAs of a rank read the same ones at the
-same time, so that they come from memory once and from the L2 cache afterwards. Left alone, CTAs drift apart, if only by
-0.1% (estimated), and read from everywhere in the end. So the schedule marks tiles that all of them begin at the same
-time, and there the loading warps wait for each other, for MAX_SPINS polls at most. Nothing depends on it but speed.
-(On an H200, one rank, 16 x 196608 positions, causal, with a sync every 1024 blocks: from 24% to 3% of the memory's
-rate, 187 to 179 J, 270 to 253 ms. Waiting chunk by chunk seems to have kept CTAs together as well: whoever was ahead
-found nothing in the cache, and had to wait for it.) Packed documents have no grid syncs: their tiles read different
-keys anyway.
+Bounded grid sync. If a head has many keys and values, the CTAs of a rank should read the same ones at the same time, so
+that they come from memory once and from L2 afterwards. Left alone, CTAs drift apart, if only by 0.1% (estimated), and
+end up reading different keys. So the schedule marks tiles that all CTAs start at the same time, and there the loading
+warps wait for each other, for at most MAX_SPINS polls. This affects only speed; nothing else depends on it. (On an
+H200, one rank, 16 x 196608 positions, causal, with a sync every 1024 blocks: from 24% to 3% of the memory bandwidth,
+from 187 to 179 J, from 270 to 253 ms. Waiting chunk by chunk seems to have kept CTAs together as well: a CTA that was
+ahead missed in L2 and was slowed down.) Packed documents have no grid syncs, because their tiles read different keys
+anyway.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mkernel.ops.attention.protocol import (
     wait_panel,
 )
 
-WARPGROUPS = gl.constexpr(2)  # that attend
-ROWS = gl.constexpr(64)  # of queries, of each of them
+WARPGROUPS = gl.constexpr(2)  # warpgroups that attend
+ROWS = gl.constexpr(64)  # rows of queries per warpgroup
 TILE_M = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-MAX_SPINS = gl.constexpr(64)  # polls of a grid sync; some 50 us (estimated)
+MAX_SPINS = gl.constexpr(64)  # maximum polls of a grid sync; about 50 us (estimated)
 SYNC_MARK = gl.constexpr(schedule.SYNC_MARK)
 
 
@@ -57,8 +57,8 @@ class Stages(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of a CTA. q: for the queries of a tile, or of two (`query_stages`), one warpgroup's rows after
-    the other's; out: for results, which may be that of the queries (`has_room_for_out`)."""
+    """The shared memory of a CTA. q: queries of one or two tiles (`query_stages`), the first warpgroup's rows, then the
+    second's. out: results; may be the memory of the queries (`has_room_for_out`)."""
 
     q: Any  # Stages
     k: Any
@@ -68,8 +68,8 @@ class Shared(NamedTuple):
 
 @gluon.constexpr_function
 def query_stages(world_size, dim):
-    """Tiles whose queries are there at a time. With two, scores are kept from one tile to the next, in registers that
-    a rank with others needs."""
+    """The number of tiles whose queries are in shared memory at the same time. With two, scores stay in registers from
+    one tile to the next; with several ranks, these registers are needed for other things."""
     return 2 if dim <= 128 and world_size == 1 else 1
 
 
@@ -83,24 +83,24 @@ def _load_queries(comm, call, q, shared, tile, number):
     for which in gl.static_range(WARPGROUPS):
         target = shared.q.data.index(stage * WARPGROUPS + which)
         target = reinterpret(target, q.dtype, [1, 1, ROWS, call.DIM], q.layout)
-        place = [tile.batch, tile.head, tile.row + which * ROWS, 0]
-        async_load(q, place, shared.q.full.index(stage), target)
+        coordinates = [tile.batch, tile.head, tile.row + which * ROWS, 0]
+        async_load(q, coordinates, shared.q.full.index(stage), target)
 
 
 @gluon.jit
 def _load_block(source, stages, tile, block, loaded, TILE_N: gl.constexpr, DIM: gl.constexpr):
-    """Load a block of the rank's own keys, or values, into the stage for number `loaded`."""
+    """Load a block of the rank's own keys or values. loaded: how many blocks came before; this selects the stage."""
     stage = loaded % STAGES
     mbarrier.wait(stages.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
     mbarrier.expect(stages.full.index(stage), source.block_type.nbytes)
     target = reinterpret(stages.data.index(stage), source.dtype, [1, 1, TILE_N, DIM], source.layout)
-    place = [tile.batch, tile.kv_head, block * TILE_N, 0]
-    async_load(source, place, stages.full.index(stage), target)
+    coordinates = [tile.batch, tile.kv_head, block * TILE_N, 0]
+    async_load(source, coordinates, stages.full.index(stage), target)
 
 
 @gluon.jit
 def _load_own(call, descriptors, shared, tile, first, end, loaded):
-    """Load blocks first..end-1 of the rank's own keys and values; returns how many were loaded so far."""
+    """Load blocks first..end-1 of the rank's own keys and values. Returns the new value of `loaded`."""
     for block in range(first, end):
         _load_block(descriptors.k, shared.k, tile, block, loaded, call.TILE_N, call.DIM)
         _load_block(descriptors.v, shared.v, tile, block, loaded, call.TILE_N, call.DIM)
@@ -110,7 +110,7 @@ def _load_own(call, descriptors, shared, tile, first, end, loaded):
 
 @gluon.jit
 def _load_rows(slots, stages, row, loaded):
-    """Load a block of another rank's keys, or values, into the stage for number `loaded`."""
+    """Load a block of another rank's keys or values. loaded: see `_load_block`."""
     stage = loaded % STAGES
     mbarrier.wait(stages.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
     mbarrier.expect(stages.full.index(stage), slots.block_type.nbytes)
@@ -118,12 +118,13 @@ def _load_rows(slots, stages, row, loaded):
 
 
 @gluon.jit
-def _load_slots(comm, call, slots, shared, round_index, source, first, end, loaded, all_here):
-    """Load blocks first..end-1 of another rank: as their chunks arrive, unless they are all here."""
+def _load_slots(comm, call, slots, shared, round_index, source, first, end, loaded, all_arrived):
+    """Load blocks first..end-1 of another rank. Unless all have arrived, wait for their chunks one by one. Returns the
+    new value of `loaded`."""
     panel_row = slot_row(comm, call.rounds, round_index, source, rank_of(comm.context))
     for block in range(first, end):
         key = block * call.TILE_N
-        if (not all_here) & ((block == first) | (key % call.rounds.chunk_rows == 0)):
+        if (not all_arrived) & ((block == first) | (key % call.rounds.chunk_rows == 0)):
             chunk = key // call.rounds.chunk_rows
             wait_panel(comm, call.rounds, round_index, source, chunk, chunk + 1)
             acquire_for_descriptors()
@@ -135,8 +136,8 @@ def _load_slots(comm, call, slots, shared, round_index, source, first, end, load
 
 @gluon.jit
 def blocks_of(mask, rank, source, row, TILE_N: gl.constexpr):
-    """`Blocks` of a source for the tile of queries from `row` on. The first block of the rank's own keys is left out:
-    it comes before all others."""
+    """The `Blocks` of a source for the tile of queries that starts at `row`, without the first block of the rank's own
+    keys: that one is processed before all others."""
     visible = seen_by_tile(mask, rank, row, TILE_M)
     blocks = key_blocks(mask, visible, source, 0, mask.length, TILE_N)
     first = blocks.first + (source == rank).to(gl.int32)
@@ -146,8 +147,8 @@ def blocks_of(mask, rank, source, row, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _sync_grid(comm, syncs, ctas):
-    """Wait for the rank's other CTAs to come to grid sync number `syncs`, for MAX_SPINS polls at most: it is for speed
-    alone."""
+    """Wait until the rank's other CTAs have reached grid sync number `syncs`, for at most MAX_SPINS polls: only speed
+    depends on it."""
     word = state_of(comm.context) + GRID_SYNC
     begin = comm.epoch * 4294967296
     tl.atomic_max(word, begin, sem="relaxed", scope="gpu")
@@ -160,51 +161,52 @@ def _sync_grid(comm, syncs, ctas):
 
 @gluon.jit
 def _wait_whole_panels(comm, call, tile, ranks):
-    """Wait for all that is sent to this rank in the tile's round."""
+    """Wait for everything that this rank is sent in the tile's round."""
     rank = rank_of(comm.context)
     need, need_end = seen_by_rank(call.mask, rank)
     for i in range(1, ranks):
         source = source_at(comm, rank, i)
         panel = Panel(tile.round_index, 0, call.mask.length)
-        chunk, behind = chunks_with(call.rounds, call.mask, panel, source, need, need_end)
-        wait_panel(comm, call.rounds, tile.round_index, source, chunk, behind)
+        chunk, chunk_end = chunks_with(call.rounds, call.mask, panel, source, need, need_end)
+        wait_panel(comm, call.rounds, tile.round_index, source, chunk, chunk_end)
 
 
 @gluon.jit
 def _poll_tile(comm, call, tile):
-    """Has all arrived that a tile reads of other ranks? What has may be loaded by TMA afterwards."""
+    """Whether everything that a tile reads from other ranks has arrived. TMA may then load it."""
     visible = seen_by_tile(call.mask, rank_of(comm.context), tile.row, TILE_M)
-    places = gl.arange(0, call.POLL_WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    offsets = gl.arange(0, call.POLL_WIDTH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     panel = Panel(tile.round_index, 0, call.mask.length)
-    here = poll_all_arrived(comm, call.rounds, call.mask, panel, visible.low, visible.highest_end, places)
-    here = agreed(here)
-    tl.debug_barrier()  # what one thread has acquired all may read
+    arrived = poll_all_arrived(comm, call.rounds, call.mask, panel, visible.low, visible.highest_end, offsets)
+    arrived = agreed(arrived)
+    tl.debug_barrier()  # makes what each thread has acquired visible to all threads
     acquire_for_descriptors()
-    return here
+    return arrived
 
 
 @gluon.jit
-def load(comm, call, descriptors, shared, first_place, end_of_places):
-    """The loading warp: what the tiles of this CTA need, in the order in which it is needed. A tile's queries and first
-    keys, which are the rank's own, wait for nobody but at a grid sync: with one rank they are multiplied while the tile
-    before ends. Whatever a tile must wait for comes before its first values, without which it can not be done."""
+def load(comm, call, descriptors, shared, first_entry, end_entry):
+    """The loading warp: loads what the tiles in entries first_entry..end_entry-1 of the schedule need, in the order in
+    which they need it. A tile's queries and first keys are the rank's own, so it loads them without waiting, except at
+    a grid sync: with one rank, the warpgroups multiply them while they finish the previous tile. All waits of a tile
+    come before the load of its first values, because without those the tile cannot finish."""
     TILE_N: gl.constexpr = call.TILE_N
     DIM: gl.constexpr = call.DIM
     rank = rank_of(comm.context)
-    # loops over ranks go to a number that the compiler does not know, or it unrolls them and keeps what every
-    # rank needs in registers
+    # loops over ranks have a bound that the compiler does not know, or else it unrolls them and keeps the values of
+    # every rank in registers
     ranks = tl.load(comm.context + SIZE_WORD).to(gl.int32)
-    loaded = first_place * 0
-    syncs = first_place * 0
-    all_here = first_place == first_place
-    for place in range(first_place, end_of_places):
-        tile = tile_at(call, place)
+    loaded = first_entry * 0
+    syncs = first_entry * 0
+    all_arrived = first_entry == first_entry
+    for entry in range(first_entry, end_entry):
+        tile = tile_at(call, entry)
         if call.SYNCS_GRID:
-            if tl.load(call.schedule + place) >= SYNC_MARK:
+            if tl.load(call.schedule + entry) >= SYNC_MARK:
                 _sync_grid(comm, syncs, gl.num_programs(0) - call.SENDERS)
                 syncs += 1
         own = blocks_of(call.mask, rank, rank, tile.row, TILE_N)
-        _load_queries(comm, call, descriptors.q, shared, tile, place - first_place)
+        _load_queries(comm, call, descriptors.q, shared, tile, entry - first_entry)
         _load_block(descriptors.k, shared.k, tile, own.first - 1, loaded, TILE_N, DIM)
         if call.rounds.CREDITS:
             wait_own_round(comm, call.rounds, tile.round_index, COMPUTE)
@@ -213,7 +215,7 @@ def load(comm, call, descriptors, shared, first_place, end_of_places):
                 _wait_whole_panels(comm, call, tile, ranks)
         _load_block(descriptors.v, shared.v, tile, own.first - 1, loaded, TILE_N, DIM)
         if comm.WORLD_SIZE > 1:
-            all_here = _poll_tile(comm, call, tile)
+            all_arrived = _poll_tile(comm, call, tile)
         loaded = _load_own(call, descriptors, shared, tile, own.full, own.full_end, loaded + 1)
         if comm.WORLD_SIZE > 1:
             for i in range(1, ranks):
@@ -221,7 +223,7 @@ def load(comm, call, descriptors, shared, first_place, end_of_places):
                 other = blocks_of(call.mask, rank, source, tile.row, TILE_N)
                 loaded = _load_slots(
                     comm, call, descriptors.slots, shared, tile.round_index, source, other.full, other.full_end,
-                    loaded=loaded, all_here=all_here,
+                    loaded=loaded, all_arrived=all_arrived,
                 )  # fmt: skip
         for side in range(2):
             begin = gl.where(side == 0, own.first, own.full_end)
@@ -234,11 +236,11 @@ def load(comm, call, descriptors, shared, first_place, end_of_places):
                 end = gl.where(i % 2 == 0, other.full, other.end)
                 loaded = _load_slots(
                     comm, call, descriptors.slots, shared, tile.round_index, source, begin, end,
-                    loaded=loaded, all_here=all_here,
+                    loaded=loaded, all_arrived=all_arrived,
                 )  # fmt: skip
     if query_stages(comm.WORLD_SIZE, DIM) > 1:
-        # what the last tile takes for the beginning of another one
-        if first_place < end_of_places:
-            tile = tile_at(call, end_of_places - 1)
-            _load_queries(comm, call, descriptors.q, shared, tile, end_of_places - first_place)
+        # the last tile computes the first scores of a next tile, which does not exist: load something for it
+        if first_entry < end_entry:
+            tile = tile_at(call, end_entry - 1)
+            _load_queries(comm, call, descriptors.q, shared, tile, end_entry - first_entry)
             _load_block(descriptors.k, shared.k, tile, 0, loaded, TILE_N, DIM)

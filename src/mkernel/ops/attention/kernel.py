@@ -1,7 +1,7 @@
-"""The kernel of ring_attention in Triton: for every shape and dtype, every number of nodes, and the simulator.
+"""The Triton kernel of ring_attention: for every shape and dtype, any number of nodes, and the simulator.
 
-CTAs are numbered by role: send, intra, compute. See the package's docstring for what each does, and for why they cannot
-deadlock. `call` is a `Call` and `tma` are `Descriptors` (call.py) everywhere.
+CTAs are numbered by role: send, intra, compute. The package's docstring says what each role does, and why they cannot
+deadlock. Everywhere, `call` is a `Call` and `tma` are `Descriptors` (call.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mkernel.ops.attention.transfer import intra, send
 
 @triton.jit
 def _read_flat(source, place, dim):
-    """Elements of contiguous rows; zeros behind the last one."""
+    """Elements of contiguous rows at the offsets `place`; zeros beyond the last row."""
     return tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
 
 
@@ -53,13 +53,13 @@ def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
     steps = tl.cdiv(height * dim, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
     for step in range(steps):
         if source.FLAT:
-            place = step * call.COPY + tl.arange(0, call.COPY)
-            inside = place < height * dim
-            block = _read_flat(source, place, dim)
+            offsets = step * call.COPY + tl.arange(0, call.COPY)
+            inside = offsets < height * dim
+            block = _read_flat(source, offsets, dim)
         else:
             i = step * ROWS + tl.arange(0, ROWS)[:, None]
             j = tl.arange(0, call.DIM)[None, :]
-            place = i * dim + j
+            offsets = i * dim + j
             inside = (i < height) & (j < dim)
             pointers = source.pointer + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride
             block = tl.load(pointers, mask=inside & (i < source.count), other=0.0)
@@ -71,12 +71,12 @@ def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
             first = slot_row(comm, call.rounds, chunk.round_index, chunk.source, peer) + row
             target = segment_of(comm.context, peer, DTYPE)
             target += tl.multiple_of(row_of(call.rounds.slots, comm.epoch, first), 16)
-            tl.store(target + place, block, mask=wanted)
+            tl.store(target + offsets, block, mask=wanted)
 
 
 @triton.jit
 def _read_rows(call, heads, tma, batch, head, row, ROWS: tl.constexpr):
-    """ROWS rows of a head; zeros outside of the tensor. tma: the tensor's descriptor."""
+    """ROWS rows of a head; zeros outside the tensor. tma: the tensor's descriptor."""
     if call.USES_TMA:
         return tma.load([batch, head, row, 0]).reshape(ROWS, call.DIM)
     else:
@@ -86,7 +86,7 @@ def _read_rows(call, heads, tma, batch, head, row, ROWS: tl.constexpr):
 
 @triton.jit
 def _read_slots(call, tma, row):
-    """TILE_N rows of the slots; panels end with whole blocks."""
+    """TILE_N rows of the slots. There is no bounds check, because panels consist of whole blocks."""
     if call.USES_TMA:
         return tma.slots.load([row, 0])
     else:
@@ -97,7 +97,8 @@ def _read_slots(call, tma, row):
 
 @triton.jit
 def _mask_scores(call, scores, key, lower, upper):
-    """Scores of TILE_N keys from `key` on; -inf where a row does not see the key, only lower..upper-1."""
+    """Scores of TILE_N keys starting at `key`, set to -inf where the row does not see the key: a row sees keys
+    lower..upper-1."""
     index = key + tl.arange(0, call.TILE_N)[None, :]
     scores = tl.where(index < upper[:, None], scores, float("-inf"))
     if call.mask.PACKED:
@@ -108,17 +109,17 @@ def _mask_scores(call, scores, key, lower, upper):
 @triton.jit
 def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN: tl.constexpr):
     """The state after a tile's queries have attended to `blocks` of a source. OWN: keys and values are read from the
-    caller's tensors; else from the slots, where key 0 of the source would be at row `panel_row`: TILE_N keys, then
-    their values, then the next.
+    caller's tensors. Otherwise they are read from the slots, where every TILE_N keys are followed by their values, and
+    key 0 of the source would be at row `panel_row`.
 
-    One loop that asks for each block whether it must be masked: with two loops, one for masked blocks, the kernel for
-    several ranks needed more registers than there are (24 bytes were spilled)."""
+    A single loop checks for each block whether it must be masked. With a separate loop for masked blocks, the kernel
+    for several ranks spilled 24 bytes of registers."""
     accumulator = state.accumulator
     total = state.total
     row_max = state.row_max
     rows = tl.minimum(tile.row + tl.arange(0, call.TILE_M), call.mask.length - 1)
     starts, ends = seen_by(call.mask, rank, rows)
-    # of the source's keys a row sees one range, too: two numbers a row, where positions would be one a key
+    # a row sees one range of the source's keys: two numbers per row, where positions would take one per key
     lower = keys_below(call.mask, starts, source)
     upper = keys_below(call.mask, ends, source)
     for block in range(blocks.first, blocks.end):
@@ -142,7 +143,8 @@ def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN:
 
 @triton.jit
 def _attend_others(comm, call, tma, tile, panel, visible, query, state):
-    """(state, NaN if something never arrived, else 0) after a tile has attended to the panels of all other ranks."""
+    """(state, missing) after a tile has attended to the panels of all other ranks. missing: NaN if the group gave up
+    before all chunks arrived, else 0."""
     rank = rank_of(comm.context)
     if call.rounds.CREDITS:
         wait_own_round(comm, call.rounds, tile.round_index, COMPUTE)
@@ -151,15 +153,15 @@ def _attend_others(comm, call, tma, tile, panel, visible, query, state):
     if call.mask.PACKED:
         if awaits_whole_panels(call, tile):
             need, need_end = seen_by_rank(call.mask, rank)
-    places = tl.arange(0, call.POLL_WIDTH)
-    here = poll_all_arrived(comm, call.rounds, call.mask, panel, need, need_end, places)
+    offsets = tl.arange(0, call.POLL_WIDTH)
+    all_arrived = poll_all_arrived(comm, call.rounds, call.mask, panel, need, need_end, offsets)
     missing = 0.0
-    for place in range(1, comm.WORLD_SIZE):
-        source = source_at(comm, rank, place)
-        if not here:
-            chunk, behind = chunks_with(call.rounds, call.mask, panel, source, need, need_end)
-            got = wait_panel(comm, call.rounds, tile.round_index, source, chunk, behind)
-            missing += tl.where(got, 0.0, float("nan"))
+    for i in range(1, comm.WORLD_SIZE):
+        source = source_at(comm, rank, i)
+        if not all_arrived:
+            chunk, chunk_end = chunks_with(call.rounds, call.mask, panel, source, need, need_end)
+            complete = wait_panel(comm, call.rounds, tile.round_index, source, chunk, chunk_end)
+            missing += tl.where(complete, 0.0, float("nan"))
         if call.USES_TMA:
             acquire_for_descriptors()
         panel_row = slot_row(comm, call.rounds, tile.round_index, source, rank) - 2 * panel.begin
@@ -169,8 +171,8 @@ def _attend_others(comm, call, tma, tile, panel, visible, query, state):
 
 
 @triton.jit
-def _kept(call, tile):
-    """Pointers to where a tile's state is kept between the parts of a head."""
+def _state_pointers(call, tile):
+    """Pointers to a tile's state in `partial`, where it is kept between two parts of a unit."""
     i = tl.arange(0, call.TILE_M)
     start = call.partial + tl.cast(tile.within, tl.int64) * (call.TILE_M * (call.DIM + 2))
     accumulator = start + 2 * call.TILE_M + i[:, None] * call.DIM + tl.arange(0, call.DIM)[None, :]
@@ -179,7 +181,7 @@ def _kept(call, tile):
 
 @triton.jit
 def _resume(kept):
-    """The state that a tile had after the part before."""
+    """Load the state of a tile after the previous part. kept: from `_state_pointers`."""
     tl.debug_barrier()
     row_max = tl.load(kept.row_max)
     total = tl.load(kept.total)
@@ -188,7 +190,7 @@ def _resume(kept):
 
 @triton.jit
 def _store_result(call, tma, tile, state):
-    """Store the attention of a tile that has gone through all its keys."""
+    """Normalize and store the result of a tile after all its keys."""
     result, logarithm = normalize(state.accumulator, state.total, state.row_max)
     i = tile.row + tl.arange(0, call.TILE_M)
     if call.USES_TMA:
@@ -207,10 +209,10 @@ def _store_result(call, tma, tile, state):
 
 @triton.jit
 def _compute(comm, call, tma, first, end):
-    """Attend with the tiles of queries at places first..end-1 of the schedule."""
+    """Compute the tiles of queries in entries first..end-1 of the schedule."""
     rank = rank_of(comm.context)
-    for place in range(first, end):
-        tile = tile_at(call, place)
+    for entry in range(first, end):
+        tile = tile_at(call, entry)
         part = tile.round_index % call.rounds.parts
         since = trace_time(comm.context)
         begin = part * call.rounds.part_rows
@@ -222,7 +224,7 @@ def _compute(comm, call, tma, first, end):
         total = tl.zeros((call.TILE_M,), tl.float32)
         row_max = tl.full((call.TILE_M,), float("-inf"), tl.float32)
         if call.PARTS:
-            kept = _kept(call, tile)
+            kept = _state_pointers(call, tile)
             if part > 0:
                 before = _resume(kept)
                 row_max = before.row_max
@@ -244,7 +246,7 @@ def _compute(comm, call, tma, first, end):
                 tl.store(kept.accumulator, state.accumulator)
         if part == call.rounds.parts - 1:
             _store_result(call, tma, tile, State(state.accumulator, state.total + missing, state.row_max))
-        trace(comm.context, TILES, TILE, rank, place, since)
+        trace(comm.context, TILES, TILE, rank, entry, since)
         if call.rounds.CREDITS:
             finish_task(comm, call.rounds, tile.round_index, COMPUTE)
 
@@ -267,7 +269,7 @@ def _run(comm, call, tma):
 
 @triton.jit
 def ring_attention_kernel(context, ranks, q, k, v, out, slots, call):
-    """The whole operator. ranks: `Ranks`, call: `Call`, the others: see `Descriptors`."""
+    """The whole operator. ranks: `Ranks`; call: `Call`; q, k, v, out, slots: see `Descriptors`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         call,

@@ -1,4 +1,4 @@
-"""The launch of ring_attention: the structures that a kernel is given, from a plan and the caller's tensors."""
+"""The launch of ring_attention: builds the arguments of a kernel from a plan and the caller's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor
 from mkernel.runtime.world import Launch
 
-POLL_WIDTH = 256  # signals that a CTA of the Triton kernel polls at a time, at most
+POLL_WIDTH = 256  # maximum number of signals that a CTA of the Triton kernel polls at a time
 WARP_POLL_WIDTH = 128  # signals that the loading warp of the Gluon kernel polls at a time
 
 
@@ -29,7 +29,7 @@ def launch(
     group: Group, plan: Plan, memory: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor | None, scale: float, variant: Hashable,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     heads, length, dim = query.shape[1:]
     kv_heads = key.shape[1]
@@ -67,7 +67,7 @@ def launch(
             **_descriptors(plan, query, key, value, out, slots)._asdict(), call=call,
         ),
         options=dict(num_warps=4) if plan.hopper else dict(num_warps=c.warps, num_stages=c.stages),
-        # the workspace too: Triton makes another binary for integers with other divisors
+        # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(variant, workspace.signal_words),
         uses=memory.uses(workspace, free={"slots": _received(plan)}),
         inputs=(*"qkv", "call.q.pointer", "call.k.pointer", "call.v.pointer", "call.mask.spans", "call.schedule"),
@@ -80,14 +80,14 @@ def _constants(**values: Any) -> dict[str, Any]:
 
 
 def _rounds(group: Group, plan: Plan, memory: Layout, workspace: Workspace, tiles: int) -> Rounds:
-    """tiles: those of this rank in a round."""
+    """tiles: the number of tiles that this rank computes in a round."""
     c = plan.config
     link = group.world.links.nvlink if c.intra_ctas else None
-    passed_on = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
+    forwarded = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
     return Rounds(
         count=plan.rounds, window=plan.window, parts=plan.parts, part_rows=plan.part_rows, padded=plan.padded,
         chunk_rows=c.chunk_rows, chunks=plan.chunks,
-        tasks=tiles * (2 if plan.hopper else 1) + passed_on,  # each warpgroup finishes its half of a tile
+        tasks=tiles * (2 if plan.hopper else 1) + forwarded,  # each warpgroup finishes its half of a tile
         done=memory.words_in(workspace, "done"),
         freed=memory.words_in(workspace, "freed"),
         arrived=memory.words_in(workspace, "arrived"),
@@ -98,12 +98,12 @@ def _rounds(group: Group, plan: Plan, memory: Layout, workspace: Workspace, tile
 
 
 def _received(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The rows of the slots for other ranks' panels. What is staged for other nodes may still be read by the network
-    when a launch is over."""
+    """The rows of `slots` that receive other ranks' panels. The remaining rows stage chunks for other nodes, and the
+    network may still read them when the launch has finished."""
     if plan.sequences.size == 1:
         return ()
     panel = 2 * plan.part_rows
-    starts = [place * plan.slots * panel for place in range(plan.window)]
+    starts = [index * plan.slots * panel for index in range(plan.window)]
     return tuple((start, start + (plan.sequences.size - 1) * panel) for start in starts)
 
 
@@ -118,7 +118,7 @@ def _descriptors(
     if not plan.uses_tma:
         return Descriptors(None, None, None, None, None)
     c = plan.config
-    queries = [1, 1, c.tile_m // 2 if plan.hopper else c.tile_m, c.tile_k]  # a warpgroup has half of a tile
+    queries = [1, 1, c.tile_m // 2 if plan.hopper else c.tile_m, c.tile_k]  # each warpgroup has half a tile
     keys = [1, 1, c.tile_n, c.tile_k]
     return Descriptors(
         q=_descriptor(plan, query, queries),
@@ -141,7 +141,7 @@ def _descriptor(plan: Plan, tensor: torch.Tensor, block: list[int]) -> Any:
 
 @functools.cache
 def _shared_layout(rank: int) -> Any:
-    """How a block lies in shared memory, as wgmma reads it."""
+    """The shared-memory layout of a block that wgmma reads."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)

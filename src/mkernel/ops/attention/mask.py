@@ -1,16 +1,17 @@
-"""Who sees whom: which keys a tile of queries attends to.
+"""Masks: which keys a tile of queries attends to.
 
-Where rows lie. A sequence of world*length positions is cut over the ranks. Contiguous: rank r holds positions r*length
-and on. Zigzag: of 2*world equal pieces it holds pieces r and 2*world-1-r, in this order, which gives every rank as much
-causal work. In both, a rank's rows are in the order of their positions; everything below rests on that.
+Where rows are. A sequence of world*length positions is sharded over the ranks. Contiguous: rank r holds positions
+r*length to (r+1)*length-1. Zigzag: the sequence is divided into 2*world equal pieces, and rank r holds pieces r and
+2*world-1-r, in this order, which gives every rank the same amount of causal work. In both layouts, the rows of a rank
+are sorted by position. Everything below relies on that.
 
-Who sees whom. The row at a position sees the keys of one interval of positions: all of them; with a causal mask those
-up to its own; in a packed sequence those of its document. Both ends of the interval grow with the row. So of one rank's
-keys, a tile of rows sees one range; inside of it lies one range that every row of the tile sees. Key blocks in the
-inner range need no mask, the others do, and blocks outside are skipped.
+What a row sees. The row at a position sees the keys of one interval of positions: all positions; with a causal mask,
+those up to its own; in a packed sequence, those of its document. Both ends of the interval grow with the row. So a tile
+of rows sees one range of each rank's keys, and inside it is one range that every row of the tile sees. Key blocks in
+the inner range need no mask, the other blocks of the range do, and blocks outside the range are skipped.
 
-sequences.py computes the same on the host. Nothing here needs a layout, so kernels in Triton and in Gluon call the same
-functions.
+sequences.py computes the same on the host. No function here depends on a register layout, so the Triton and the Gluon
+kernel call the same ones.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import triton.language as tl
 
 
 class Mask(NamedTuple):
-    """Where the ranks' rows lie, and which positions they see. PACKED: `spans` holds the (start, end) that each rank
-    sees, then the start of every row of this rank, then the end of every row; else it is None."""
+    """Which positions the ranks hold, and which they see. PACKED: `spans` holds the (start, end) that each rank sees,
+    then the start for every row of this rank, then the end for every row. Otherwise it is None."""
 
     length: Any
     spans: Any
@@ -34,7 +35,7 @@ class Mask(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What a tile of queries sees: its first row the positions low..lowest_end-1, its last row high..highest_end-1."""
+    """What a tile of queries sees: its first row positions low..lowest_end-1, its last row high..highest_end-1."""
 
     low: Any
     lowest_end: Any
@@ -43,8 +44,8 @@ class Visible(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Key blocks first..end-1 of one rank, which a tile attends to. Every row sees all of full..full_end-1; the others
-    must be masked."""
+    """The key blocks first..end-1 of one rank that a tile attends to. Every row sees all keys of blocks
+    full..full_end-1; the others must be masked."""
 
     first: Any
     full: Any
@@ -54,7 +55,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def position_of(mask, rank, index):
-    """The position in the whole sequence of row `index` of a rank."""
+    """The position of a rank's row `index` in the whole sequence."""
     if mask.ZIGZAG:
         half = mask.length // 2
         return tl.where(index < half, rank * half + index, (2 * mask.WORLD_SIZE - 2 - rank) * half + index)
@@ -64,7 +65,7 @@ def position_of(mask, rank, index):
 
 @triton.jit
 def keys_below(mask, position, rank):
-    """How many of a rank's rows lie at positions below the given one."""
+    """The number of a rank's rows whose position is below the given one."""
     if mask.ZIGZAG:
         half = mask.length // 2
         first = tl.minimum(tl.maximum(position - rank * half, 0), half)
@@ -75,7 +76,7 @@ def keys_below(mask, position, rank):
 
 @triton.jit
 def seen_by(mask, rank, row):
-    """(start, end): this rank's row sees the keys at positions start..end-1."""
+    """(start, end): a row of this rank sees the keys at positions start..end-1."""
     if mask.PACKED:
         bounds = mask.spans + 2 * mask.WORLD_SIZE
         start = tl.load(bounds + row).to(tl.int32)
@@ -91,7 +92,7 @@ def seen_by(mask, rank, row):
 
 @triton.jit
 def seen_by_rank(mask, rank):
-    """(start, end) of what the rows of any rank see together."""
+    """(start, end): the rows of a rank, which may be another one, see keys at positions start..end-1 at most."""
     if mask.PACKED:
         return tl.load(mask.spans + 2 * rank).to(tl.int32), tl.load(mask.spans + 2 * rank + 1).to(tl.int32)
     else:
@@ -100,7 +101,7 @@ def seen_by_rank(mask, rank):
 
 @triton.jit
 def seen_by_tile(mask, rank, row, ROWS: tl.constexpr):
-    """What the tile of ROWS of this rank's rows from `row` on sees."""
+    """What a tile sees: ROWS rows of this rank, starting at `row`."""
     low, lowest_end = seen_by(mask, rank, row)
     high, highest_end = seen_by(mask, rank, tl.minimum(row + ROWS, mask.length) - 1)
     return Visible(low, lowest_end, high, highest_end)
@@ -108,32 +109,33 @@ def seen_by_tile(mask, rank, row, ROWS: tl.constexpr):
 
 @triton.jit
 def key_blocks(mask, visible, source, begin, until, TILE_N: tl.constexpr):
-    """`Blocks` of TILE_N of the source's keys begin..until-1 for a tile of rows. `begin` is the start of a block."""
+    """The `Blocks` of TILE_N keys that a tile attends to, among the source's keys begin..until-1. `begin` is the start
+    of a block."""
     seen = tl.maximum(keys_below(mask, visible.low, source), begin)
     seen_end = tl.minimum(keys_below(mask, visible.highest_end, source), until)
-    everyone = tl.maximum(keys_below(mask, visible.high, source), begin)
-    everyone_end = tl.minimum(keys_below(mask, visible.lowest_end, source), until)
+    shared = tl.maximum(keys_below(mask, visible.high, source), begin)
+    shared_end = tl.minimum(keys_below(mask, visible.lowest_end, source), until)
     first = seen // TILE_N
     end = tl.where(seen < seen_end, tl.cdiv(seen_end, TILE_N), first)
-    full = tl.minimum(tl.maximum(tl.cdiv(everyone, TILE_N), first), end)
-    full_end = tl.minimum(tl.maximum(everyone_end // TILE_N, full), end)
+    full = tl.minimum(tl.maximum(tl.cdiv(shared, TILE_N), first), end)
+    full_end = tl.minimum(tl.maximum(shared_end // TILE_N, full), end)
     return Blocks(first, full, full_end, end)
 
 
 @triton.jit
 def is_seen(mask, rank, source, key, keys):
-    """Does a rank need the source's keys key..key+keys-1? It does if its rows may see any of them."""
+    """Whether a rank needs the source's keys key..key+keys-1: its rows may see at least one of them."""
     if not mask.CAUSAL and not mask.PACKED:
         return key < mask.length
     start, end = seen_by_rank(mask, rank)
     first = keys_below(mask, start, source)
-    behind = keys_below(mask, end, source)
-    return (first < behind) & (first < tl.minimum(key + keys, mask.length)) & (behind > key)
+    first_unseen = keys_below(mask, end, source)
+    return (first < first_unseen) & (first < tl.minimum(key + keys, mask.length)) & (first_unseen > key)
 
 
 @triton.jit
 def is_seen_in_node(mask, node, source, key, keys, RANKS_PER_NODE: tl.constexpr):
-    """Does any rank of a node need them?"""
+    """Whether any rank of a node needs the source's keys key..key+keys-1."""
     if not mask.CAUSAL and not mask.PACKED:
         return key < mask.length
     seen = key < 0

@@ -1,4 +1,4 @@
-"""How a call of ring_attention is carried out: tiles, rounds, CTAs of each role, the schedule, and which kernel."""
+"""The plan of a ring_attention call: tiles, rounds, CTAs per role, the schedule, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
 
 CHUNK_BYTES = 256 * 1024
-HOPPER_TILE_M = 128  # queries of a tile of the Gluon kernel
-WARP_PUSH_RATE = 3e9  # bytes/s that the pushing warp of the Gluon kernel writes, to all peers together; estimated
+HOPPER_TILE_M = 128  # queries per tile in the Gluon kernel
+WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes, summed over peers; estimated
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,29 +27,29 @@ class Plan:
 
     config: Settings
     kernel: str  # "triton" or "gluon"
-    uses_tma: bool  # tensors are read and written through tensor descriptors
+    uses_tma: bool  # tensors are accessed through tensor descriptors
     sequences: Sequences
-    padded: int  # keys of a panel, with those that fill its last block
-    slots: int  # panels of a round that a rank has room for
-    parts: int  # rounds of a unit
-    part_rows: int
-    window: int  # rounds that there are slots for
+    padded: int  # keys of a unit, rounded up to whole blocks
+    slots: int  # slots per round on a rank
+    parts: int  # rounds per unit
+    part_rows: int  # keys of a panel
+    window: int  # rounds that have slots at the same time
     rounds: int
-    chunks: int  # of a panel
+    chunks: int  # per panel
     precision: str
     schedule: torch.Tensor
-    syncs_grid: bool  # there may be grid syncs in the schedule; the same on all ranks, which run one binary
-    spans: torch.Tensor | None  # packed: what each rank sees, then what each row of this one sees
+    syncs_grid: bool  # the schedule may have grid syncs; the same on all ranks, so that they share one binary
+    spans: torch.Tensor | None  # packed sequences only: see `Mask`
     reasons: tuple[str, ...]
 
     @property
     def hopper(self) -> bool:
-        """Is it the kernel for Hopper?"""
+        """Whether the call runs the Gluon kernel for Hopper."""
         return self.kernel == "gluon"
 
     @property
     def credits(self) -> bool:
-        """Are slots used more than once in a call?"""
+        """Whether the call reuses slots, so that senders need credits (`freed`)."""
         return self.sequences.size > 1 and self.rounds > self.window
 
     def __str__(self) -> str:
@@ -64,7 +64,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the keys are cut. Ranks must agree on it: it says where in a slot a key lies."""
+    """Tiles and chunks of a call. tile_n, chunk_rows and steps must be the same on all ranks: they determine where in a
+    slot a key is."""
 
     tile_m: int
     tile_n: int
@@ -79,7 +80,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
-    """The given tile and chunk, or a good one. Depends on nothing that differs between ranks."""
+    """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
     given = config or Config()
     dim, element = query.shape[3], query.element_size()
     if group.device.type != "cuda":
@@ -109,8 +110,8 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
 
 
 def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
-    """(parts, part_rows, window): whole units if the buffer holds two of them, else parts of units."""
-    room = tiles.steps * units * padded  # rows of keys; as many of values go with them
+    """(parts, part_rows, window): a round moves a whole unit if the buffer holds two units, else a part of one."""
+    room = tiles.steps * units * padded  # rows of keys that the buffer holds, together with as many rows of values
     parts = 1
     if min(2, units) * slots * padded > room:
         most = room // (2 * slots) // tiles.tile_n * tiles.tile_n
@@ -118,7 +119,7 @@ def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int,
             least = math.ceil(2 * slots * tiles.tile_n / (units * padded))
             raise ArgumentError(
                 f"config.steps is {tiles.steps}, but must be at least {least} for {units} heads of {padded} keys: "
-                f"of every rank, two blocks of {tiles.tile_n} keys and values must fit"
+                f"the buffer must hold two blocks of {tiles.tile_n} keys and values from every rank"
             )
         parts = math.ceil(padded / most)
     part_rows = _round_up(math.ceil(padded / parts), tiles.tile_n)
@@ -127,31 +128,31 @@ def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int,
 
 
 def _why_not_gluon(group: Group, query: torch.Tensor, uses_tma: bool, parts: int, config: Config | None) -> str | None:
-    """Why the kernel for Hopper can not be taken; None if it can."""
+    """Why the call cannot run the Gluon kernel; None if it can."""
     if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
     if query.dtype == torch.float32:
-        return "the Gluon kernel has no fp32"
+        return "the Gluon kernel does not support fp32"
     if not uses_tma:
-        return "the Gluon kernel reads and writes by TMA only, and not all tensors have rows for that"
+        return "the Gluon kernel needs TMA for all tensors"
     if parts > 1:
-        return "the Gluon kernel does not keep a tile's state between the parts of a head"
+        return "the Gluon kernel does not support heads in several parts"
     chosen = [name for name in ("tile_m", "tile_n", "stages", "warps") if config and getattr(config, name) is not None]
     if chosen:
-        return f"the Gluon kernel has a tile of its own, and the configuration gives {', '.join(chosen)}"
+        return f"the Gluon kernel has a fixed tile, but the configuration sets {', '.join(chosen)}"
     return None
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a rank has to do, and how long it would take all of its CTAs; times in seconds, estimated."""
+    """The work of a rank, and an estimate of how long all of its CTAs together take for it."""
 
     costs: list[int]  # key blocks of each tile of queries of a head
-    blocks: int  # key blocks in all, and one for each tile's start and end
+    blocks: int  # key blocks of all tiles, plus one per tile for its start and end
     tiles: int
     block_seconds: float
     compute_seconds: float
-    pushed: int  # bytes, to ranks of the node
+    pushed: int  # bytes to ranks of the node
     link: float  # bytes/s
 
 
@@ -164,8 +165,8 @@ def _work(
     blocks = int(costs.sum() + len(costs)) * heads * batch
     block_seconds = 4 * tile_m * tile_n * dim / (0.8 * planning.CTA_RATE[query.dtype])
     node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
-    brought = range(group.local_rank, group.size, gpus)  # ranks whose keys this one pushes to its node
-    keys = sum(sequences.keys_sent(source, peer) for source in brought for peer in node) * batch * key.shape[1]
+    sources = range(group.local_rank, group.size, gpus)  # ranks whose keys this rank pushes to its node
+    keys = sum(sequences.keys_sent(source, peer) for source in sources for peer in node) * batch * key.shape[1]
     return _Work(
         costs=costs.tolist(),
         blocks=blocks,
@@ -180,11 +181,11 @@ def _work(
 def _resolve(
     group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None
 ) -> tuple[Settings, float]:  # fmt: skip
-    """(settings, seconds that the pushing takes): how many CTAs have which role. chunks: in all rounds together."""
+    """(settings, estimated seconds of pushing): how many CTAs have which role. chunks: of all rounds together."""
     most, nodes, gpus = group.world.launcher.ctas(group.world_rank), group.nodes, group.gpus_per_node
     pick = planning.chooser(config)
     send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
-    if hopper:  # a warp of each CTA pushes, beside those that compute
+    if hopper:  # one warp of each CTA pushes while the others compute
         rate = WARP_PUSH_RATE
         ctas = pick("ctas", min(most, max(work.tiles, chunks if gpus > 1 else 1) + send_ctas))
         intra_ctas = pick("intra_ctas", ctas - send_ctas if gpus > 1 else 0)
@@ -202,19 +203,19 @@ def _resolve(
     return resolved, work.pushed / min(rate * max(intra_ctas, 1), work.link)
 
 
-def _how_read(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
-    """(are all tensors read and written through tensor descriptors, why not)"""
+def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
+    """(whether all tensors can be accessed through tensor descriptors, reasons if not)"""
     if not has_descriptors(group.device):
-        return False, ["the device has no tensor descriptors (TMA): tensors are read through pointers"]
-    uneven = [name for name, tensor in tensors.items() if tensor.numel() and not describable(tensor)]
-    if uneven:
-        rule = "rows are not contiguous and 16-byte aligned: all tensors are read through pointers"
-        return False, [f"{', '.join(uneven)}: {rule}"]
+        return False, ["the device has no tensor descriptors (TMA): tensors are accessed through pointers"]
+    unaligned = [name for name, tensor in tensors.items() if tensor.numel() and not describable(tensor)]
+    if unaligned:
+        rule = "rows are not contiguous and 16-byte aligned: all tensors are accessed through pointers"
+        return False, [f"{', '.join(unaligned)}: {rule}"]
     return True, []
 
 
 def _spans(group: Group, sequences: Sequences) -> torch.Tensor | None:
-    """Packed: what each rank sees, then what each row of this one sees (`Mask.spans`)."""
+    """`Mask.spans`: what each rank sees, then what each row of this rank sees; None unless the sequence is packed."""
     if sequences.documents is None:
         return None
     ranges = [edge for rank in range(sequences.size) for edge in sequences.span(rank)]
@@ -226,7 +227,7 @@ def plan(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     is_causal: bool, layout: str, documents: tuple[int, ...] | None, config: Config | None,
 ) -> Plan:  # fmt: skip
-    """Decide how to run a call. Depends only on shapes, strides, alignment, documents and the group."""
+    """Decide how to run a call. The decision depends only on shapes, strides, alignment, documents and the group."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     units = batch * kv_heads
@@ -242,14 +243,14 @@ def plan(
     rounds = units * parts
     chunks = math.ceil(part_rows / tiles.chunk_rows)
 
-    uses_tma, pointers = _how_read(group, dict(query=query, key=key, value=value, out=out))
+    uses_tma, tma_reasons = _tma_access(group, dict(query=query, key=key, value=value, out=out))
     why_not = _why_not_gluon(group, query, uses_tma, parts, config)
     hopper = why_not is None
-    reasons = ["Gluon: a Hopper GPU, 16-bit floats, rows for TMA" if hopper else f"Triton: {why_not}", *pointers]
+    reasons = ["Gluon: a Hopper GPU, 16-bit floats, TMA for all" if hopper else f"Triton: {why_not}", *tma_reasons]
     if size > 1:
         mib = window * slots * part_rows * 2 * dim * element / 2**20
         reasons.append(
-            f"keys and values of other ranks go through {mib:.3g} MiB, room for {window} of {rounds} rounds"
+            f"the buffer for other ranks' keys and values takes {mib:.3g} MiB: room for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, its state is kept in between" if parts > 1 else "")
         )
     tile_m = HOPPER_TILE_M if hopper else tiles.tile_m
@@ -258,7 +259,7 @@ def plan(
     if gpus > 1:
         reasons.append(
             f"{resolved.intra_ctas} CTAs push {work.pushed} bytes over NVLink: estimated {push_seconds * 1e3:.3g} ms, "
-            f"beside {work.compute_seconds * 1e3:.3g} ms of computing"
+            f"during {work.compute_seconds * 1e3:.3g} ms of compute"
         )
     planning.check_tile(
         resolved, query.dtype, uses_tma, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
@@ -267,8 +268,8 @@ def plan(
         resolved, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
         least_intra=1 if gpus > 1 else 0, copiers_compute=hopper,
     )  # fmt: skip
-    # helpers are done when all is pushed, which the last rounds can not be before they have slots; rather let them
-    # idle for a while than be late: the whole launch would wait for their tiles
+    # Helpers become free when everything is pushed, and the last rounds cannot be pushed before their slots are free.
+    # Rather let them idle for a while than be late: the whole launch would wait for their tiles.
     ready = max(
         1.25 * push_seconds / work.block_seconds, work.blocks / resolved.ctas * (rounds - window) / max(rounds, 1)
     )
@@ -281,7 +282,7 @@ def plan(
     )  # fmt: skip
     if max(schedule, default=0) >= SYNC_MARK:
         reasons.append(
-            f"CTAs wait for each other now and then, to read the same keys at a time: a head's are {unit_bytes} bytes"
+            f"CTAs wait for each other now and then, to share keys in L2: those of a head take {unit_bytes} bytes"
         )
     return Plan(
         config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,

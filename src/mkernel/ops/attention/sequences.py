@@ -1,4 +1,4 @@
-"""A sequence that is cut over ranks: who holds what and who sees what, on the host."""
+"""A sharded sequence, on the host: which positions a rank holds, and which positions it sees."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mkernel.runtime.group import Group, current
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the ranks' rows lie in the whole sequence, and which positions each row sees; what
-    mask.py does in kernels, for the host."""
+    """The positions of each rank's rows in the whole sequence, and the positions that each row sees. The host's
+    counterpart of mask.py."""
 
     size: int
     length: int
@@ -35,7 +35,7 @@ class Sequences:
         return np.where(index < half, rank * half + index, (2 * self.size - 2 - rank) * half + index)
 
     def keys_below(self, positions: np.ndarray, rank: int) -> np.ndarray:
-        """How many of a rank's rows lie below the given positions."""
+        """For each position, the number of a rank's rows below it."""
         if not self.zigzag:
             return np.clip(positions - rank * self.length, 0, self.length)
         half = self.length // 2
@@ -55,7 +55,7 @@ class Sequences:
         return starts, ends
 
     def key_blocks(self, rank: int, tile_m: int, tile_n: int) -> np.ndarray:
-        """How many blocks of keys each of a rank's tiles of queries goes through."""
+        """The number of key blocks that each of a rank's tiles of queries attends to."""
         starts, ends = self.seen(rank)
         first = np.arange(0, self.length, tile_m)
         last = np.minimum(first + tile_m, self.length) - 1
@@ -66,67 +66,67 @@ class Sequences:
         return blocks
 
     def span(self, rank: int) -> tuple[int, int]:
-        """What the rows of a rank see together, with all that lies in between."""
+        """(start, end): the smallest interval of positions that includes everything that the rows of a rank see."""
         starts, ends = self.seen(rank)
         return (int(starts[0]), int(ends[-1])) if self.length else (0, 0)
 
     def keys_sent(self, source: int, rank: int) -> int:
-        """How many of a source's keys a rank gets, but for the rounding to chunks."""
+        """How many of a source's keys a rank receives, before rounding up to chunks."""
         below = self.keys_below(np.array(self.span(rank)), source)
         return max(int(below[1] - below[0]), 0)
 
 
 def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] | None:
-    """The boundaries of packed documents, checked."""
+    """The boundaries of packed documents, validated."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
         whole_numbers = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool)
         if cu_seqlens.dim() != 1 or not whole_numbers:
             raise ArgumentError(
-                f"cu_seqlens must be a tensor of whole numbers with one dimension, got {cu_seqlens.dtype} of shape "
+                f"cu_seqlens must be a 1-D tensor of integers, got {cu_seqlens.dtype} of shape "
                 f"{tuple(cu_seqlens.shape)}"
             )
         cu_seqlens = cu_seqlens.tolist()
     try:
         bounds = tuple(operator.index(bound) for bound in cu_seqlens)
     except TypeError as problem:
-        raise ArgumentError(
-            f"cu_seqlens must be a tensor or a sequence of whole numbers, got {cu_seqlens!r}"
-        ) from problem
+        raise ArgumentError(f"cu_seqlens must be a tensor or a sequence of integers, got {cu_seqlens!r}") from problem
     whole = group.size * length
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in pairwise(bounds)):
         shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
         raise ArgumentError(
-            f"cu_seqlens must be the boundaries of the documents in the whole sequence: growing, from 0 to {whole} "
+            f"cu_seqlens must be the boundaries of the documents in the whole sequence: ascending, from 0 to {whole} "
             f"(world * seq_local); got {shown}"
         )
-    return tuple(sorted(set(bounds)))  # a document of no length changes nothing
+    return tuple(sorted(set(bounds)))  # empty documents have no effect
 
 
 def to_zigzag(sequence: torch.Tensor, *, dim: int = 2, group: Group | None = None) -> torch.Tensor:
-    """This rank's part, in the zigzag layout, of a whole sequence that every rank has.
+    """This rank's part of a sequence, in the zigzag layout. Every rank passes the whole sequence.
 
-    Of 2*world equal pieces along `dim`, rank r gets pieces r and 2*world-1-r. Nothing is communicated.
+    The sequence is divided into 2*world equal pieces along `dim`, and rank r gets pieces r and 2*world-1-r. There is no
+    communication.
     """
     group = current(group)
     size, length = group.size, sequence.shape[dim]
     if length % (2 * size):
         raise ArgumentError(
-            f"sequence has {length} positions in dimension {dim}, which {2 * size} equal pieces (2 * world) do not "
-            f"divide: pad it to {length + -length % (2 * size)}"
+            f"sequence has {length} positions in dimension {dim}, which is not a multiple of {2 * size} (2 * world): "
+            f"pad it to {length + -length % (2 * size)}"
         )
     pieces = sequence.chunk(2 * size, dim) if length else [sequence] * 2 * size
     return torch.cat([pieces[group.rank], pieces[2 * size - 1 - group.rank]], dim)
 
 
 def from_zigzag(parts: Sequence[torch.Tensor], *, dim: int = 2) -> torch.Tensor:
-    """The whole sequence, from the parts that all ranks have in the zigzag layout, in the order of ranks."""
+    """The whole sequence, given the parts of all ranks in the zigzag layout, in rank order."""
     if not parts:
-        raise ArgumentError("parts must be the parts of all ranks; got none")
+        raise ArgumentError("parts must hold one part per rank; got none")
     if len({part.shape for part in parts}) > 1 or parts[0].shape[dim] % 2:
         raise ArgumentError(
-            f"parts must have one shape, even in dimension {dim}; got {', '.join(str(tuple(p.shape)) for p in parts)}"
+            f"parts must all have the same shape, with an even size in dimension {dim}; got "
+            f"{', '.join(str(tuple(p.shape)) for p in parts)}"
         )
     halves = [part.tensor_split(2, dim) for part in parts]
     return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)

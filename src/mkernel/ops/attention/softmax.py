@@ -1,7 +1,8 @@
-"""Online softmax: scores are taken block by block, and what was accumulated is rescaled to the largest score so far.
+"""Online softmax: scores come block by block, and accumulated sums are rescaled to the largest score so far.
 
-`row_max` is the largest score of a row so far, in powers of two; `total` is the sum of the weights relative to it;
-`accumulator` is the sum of their products with the values. A row that has seen no key has row_max = -inf, total = 0.
+`row_max` is the largest score of a row so far, scaled and in units of log2; `total` is the sum of the weights relative
+to it; `accumulator` is the sum of the weights times the values. A row that has seen no key has row_max = -inf and
+total = 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 
 class State(NamedTuple):
-    """The attention of a tile of queries to the keys it has gone through."""
+    """The attention of a tile of queries to the keys processed so far."""
 
     accumulator: Any
     total: Any
@@ -22,7 +23,7 @@ class State(NamedTuple):
 
 @triton.jit
 def online_softmax_step(scores, total, row_max, scale):
-    """One more block of scores: (weights, total, row_max, alpha). What was accumulated must be multiplied by alpha."""
+    """(weights, total, row_max, alpha) after one more block of scores. The caller rescales its accumulator by alpha."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - pivot[:, None])
@@ -32,7 +33,7 @@ def online_softmax_step(scores, total, row_max, scale):
 
 @triton.jit
 def normalize(accumulator, total, row_max):
-    """(result, log-sum-exp) of rows that have seen all their keys; zeros and -inf where there was none."""
+    """(result, log-sum-exp) of rows after all their keys; zeros and -inf for rows that saw no key."""
     nothing = total == 0.0
     result = accumulator / tl.where(nothing, 1.0, total)[:, None]
     logarithm = (row_max + tl.log2(tl.where(nothing, 1.0, total))) * 0.6931471805599453

@@ -1,8 +1,9 @@
-"""The roles that move keys and values: `send` to other nodes, `intra` within the node. Both kernels run them, each with
-its own function that copies rows, COPY_ROWS(comm, call, source, chunk, row, height, STAGED):
+"""The roles that move keys and values: `send` to other nodes, `intra` within the node. Both kernels run them, and each
+passes its own function to copy rows, COPY_ROWS(comm, call, source, chunk, row, height, STAGED):
 
-    Copy `height` rows of `source`, a `Rows`, to row `row` of the slot of the chunk's source. STAGED: into this rank's
-    own slot, for the network; else to all ranks of the node that see the chunk. Behind the rows that there are, zeros.
+    Copy `height` rows of `source`, a `Rows`, to the slot of the chunk's source, starting at row `row` of the slot.
+    STAGED: to this rank's own slot, for the network; otherwise to all other ranks of the node that see the chunk. Rows
+    beyond `source.count` are filled with zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mkernel.ops.attention.protocol import (
 
 
 class Rows(NamedTuple):
-    """`count` rows of keys or values, from a pointer on. FLAT: they are contiguous."""
+    """`count` rows of keys or values, starting at a pointer. FLAT: they are contiguous."""
 
     pointer: Any
     row_stride: Any
@@ -42,7 +43,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _copy_own(comm, call, chunk, STAGED: tl.constexpr, COPY_ROWS: tl.constexpr):
-    """Copy a chunk of this rank's own keys and values into slots: TILE_N keys, then their values, and so on."""
+    """Copy a chunk of this rank's own keys and values into slots: every TILE_N keys are followed by their values."""
     unit = chunk.round_index // call.rounds.parts
     batch = unit // call.kv_heads
     head = unit % call.kv_heads
@@ -65,8 +66,8 @@ def _copy_own(comm, call, chunk, STAGED: tl.constexpr, COPY_ROWS: tl.constexpr):
 
 @triton.jit
 def send(comm, call, first, step, COPY_ROWS: tl.constexpr):
-    """Stage this rank's chunks in its own slot and post them to its counterparts in other nodes: chunks `first`,
-    `first` + step, ... of all rounds' chunks."""
+    """Stage this rank's chunks in its own slot, and post them to its counterparts in other nodes. Counted over all
+    rounds, this CTA takes chunks first, first + step, and so on."""
     rank = rank_of(comm.context)
     NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
@@ -91,13 +92,13 @@ def send(comm, call, first, step, COPY_ROWS: tl.constexpr):
 
 @triton.jit
 def intra(comm, call, first, step, COPY_ROWS: tl.constexpr):
-    """Push this rank's chunks to its node, and those of its counterparts in other nodes as they arrive: chunks `first`,
-    `first` + step, ... of all that this rank pushes."""
+    """Push this rank's chunks to its node, and those of its counterparts in other nodes as they arrive. Counted over
+    all chunks that the rank pushes, this CTA takes chunks first, first + step, and so on."""
     rank = rank_of(comm.context)
     base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
     SEVERAL_NODES: tl.constexpr = comm.WORLD_SIZE > comm.RANKS_PER_NODE
     chunks = call.rounds.chunks
-    count = chunks * (comm.WORLD_SIZE // comm.RANKS_PER_NODE)  # chunks of a round that this rank pushes
+    count = chunks * (comm.WORLD_SIZE // comm.RANKS_PER_NODE)  # chunks that this rank pushes in a round
     for round_index in range(call.rounds.count):
         for i in range(1, comm.RANKS_PER_NODE):
             wait_writable(comm, call.rounds, round_index, base + (rank + i) % comm.RANKS_PER_NODE, INTRA)
@@ -114,7 +115,7 @@ def intra(comm, call, first, step, COPY_ROWS: tl.constexpr):
                 if is_seen_in_node(call.mask, node, source, chunk.key, chunk.height, comm.RANKS_PER_NODE):
                     wait_chunk(comm, call.rounds, chunk)
                     since = trace_time(comm.context)
-                    _pass_on(comm, call, chunk, COPY_ROWS)
+                    _forward(comm, call, chunk, COPY_ROWS)
             trace(comm.context, INTRA, PUSH_CHUNK, source, chunk.index, since)
             for i in range(1, comm.RANKS_PER_NODE):
                 peer = base + (rank + i) % comm.RANKS_PER_NODE
@@ -128,11 +129,11 @@ def intra(comm, call, first, step, COPY_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _pass_on(comm, call, chunk, COPY_ROWS: tl.constexpr):
-    """Push a chunk that the network has brought to the other ranks of the node."""
+def _forward(comm, call, chunk, COPY_ROWS: tl.constexpr):
+    """Push a chunk that has arrived from another node to the other ranks of this node."""
     rank = rank_of(comm.context)
-    here = segment_of(comm.context, rank, call.k.pointer.dtype.element_ty)
-    start = here + tl.multiple_of(chunk_offset(comm, call.rounds, chunk, rank), 16)
+    segment = segment_of(comm.context, rank, call.k.pointer.dtype.element_ty)
+    start = segment + tl.multiple_of(chunk_offset(comm, call.rounds, chunk, rank), 16)
     height = 2 * chunk.height
     COPY_ROWS(
         comm, call, Rows(start, call.dim, 1, height, True), chunk, 2 * (chunk.key - chunk.begin), height, False
@@ -141,7 +142,7 @@ def _pass_on(comm, call, chunk, COPY_ROWS: tl.constexpr):
 
 @triton.jit
 def _pace_chunk(comm, call, chunk):
-    """Wait until an emulated link would have carried a chunk."""
+    """Wait until the emulated link would have transferred a chunk."""
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
     size = (2 * chunk.height).to(tl.int64) * call.dim * ELEMENT
     await_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))

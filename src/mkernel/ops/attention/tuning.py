@@ -1,4 +1,4 @@
-"""Which configurations of ring_attention are worth a try."""
+"""The search space for tuning ring_attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mkernel.tuning.spaces import COPY_BYTES, Axes, Space, copiers_near, ctas_ne
 
 
 def space(group: Group, plan: Any) -> Space:
-    # not `steps`: how much memory a call may take is the caller's to say
+    # without `steps`: how much memory a call may use is for the caller to decide
     c = plan.config
     between: Axes = dict(
         ctas=ctas_near(group, plan, helpers=True),
@@ -17,8 +17,8 @@ def space(group: Group, plan: Any) -> Space:
         send_ctas=copiers_near(group, c.send_ctas),
         copy_bytes=COPY_BYTES if group.size > 1 else (),
     )
-    between = without(between, c)  # of which both kernels have the same
-    # in the kernel for Hopper all CTAs copy
+    between = without(between, c)  # applies to both kernels
+    # in the Hopper kernel, all CTAs copy
     copiers: Axes = dict(intra_ctas=copiers_near(group, min(c.intra_ctas, 2) if plan.hopper else c.intra_ctas))
     tiles: Axes = dict(tile_n=near(c.tile_n, 16, 128), tile_m=near(c.tile_m, 16, 128), stages=(2, 3, 4), warps=(4, 8))
     return Space(between | without(copiers, c) | tiles, hopper=between, portable_stages=2)

@@ -1,4 +1,4 @@
-"""ring_attention as `mkernel trace`, `tune` and `compile` call it."""
+"""The ring_attention workload of `mkernel trace`, `tune` and `compile`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cost(shape: Shape, ranks: int) -> Cost:
     batch, heads, positions, dim = shape
     length = positions // ranks
     tiles = ranks * batch * heads * blocks(length)
-    seen = (ranks * blocks(length) + 1) / 2  # blocks of keys that a tile attends to, of all of them the causal half
+    seen = (ranks * blocks(length) + 1) / 2  # key blocks that a tile attends to on average: the causal half of all
     held = batch * heads * length * dim
     return Cost(
         tiles,
