@@ -12,7 +12,9 @@ SIGNALS = (
     Signal("mkernel.ops.moe.kinds:PLACED", "placed", "the rows of block {index}"),
     Signal("mkernel.ops.moe.kinds:SETTLED", "settled", "the row numbers of chunk {index} of rank {peer}'s tokens"),
     Signal("mkernel.ops.moe.kinds:COMPUTED", "computed", "the tiles of block {index}"),
-    Signal("mkernel.ops.moe.kinds:NUMBERED", "numbered", "a send CTA of this rank to number the tokens for other nodes"),
+    Signal(
+        "mkernel.ops.moe.kinds:NUMBERED", "numbered", "a send CTA of this rank to number the tokens for other nodes"
+    ),
     Signal("mkernel.ops.moe.kinds:RETURNED", "returned", "rank {peer} to sum its rows of chunk {index}"),
     Signal("mkernel.ops.moe.kinds:BACK", "back", "the sums of rank {peer}'s node for chunk {index}"),
 )
