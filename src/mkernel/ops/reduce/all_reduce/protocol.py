@@ -1,4 +1,4 @@
-"""The protocol of matmul_all_reduce: what lies in the workspace, and what is signalled. All kernels follow it."""
+"""The protocol of matmul_all_reduce: workspace layout and signals. All its kernels follow it."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""The kernel of matmul_all_reduce for results of at most one tile for each CTA, in one node: CTAs share tiles out.
+"""The kernel of matmul_all_reduce for small results in one node, with at most one tile per CTA: ranks share each tile.
 
-With so few tiles there is no second one to hide an exchange behind, and large tiles are the ones that read
-the operands least often. So a CTA computes one large tile, and cuts its sum into as many slices of columns as
-the node has ranks; slice i is owned by local rank i:
+With so few tiles there is no second tile whose multiplication could hide an exchange, and large tiles read the
+operands the fewest times. So a CTA computes one large tile and splits it into slices of columns, one for each rank of
+the node; local rank i owns slice i:
 
-- it pushes the slices that others own to them, and adds what they push to its own slice;
-- bias and residual; the finished slice goes into the result, and into a slot of its own;
-- it reads the finished slices of its tile from their owners, and stores them into the result.
+- The CTA pushes the slices that other ranks own to them, and adds the partials that they push to its own slice.
+- It adds bias and residual, and stores the finished slice in the result and in a slot that peers read.
+- It reads the finished slices of its tile from their owners, and stores them in the result.
 
-All CTAs of all ranks do the same amount of everything, where whole tiles would leave the adding to one rank
-in as many as there are. With 4 ranks, 128 x 8192 of k 8192, tiles of 128x256 as a whole took 77 us.
+All CTAs of all ranks do the same amount of work. Whole tiles would leave the reduction of each to a single rank. (With
+4 ranks, 128 x 8192 with k 8192, whole tiles of 128x256 took 77 us.)
 
-Signals, rounding, the order of sums and why buffers are safe: see the package's docstring, with slices for tiles. A
-CTA waits only for its namesakes: for what they push before they wait for anything, and for what they
-finish before they read; so it cannot deadlock, even if a rank's CTAs run one after the other.
+Signals, rounding, the order of sums and the reuse of buffers are described in the package's docstring; read slices for
+tiles. A CTA waits only for CTAs with its own program id: for what they push before they wait for anything, and for
+what they finish before they read. So it cannot deadlock, even if the CTAs of a rank run one after the other.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""The kernel of matmul_all_reduce for all but small results: two exchanges, first of partials, then of finished tiles.
+"""The general kernel of matmul_all_reduce: the first exchange moves partials, the second one finished tiles.
 
-See the package's docstring for what a CTA does with a block of tiles, and for why it cannot deadlock.
+The package's docstring describes what a CTA does with a block of tiles, and why it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     if signal != 0:
         notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
-    if (taken.place % RANKS_PER_NODE == 0) & (block >= _lag(comm)):
+    if (taken.position % RANKS_PER_NODE == 0) & (block >= _lag(comm)):
         _notify_last_finished(comm, call.exchange, block)
     is_pushed = False  # known to the compiler: it fails on code for peers that there are none of, if k is 1
     if RANKS_PER_NODE > 1:
@@ -111,7 +111,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
         else:
             finish_tile(comm, call, total, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
-    if (taken.place + 1 == sequence.length) | (taken.place % RANKS_PER_NODE == RANKS_PER_NODE - 1):
+    if (taken.position + 1 == sequence.length) | (taken.position % RANKS_PER_NODE == RANKS_PER_NODE - 1):
         if comm.WORLD_SIZE > RANKS_PER_NODE:
             if block >= 1:
                 _finish_later(comm, call, block - 1)

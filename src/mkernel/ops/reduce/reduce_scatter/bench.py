@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter beside what it replaces: cuBLAS, then a reduction of the products."""
+"""Benchmark of matmul_reduce_scatter against what it replaces: cuBLAS, then a reduce-scatter of the products."""
 
 from __future__ import annotations
 

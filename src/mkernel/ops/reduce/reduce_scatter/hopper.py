@@ -1,22 +1,22 @@
-"""matmul_reduce_scatter for Hopper: the warps of a CTA take turns, so that the tensor cores need not wait.
+"""matmul_reduce_scatter for Hopper: a warp-specialized kernel, so that the tensor cores do not wait for communication.
 
-The protocol, the order of tiles and of sums are the same (protocol.py, order.py), for the ranks of one node; also the
-slots, so ranks may mix the two kernels. What differs is who does it. Each role runs through the CTA's tiles on its own:
+It follows the same protocol, tile order and order of sums (protocol.py, order.py) as kernel.py, for the ranks of one
+node. The slots are the same too, so ranks may mix the two kernels. What differs is the division of labour. Each warp
+role iterates over the CTA's tiles on its own:
 
-- two warpgroups multiply 64 rows of each tile. A tile of another rank's rows they push to that rank,
-  straight from the accumulator; to a tile of the rank's own rows they add the partials of the others, and store
-  it. While one of them does that the other one multiplies.
-- the `load` warp brings the tiles of both operands into shared memory by TMA;
-- the `signal` warp sends the signal of a pushed tile, once both warpgroups have stored it; so the release,
-  which waits until the stores have reached the peer, holds up nobody else;
-- the `await` warp waits for the partials of the rank's own tiles, ahead of time, and brings them into the
-  L2 cache.
+- Two warpgroups multiply 64 rows of each tile each. They push a tile of another rank's rows to that rank, straight
+  from the accumulator. To a tile of the rank's own rows they add the other ranks' partials, and store it. While one
+  warpgroup does that, the other one multiplies.
+- The `load` warp loads the tiles of both operands into shared memory by TMA.
+- The `signal` warp sends the signal of a pushed tile once both warpgroups have stored it. So the release, which waits
+  until the stores have reached the peer, delays no other warp.
+- The `wait` warp waits for the partials of the rank's own tiles ahead of time, and prefetches them into L2.
 
-Why it cannot deadlock: as kernel.py; pushing waits for nothing but this CTA's signal warp, which waits for nobody.
+Why it cannot deadlock: as in kernel.py. Pushing waits only for this CTA's signal warp, which waits for no other rank.
 
-It needs operands that TMA can read, 16-bit elements that travel as they are, the rows of a rank in
-whole tiles, and neither bias nor residual; other calls take the kernel in kernel.py, which is also what the
-simulator runs.
+It requires operands that TMA can read, 16-bit elements that are not converted for transfer, a number of rows per rank
+that is a multiple of the tile height, and neither bias nor residual. Other calls take the kernel in kernel.py, which
+is also the one that the simulator runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel of matmul_reduce_scatter in Triton: for every shape, every number of nodes, and the simulator."""
+"""The Triton kernel of matmul_reduce_scatter: any shape, any number of nodes; also runs in the simulator."""
 
 from __future__ import annotations
 

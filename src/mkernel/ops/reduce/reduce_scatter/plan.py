@@ -1,4 +1,4 @@
-"""How a call of matmul_reduce_scatter is carried out: the tile, the CTAs, and which kernel."""
+"""The plan of a matmul_reduce_scatter call: the tile, the number of CTAs, and the kernel."""
 
 from __future__ import annotations
 

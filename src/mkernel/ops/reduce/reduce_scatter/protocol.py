@@ -1,4 +1,4 @@
-"""The protocol of matmul_reduce_scatter: what lies in the workspace, and what is signalled. Both kernels follow it."""
+"""The protocol of matmul_reduce_scatter: workspace layout and signals. Both kernels follow it."""
 
 from __future__ import annotations
 
