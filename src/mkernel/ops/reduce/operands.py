@@ -33,8 +33,8 @@ class Product(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result c [rows, n], and what is added to the sum. Descriptors of c and the residual have blocks that are half a
-    tile wide."""
+    """The result c [rows, n], and what is added to the sum. The blocks of the descriptors of c and of the residual are
+    half a tile wide."""
 
     c: Any  # Matrix
     bias: Any  # pointer to n elements; None unless BIAS

@@ -23,8 +23,8 @@ class Sequence(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The tile that a CTA is working on: its position in the CTA's sequence, its round, the local rank that owns it, its
-    number, and its upper left corner."""
+    """The tile that a CTA is working on: its position in the CTA's sequence, its round, the local rank that owns it,
+    its number, and its upper left corner."""
 
     position: Any
     round: Any

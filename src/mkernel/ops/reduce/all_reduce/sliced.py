@@ -51,7 +51,7 @@ def _slice(values, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _notify_peers(comm, words, tile):
-    """Raise this rank's signal of a tile on every other rank."""
+    """Set this rank's signal of a tile on every other rank."""
     i = tl.arange(0, comm.WORLD_SIZE)
     peers = tl.load(comm.context + TABLE + (rank_of(comm.context) + i) % comm.WORLD_SIZE).to(tl.pointer_type(tl.int64))
     notify_each(peers + word_of(words, comm.epoch, comm.WORLD_SIZE - 1 - i, tile), comm.epoch, i > 0)
@@ -59,19 +59,19 @@ def _notify_peers(comm, words, tile):
 
 @triton.jit
 def _notify_partial(comm, exchange, tile):
-    """Tell every other rank that this rank's partial of its slice is there."""
+    """Signal to every other rank that this rank's partial of its slice has been pushed."""
     _notify_peers(comm, exchange.partial, tile)
 
 
 @triton.jit
 def _notify_finished(comm, exchange, tile):
-    """Tell every other rank that this rank's slice of a tile is finished."""
+    """Signal to every other rank that this rank's slice of a tile is finished."""
     _notify_peers(comm, exchange.finished, tile)
 
 
 @triton.jit
 def _wait_peers(comm, words, tile, KIND: tl.constexpr):
-    """Wait for the signals of a tile of all other ranks; 0.0, or NaN if the group gave up."""
+    """Wait for all other ranks' signals of a tile. Returns 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
     i = tl.arange(0, comm.WORLD_SIZE)
     signals = signal_at(comm, words, rank, i, tile)
@@ -82,7 +82,7 @@ def _wait_peers(comm, words, tile, KIND: tl.constexpr):
 
 @triton.jit
 def _share(comm, exchange, total, tile):
-    """Push the slices of a tile that others own; returns the own one."""
+    """Push the slices of a tile that other ranks own. Returns the slice that this rank owns."""
     COUNT: tl.constexpr = comm.WORLD_SIZE
     rank = rank_of(comm.context)
     mine = tl.zeros((total.shape[0], total.shape[1] // COUNT), tl.float32)
@@ -97,7 +97,8 @@ def _share(comm, exchange, total, tile):
 
 @triton.jit
 def _add_slices(comm, exchange, total, tile):
-    """This rank's own slice plus what the others have pushed. Slices are small enough to be loaded all together."""
+    """Wait for the other ranks' partials of this rank's slice, and add them. All are loaded before the first is added:
+    slices are small enough for that."""
     missing = _wait_peers(comm, exchange.partial, tile, PARTIAL)
     rank = rank_of(comm.context)
     partials = ()
@@ -111,23 +112,23 @@ def _add_slices(comm, exchange, total, tile):
 
 
 @triton.jit
-def _gather(comm, call, place, tile):
-    """Read the finished slices of a tile from their owners, and store them into the result."""
+def _gather(comm, call, location, tile):
+    """Read the finished slices of a tile from their owners, and store them in the result."""
     M: tl.constexpr = call.product.tiling.M
     SLICE: tl.constexpr = call.product.tiling.N // comm.WORLD_SIZE
     HALF: tl.constexpr = SLICE // 2
     rank = rank_of(comm.context)
     missing = _wait_peers(comm, call.exchange.finished, tile, FINISHED_TILE)
-    # all are asked for before the first is stored, so that they come together
+    # issue all loads before the first store, so that their latencies overlap
     finished = ()
     for i in tl.static_range(comm.WORLD_SIZE - 1):
         slot = slot_at(comm, call.exchange.finished_tiles, (rank + 1 + i) % comm.WORLD_SIZE, 0, tile)
         left = load_partial(slot, M, HALF)
         finished = finished + ((left, load_partial(slot + M * HALF, M, HALF)),)  # type: ignore[assignment]
     for i in tl.static_range(comm.WORLD_SIZE - 1):
-        there = (rank + 1 + i) % comm.WORLD_SIZE * SLICE
+        column = (rank + 1 + i) % comm.WORLD_SIZE * SLICE
         for side in tl.static_range(2):
-            store_tile(call.result.c, move_right(place, there + side * HALF), finished[i][side] + missing)
+            store_tile(call.result.c, move_right(location, column + side * HALF), finished[i][side] + missing)
 
 
 @triton.jit
@@ -138,8 +139,8 @@ def _run(comm, call):
     if call.link.PACED:
         begun = clock()
     row, column = tile_corner(call.product, tile)
-    place = Tile(0, row, call.product.rows, column, call.product.n)
-    total = multiply_tile(call.product.a, call.product.b, place, call.product.k, call.product.tiling)
+    location = Tile(0, row, call.product.rows, column, call.product.n)
+    total = multiply_tile(call.product.a, call.product.b, location, call.product.k, call.product.tiling)
     trace(comm.context, TILES, TILE, rank, tile, LAST)
 
     mine = _share(comm, call.exchange, total, tile)
@@ -149,11 +150,11 @@ def _run(comm, call):
     trace(comm.context, TILES, PUSH_CHUNK, rank, tile, LAST)
     _notify_partial(comm, call.exchange, tile)
     mine = _add_slices(comm, call.exchange, mine, tile)
-    finish_tile(comm, call, mine, move_right(place, rank * mine.shape[1]), 0)
+    finish_tile(comm, call, mine, move_right(location, rank * mine.shape[1]), 0)
     trace(comm.context, TILES, REDUCE, rank, tile, LAST)
     _notify_finished(comm, call.exchange, tile)
 
-    _gather(comm, call, place, tile)
+    _gather(comm, call, location, tile)
     trace(comm.context, TILES, GATHER, rank, tile, LAST)
     if call.link.PACED:
         gathered = tl.cast(comm.WORLD_SIZE - 1, tl.int64) * slot_bytes(call.exchange.finished_tiles)

@@ -74,27 +74,27 @@ def matmul_reduce_scatter(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Multiply `a` by `b` on every rank, add all ranks' products, and keep this rank's rows of the sum.
+    """Multiply `a` by `b` on every rank, add all ranks' products, and return this rank's rows of the sum.
 
     Args:
-        a: [m, k_local], this rank's slice of the depth; m and the dtype are the same on every rank and m is
-            divisible by their number; k_local may differ. Any strides.
-        b: [k_local, n]. A transposed view (`w.t()`) is read as it is.
+        a: [m, k_local], this rank's slice of k. m and the dtype must be the same on every rank, and m divisible by the
+            number of ranks; k_local may differ. Any strides.
+        b: [k_local, n]. A transposed view (`w.t()`) is read without a copy.
         bias: [n], added to every row of the sum; the same on every rank.
         residual: [m/world, n], added to this rank's rows of the sum. It may be `out` itself.
-        reduce_dtype: of what travels between ranks: torch.float32 or the dtype of a, which is the default.
+        reduce_dtype: the dtype in which partials travel between ranks: torch.float32, or the dtype of a (default).
         group: the group to reduce over; the current one by default.
-        out: [m/world, n], where to put the result; must not overlap an input.
-        config: tiles and CTAs; None takes good defaults. tile_m and tile_n are the same on every rank.
+        out: [m/world, n], the tensor to write the result to; must not overlap an input.
+        config: tiles and CTAs; None selects defaults. tile_m and tile_n must be the same on every rank.
 
     Returns:
         [m/world, n]: rank r has rows r*m/world to (r+1)*m/world of the sum. bf16, fp16 or fp32, accumulated
         in fp32 in a fixed order of ranks: the same inputs give the same bits.
 
     Raises:
-        ArgumentError: before anything is launched.
-        CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
-            before they are done, the next call on the group or `group.synchronize()` raises it.
+        ArgumentError: an argument is invalid; nothing has been launched.
+        CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before they are
+            done, the next call on the group or `group.synchronize()` raises it.
     """
     assert group is not None
     call = call_of(
@@ -112,12 +112,12 @@ def matmul_reduce_scatter(
 
 
 def prepare(group: Group, call: Sum) -> Launch:
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
     call = tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
     memory = protocol.layout(group, decided, call.wire_dtype)
     if decided.hopper:
-        from mkernel.ops.reduce.reduce_scatter import hopper  # Gluon is imported only where it runs
+        from mkernel.ops.reduce.reduce_scatter import hopper  # import Gluon only where it is used
 
         return hopper.launch(group, decided, memory, call)
     return kernel.launch(group, decided, memory, call)
@@ -134,7 +134,7 @@ def explain(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> Plan:
-    """The plan that `matmul_reduce_scatter` with these arguments would carry out."""
+    """The plan of a `matmul_reduce_scatter` call with these arguments."""
     group = current(group)
     call = call_of(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,

@@ -16,7 +16,7 @@ OP = "matmul_reduce_scatter"
 
 
 def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
-    """Rows and columns of a tile: from what is the same on every rank, since slots hold whole tiles."""
+    """(tile_m, tile_n). Slots hold whole tiles, so they depend only on what is the same on every rank."""
     choose = planning.chooser(config)
     wanted = planning.common_ctas(group) / group.size
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)
