@@ -52,7 +52,7 @@ LINE = tl.constexpr(64)  # elements of a cache line
 
 
 class Operands(NamedTuple):
-    """Tensor descriptors. They are parameters of the kernel: Triton cannot launch one with descriptors in structures."""
+    """Tensor descriptors. Parameters of the kernel: Triton cannot launch one with descriptors in structures."""
 
     a: Any
     b: Any
