@@ -1,10 +1,10 @@
-"""What is here, what will be used, and what to do about what is missing: `mkernel doctor`, `mk.diagnose()`.
+"""`mkernel doctor` and `mk.diagnose()`: what this machine has, what will be used, and how to fix what is missing.
 
-Every probe looks at one thing and never raises: what it can not find out, it says. A finding is
+Every probe examines one thing and never raises; what it cannot determine becomes a finding. The status of a finding is
 
-- "ok": it is there;
-- "note": it is not, and nothing is wrong: the advice says what one would get from it;
-- "problem": something that is here can not be used as it is; the advice says what to do.
+- "ok": it is present;
+- "note": it is absent, and nothing is wrong; the advice says what it would add;
+- "problem": something that is present cannot be used as it is; the advice says how to fix it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
 OLDEST_PYTHON = (3, 10)
-PACKAGES = (  # name, oldest version, newest that is tested if others may not work, purpose: "" is needed in any case
+PACKAGES = (  # name, oldest version, newest tested version if newer ones may not work, purpose ("": always required)
     ("torch", "2.11", "2.15", ""),
     ("triton", "3.6", "3.9", ""),
     ("numpy", "2.0", "", ""),
     ("greenlet", "3.0", "", "the simulator: pip install 'mkernel-gpu[sim]'"),
     ("plotly", "6.0", "", "reports in HTML: pip install 'mkernel-gpu[cli]'"),
 )
-NVIDIA = "0x10de"  # its number as a maker of PCI devices
+NVIDIA = "0x10de"  # PCI vendor id
 HOPPER = (9, 0)
 MULTICAST, DMA_BUF = 132, 124  # CUdevice_attribute
-LOCKED_BYTES = 64 << 30  # less than this may be too little to register heaps with a network card
-SECONDS = 20  # that another program may take
+LOCKED_BYTES = 64 << 30  # a lower limit may be too small to register heaps with a network card
+SECONDS = 20  # time limit for other programs
 PROBE = """
 #include <sys/socket.h>
 #include <atomic>
 #include <optional>
 #include <string>
 extern "C" int probe() { std::optional<std::string> word("probe"); std::atomic<int> count(word->size()); return count; }
-"""  # C++17 and the headers of Linux, as the native library needs them
+"""  # C++17 and Linux headers, as the native library needs
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result for one thing that a probe examined."""
 
     section: str
     name: str
@@ -93,7 +93,7 @@ class Diagnosis:
 
 @dataclass
 class Machine:
-    """What the probes look at; tests give another one."""
+    """What the probes examine; tests pass a fake."""
 
     sysfs: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -111,11 +111,11 @@ class Machine:
         return importlib.import_module(name)
 
     def library(self, name: str) -> Any:
-        """A shared library; raises OSError if there is none of that name."""
+        """Load a shared library; raises OSError if there is none with that name."""
         return ctypes.CDLL(name)
 
     def output(self, *command: str) -> str | None:
-        """What a program prints; None if there is no such program, or if it fails."""
+        """The output of a program; None if the program does not exist or fails."""
         found = shutil.which(command[0])
         if found is None:
             return None
@@ -126,7 +126,7 @@ class Machine:
         return output if code == 0 else None
 
     def try_compiler(self, command: Sequence[str]) -> str:
-        """Compile a few lines with a C++ compiler's command, and load the result: what went wrong, or ""."""
+        """Compile a few lines with a C++ compiler and load the result. Returns what went wrong, or ""."""
         from mkernel.net import build
 
         with tempfile.TemporaryDirectory(prefix="mkernel-doctor-") as folder:
@@ -136,7 +136,7 @@ class Machine:
             try:
                 code, output = _run(full, errors=True)
             except OSError as problem:
-                return f"it can not be started: {problem}"
+                return f"it cannot be started: {problem}"
             except subprocess.TimeoutExpired:
                 return f"it was still compiling ten lines after {SECONDS} s"
             if code != 0:
@@ -145,16 +145,16 @@ class Machine:
             try:
                 answer = ctypes.CDLL(str(library)).probe()
             except (OSError, AttributeError) as problem:
-                return f"what it makes can not be loaded: {problem}"
-            return "" if answer == 5 else f"what it makes is wrong: a function returned {answer} instead of 5"
+                return f"its output cannot be loaded: {problem}"
+            return "" if answer == 5 else f"its output is wrong: a function returned {answer} instead of 5"
 
     def locked_bytes(self) -> int:
-        """How much memory a process may lock; -1 is any amount."""
+        """How many bytes a process may lock; -1 if there is no limit."""
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return -1 if limit == resource.RLIM_INFINITY else limit
 
     def text(self, path: Path) -> str:
-        """What a file says; "" if it can not be read."""
+        """The contents of a file; "" if it cannot be read."""
         try:
             return path.read_text(errors="replace").strip()
         except OSError:
@@ -162,9 +162,9 @@ class Machine:
 
 
 def _run(command: Sequence[str], errors: bool = False) -> tuple[int, str]:
-    """Exit code and output of a program, or what it printed as errors. After SECONDS it is ended, with all that it
-    started, and TimeoutExpired raised."""
-    with tempfile.TemporaryFile() as file:  # a pipe would be waited for as long as any grandchild has it
+    """The exit code of a program, and its stdout, or its stderr if `errors`. After SECONDS, kills it with all its
+    children and raises TimeoutExpired."""
+    with tempfile.TemporaryFile() as file:  # a pipe would stay open as long as any grandchild holds it
         printed = subprocess.DEVNULL if errors else file
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=printed, stderr=file if errors else subprocess.DEVNULL,
@@ -181,8 +181,8 @@ def _run(command: Sequence[str], errors: bool = False) -> tuple[int, str]:
 
 
 def diagnose(machine: Machine | None = None) -> Diagnosis:
-    """Look at this machine: GPUs and the links between them, the network, programs and versions. Collective
-    calls are not made, and nothing is changed."""
+    """Examine this machine: GPUs and the links between them, the network, programs and versions. Not collective;
+    changes nothing."""
     machine = machine or Machine()
     findings: list[Finding] = []
 
@@ -264,7 +264,7 @@ def _compiler(machine: Machine) -> list[Found]:
     try:
         directory = build.cache_directory()
         if not os.access(directory, os.W_OK):
-            raise TransportError(f"{directory} can not be written; set XDG_CACHE_HOME to a directory that can")
+            raise TransportError(f"{directory} cannot be written; set XDG_CACHE_HOME to a directory that can")
     except TransportError as problem:
         found.append(("cache", "not usable", "problem", str(problem)))
     else:
@@ -304,7 +304,7 @@ def _gpus(machine: Machine) -> list[Found]:
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         )
         if getattr(torch.version, "hip", None) or capability < OLDEST:
-            found.append((f"GPU {index}", text, "problem", f"it can not be used: {SUPPORTED}"))
+            found.append((f"GPU {index}", text, "problem", f"it cannot be used: {SUPPORTED}"))
         elif capability[0] == HOPPER[0]:
             found.append((f"GPU {index}", text))
         else:
@@ -316,7 +316,7 @@ def _gpus(machine: Machine) -> list[Found]:
 
 
 def _driver_attribute(machine: Machine, attribute: int, index: int) -> bool | None:
-    """What the driver says about a GPU; None if it can not be asked."""
+    """An attribute of a GPU, according to the driver; None if the driver cannot be queried."""
     try:
         driver = machine.library("libcuda.so.1")
         device, value = ctypes.c_int(), ctypes.c_int()
@@ -343,7 +343,7 @@ def _between_gpus(machine: Machine) -> list[Found]:
     ]
     found: list[Found] = []
     if apart:
-        advice = "these GPUs can not address each other's memory: use others, or see whether PCIe ACS is on"
+        advice = "these GPUs cannot address each other's memory: use others, or see whether PCIe ACS is on"
         found.append(("peer access", f"missing between {', '.join(apart[:8])}", "problem", advice))
     else:
         found.append(("peer access", f"between all {count} GPUs"))
@@ -359,7 +359,7 @@ def _between_gpus(machine: Machine) -> list[Found]:
 
 
 def _nvlinks(table: str, count: int) -> dict[tuple[int, int], int] | None:
-    """How many links each two GPUs have, {} if a pair has none; None if the table is not understood."""
+    """The number of links between each two GPUs, {} if a pair has none; None if the table cannot be parsed."""
     links = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in table.splitlines()]
     for row in rows:
@@ -441,7 +441,7 @@ def _libraries(machine: Machine) -> list[Found]:
             machine.library(file)
         except OSError as problem:
             if needed:
-                found.append((name, f"can not be opened ({problem})", "problem", f"install {package}"))
+                found.append((name, f"cannot be opened ({problem})", "problem", f"install {package}"))
             else:
                 found.append((name, "not here; nothing here needs it", "note", ""))
         else:
@@ -459,12 +459,12 @@ def _gpudirect(machine: Machine) -> list[Found]:
     found: list[Found] = [
         ("dma-buf", "the driver can")
         if dma_buf
-        else ("dma-buf", "unknown: the driver could not be asked" if dma_buf is None else "the driver can not", "note"),
+        else ("dma-buf", "unknown: the driver could not be asked" if dma_buf is None else "the driver cannot", "note"),
         ("nvidia_peermem", "loaded") if peermem else ("nvidia_peermem", "not loaded", "note"),
     ]
     if needed and dma_buf is False and not peermem:
         advice = (
-            "network cards can not reach GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
+            "network cards cannot reach GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
             "(dma-buf), or `modprobe nvidia-peermem`"
         )
         found.append(("GPUDirect RDMA", "neither dma-buf nor peermem", "problem", advice))
@@ -486,7 +486,7 @@ PROBES: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (
 
 
 def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
-    """What a program that says nothing about it will get."""
+    """What a program gets by default."""
     by_name = {finding.name: finding for finding in findings}
     gpus = [name for name in by_name if re.fullmatch(r"GPU \d+", name)]
     simulator = "greenlet" in by_name and by_name["greenlet"].found != "not installed"
@@ -509,20 +509,20 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
 
 
 def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
-    """Which devices each rank would take, by the place of its GPU; see mkernel.runtime.connect."""
+    """Which devices each rank would use, given the location of its GPU; see mkernel.runtime.connect."""
     torch = machine.module("torch")
     ports = devices.find_ports(machine.sysfs)
     if any(finding.name in ("C++ compiler", "cache") and finding.status == "problem" for finding in findings):
-        return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
+        return [("between nodes", "nothing: the native proxy cannot be compiled", "note")]
     ranks: list[tuple[str, devices.Location | None]] = [("between nodes", None)]
     if torch.cuda.is_available() and ports:
         count = range(torch.cuda.device_count())
-        ranks = [(f"between nodes, GPU {index}", _place_of(machine, torch, index)) for index in count]
+        ranks = [(f"between nodes, GPU {index}", _location_of(machine, torch, index)) for index in count]
     found: list[Found] = []
-    for name, place in ranks:
+    for name, location in ranks:
         try:
             machine.library("libibverbs.so.1")
-            chosen = devices.choose_ports(ports, gpu=place)
+            chosen = devices.choose_ports(ports, gpu=location)
             rails = ", ".join(f"{port.name} (GID {devices.choose_gid(port)})" for port in chosen)
             found.append((name, f"verbs over {rails}, if every rank has such a device; else TCP"))
         except (OSError, MKernelError):
@@ -532,7 +532,7 @@ def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]
     return found
 
 
-def _place_of(machine: Machine, torch: Any, index: int) -> devices.Location | None:
+def _location_of(machine: Machine, torch: Any, index: int) -> devices.Location | None:
     properties = torch.cuda.get_device_properties(index)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

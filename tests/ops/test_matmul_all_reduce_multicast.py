@@ -69,7 +69,7 @@ def test_it_is_chosen_by_itself():
     text, multicast, in_switch = reasons((1, 4))
     assert (multicast, in_switch) == (True, False)
     assert "the switch delivers finished tiles" in text
-    assert "in their order" in text
+    assert "in rank order" in text
 
 
 def test_the_switch_adds_where_the_caller_allows_it():
@@ -98,7 +98,7 @@ def test_it_is_never_required(cluster, options, reason, fixed_order):
 def test_fp32_sums_are_not_made_in_the_switch():
     text, multicast, in_switch = reasons((1, 4), Sum(1024, 1024, 1), fixed_order=False)
     assert (multicast, in_switch) == (True, False)
-    assert "in their order" in text
+    assert "in rank order" in text
 
 
 def test_deterministic_algorithms_keep_the_order():
