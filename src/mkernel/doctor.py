@@ -247,7 +247,7 @@ def _compiler(machine: Machine) -> list[Found]:
     from mkernel.runtime.errors import TransportError
 
     if (packaged := build.packaged()) is not None:
-        return [("native library", f"{packaged}, which came with the package")]
+        return [("native library", f"{packaged}, shipped with the package")]
     try:
         command = build.compiler()
     except TransportError as problem:
@@ -264,7 +264,7 @@ def _compiler(machine: Machine) -> list[Found]:
     try:
         directory = build.cache_directory()
         if not os.access(directory, os.W_OK):
-            raise TransportError(f"{directory} cannot be written; set XDG_CACHE_HOME to a directory that can")
+            raise TransportError(f"{directory} is not writable; set XDG_CACHE_HOME to a directory that is")
     except TransportError as problem:
         found.append(("cache", "not usable", "problem", str(problem)))
     else:
@@ -285,9 +285,9 @@ def _gpus(machine: Machine) -> list[Found]:
     )
     if not torch.cuda.is_available():
         if not on_the_bus:
-            return [("GPU", "none", "note", "with no GPU everything runs in the simulator: right, not fast")]
+            return [("GPU", "none", "note", "without a GPU, everything runs in the simulator: correct, but slow")]
         if torch.version.cuda is None:
-            advice = "torch was built without CUDA: install a build of torch that has it"
+            advice = "torch was built without CUDA: install a build of torch with CUDA"
         elif machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
             advice = "CUDA_VISIBLE_DEVICES hides it: unset it"
         elif not (machine.proc / "driver/nvidia/version").exists():
@@ -304,7 +304,7 @@ def _gpus(machine: Machine) -> list[Found]:
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         )
         if getattr(torch.version, "hip", None) or capability < OLDEST:
-            found.append((f"GPU {index}", text, "problem", f"it cannot be used: {SUPPORTED}"))
+            found.append((f"GPU {index}", text, "problem", f"this GPU cannot be used: {SUPPORTED}"))
         elif capability[0] == HOPPER[0]:
             found.append((f"GPU {index}", text))
         else:
@@ -343,17 +343,17 @@ def _between_gpus(machine: Machine) -> list[Found]:
     ]
     found: list[Found] = []
     if apart:
-        advice = "these GPUs cannot address each other's memory: use others, or see whether PCIe ACS is on"
+        advice = "these GPUs cannot access each other's memory: use others, or check whether PCIe ACS is on"
         found.append(("peer access", f"missing between {', '.join(apart[:8])}", "problem", advice))
     else:
         found.append(("peer access", f"between all {count} GPUs"))
     links = _nvlinks(machine.output("nvidia-smi", "topo", "-m") or "", count)
     if links is None:
-        found.append(("NVLink", "unknown: nvidia-smi topo -m says nothing", "note", ""))
+        found.append(("NVLink", "unknown: nvidia-smi topo -m gives no answer", "note", ""))
     elif links:
         found.append(("NVLink", f"{min(links.values())} to {max(links.values())} links between each two GPUs"))
     else:
-        advice = "GPUs talk over PCIe, which is ten times slower: operators are right, and wait for transfers"
+        advice = "GPUs communicate over PCIe, which is ten times slower: results are correct, but operators are slow"
         found.append(("NVLink", "none", "note", advice))
     return found
 
@@ -383,7 +383,7 @@ def _multicast(machine: Machine) -> list[Found]:
     if all(answers.values()):
         return [("multicast", "on all GPUs")]
     if any(answer is None for answer in answers.values()):
-        return [("multicast", "unknown: the driver (libcuda.so.1) could not be asked", "note", "")]
+        return [("multicast", "unknown: the driver (libcuda.so.1) could not be queried", "note", "")]
     without = [str(index) for index, answer in answers.items() if not answer]
     return [("multicast", f"not on GPU {', '.join(without)}", "note", "it needs NVSwitch and the fabric manager")]
 
@@ -398,7 +398,7 @@ def _symmetric_memory(machine: Machine) -> list[Found]:
         advice = "GPUs in several processes need it: install a newer torch"
         return [("symmetric memory", f"not in this torch ({problem})", "problem", advice)]
     if not all(hasattr(module, name) for name in ("empty", "rendezvous")):
-        return [("symmetric memory", "another one than is known here", "problem", "use torch 2.11 or newer")]
+        return [("symmetric memory", "has an unknown interface", "problem", "use torch 2.11 or newer")]
     return [("symmetric memory", "torch.distributed._symmetric_memory")]
 
 
@@ -408,12 +408,14 @@ def _symmetric_memory(machine: Machine) -> list[Found]:
 def _rdma_devices(machine: Machine) -> list[Found]:
     ports = devices.find_ports(machine.sysfs)
     if not ports:
-        return [("RDMA devices", "none", "note", "nodes talk over TCP, which is right, and slow")]
+        return [("RDMA devices", "none", "note", "nodes communicate over TCP, which is slow")]
     found: list[Found] = []
     for port in ports:
         words = [port.link_layer or "unknown link layer", f"{port.rate:g} Gb/s", port.driver or "unknown driver"]
         if not port.active:
-            advice = "plug it in, or bring its interface up (ip link set ... up); on InfiniBand see the subnet manager"
+            advice = (
+                "plug it in, or bring its interface up (ip link set ... up); on InfiniBand check the subnet manager"
+            )
             found.append((port.name, ", ".join([*words, "not active"]), "note", advice))
         elif port.link_layer == "Ethernet" and not port.gids and not port.is_efa:
             advice = "RoCE needs an address: give its network interface one (ip addr add ...)"
@@ -421,10 +423,10 @@ def _rdma_devices(machine: Machine) -> list[Found]:
         else:
             found.append((port.name, ", ".join([*words, "active"])))
     if not any(port.active for port in ports):
-        found.append(("RDMA devices", "none is active", "problem", "nodes talk over TCP until one is"))
+        found.append(("RDMA devices", "none is active", "problem", "nodes communicate over TCP until one is"))
     limit = machine.locked_bytes()
     if 0 <= limit < LOCKED_BYTES:
-        advice = "memory is registered with the network card, which locks it: set `ulimit -l unlimited`"
+        advice = "registering memory with the network card locks it: set `ulimit -l unlimited`"
         found.append(("memory that may be locked", f"{limit / 2**20:.0f} MiB", "problem", advice))
     return found
 
@@ -443,7 +445,7 @@ def _libraries(machine: Machine) -> list[Found]:
             if needed:
                 found.append((name, f"cannot be opened ({problem})", "problem", f"install {package}"))
             else:
-                found.append((name, "not here; nothing here needs it", "note", ""))
+                found.append((name, "not installed, and not needed", "note", ""))
         else:
             found.append((name, file))
     return found
@@ -457,14 +459,14 @@ def _gpudirect(machine: Machine) -> list[Found]:
     dma_buf = _driver_attribute(machine, DMA_BUF, 0)
     peermem = any((machine.sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     found: list[Found] = [
-        ("dma-buf", "the driver can")
+        ("dma-buf", "supported")
         if dma_buf
-        else ("dma-buf", "unknown: the driver could not be asked" if dma_buf is None else "the driver cannot", "note"),
+        else ("dma-buf", "unknown: the driver could not be queried" if dma_buf is None else "not supported", "note"),
         ("nvidia_peermem", "loaded") if peermem else ("nvidia_peermem", "not loaded", "note"),
     ]
     if needed and dma_buf is False and not peermem:
         advice = (
-            "network cards cannot reach GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
+            "network cards cannot access GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
             "(dma-buf), or `modprobe nvidia-peermem`"
         )
         found.append(("GPUDirect RDMA", "neither dma-buf nor peermem", "problem", advice))
@@ -493,14 +495,14 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
     result: list[Found] = []
     if gpus:
         result.append(("mk.spawn, mkernel demo", f"ranks as threads on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"))
-        result.append(("mk.init under torchrun", "a process takes the GPU with the number of its local rank"))
+        result.append(("mk.init under torchrun", "a process uses the GPU with the number of its local rank"))
         inside = by_name.get("symmetric memory")
         result.append(
             ("inside a node", "torch symmetric memory" if inside and inside.status == "ok" else "nothing yet")
         )
     elif simulator:
         result.append(("mk.spawn, mkernel demo", "the simulator"))
-        result.append(("mk.init under torchrun", "processes on CPUs, kernels on the interpreter"))
+        result.append(("mk.init under torchrun", "processes on CPUs, kernels in the interpreter"))
         result.append(("inside a node", "shared memory"))
     else:
         advice = "install greenlet for the simulator: pip install 'mkernel-gpu[sim]'"
@@ -527,7 +529,7 @@ def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]
             found.append((name, f"verbs over {rails}, if every rank has such a device; else TCP"))
         except (OSError, MKernelError):
             efa = [port.name for port in ports if port.is_efa and port.active]
-            advice = f"mk.init(transport='efa') takes {', '.join(efa)}" if efa else ""
+            advice = f"mk.init(transport='efa') uses {', '.join(efa)}" if efa else ""
             found.append((name, "TCP, through the native proxy", "ok", advice))
     return found
 
