@@ -72,7 +72,7 @@ def test_bench_measures_it(toy, monkeypatch):
     assert [line.split()[:2] for line in lines if "0.125" in line] == [["64", "0.125"], ["100", "0.125"]]
     refused = run("bench", "toy_shift", "--shapes", "paper")
     assert refused.exit_code == 2
-    assert "nothing was published of toy_shift" in refused.output
+    assert "there are no published figures for toy_shift" in refused.output
     refused = run("bench", "toy_shift", "--nodes", "2")
     assert "toy_shift is measured on one node only" in refused.output
 
@@ -141,7 +141,7 @@ def test_compile_shows_what_its_kernel_needs(toy, tmp_path):
     [
         (["--arch", "hopper"], "'hopper' is no architecture"),
         (["--arch", "sm_75"], "write sm_80 (A100), sm_90a"),
-        (["--shape", "8x8"], "is no shape of toy_shift; write count as 1 whole numbers"),
+        (["--shape", "8x8"], "is not a shape of toy_shift; write count as 1 integers"),
         (["--shape", "8", "--shape", "9", "--ptx", "x.ptx"], "takes one shape, got 2"),
         (["--zigzag"], "toy_shift has no such option"),
         (["--ptx", "/no/such/folder/x.ptx"], "there is no folder"),

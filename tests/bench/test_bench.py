@@ -65,9 +65,9 @@ def test_a_file_of_shapes(tmp_path):
         ("\nall_gather_matmul 64 x 64", None, ":2: write an operator"),
         ("all_gather 64x64x64", None, ":1: there is no operator 'all_gather'"),
         ("all_gather_matmul 64x64", None, ":1: '64x64' is no shape"),
-        ("# nothing", None, "has no shapes; write lines as"),
+        ("# nothing", None, "has no shapes; write lines such as"),
         ("matmul_reduce_scatter 64x64x64", "all_gather_matmul", "has no shapes of all_gather_matmul"),
-        ("\udcff", None, "can not be read: it is no text"),
+        ("\udcff", None, "cannot be read: it is not a text file"),
     ],
 )
 def test_files_that_say_something_else(tmp_path, text, op, words):

@@ -262,7 +262,7 @@ def test_without_a_gpu():
             ["matmul_all_reduce", "8x8x9"],
             r"k of matmul_all_reduce \(9\) must be divisible by the number of ranks \(4\)",
         ),
-        (["ring_attention", "8x8x8"], "is no shape of ring_attention; write batch x heads x positions x dim"),
+        (["ring_attention", "8x8x8"], "is not a shape of ring_attention; write batch x heads x positions x dim"),
         (["moe_combine", "9x8"], r"tokens of moe_combine \(9\) must be divisible by the number of ranks \(4\)"),
         (["moe_ffn", "--causal"], "--causal.* moe_ffn has no such option"),
         (["ring_attention", "--topk", "4"], "--topk.* ring_attention has no such option"),
