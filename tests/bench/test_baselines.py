@@ -34,7 +34,7 @@ EXPERTS = ("moe_dispatch_matmul", "moe_ffn")
 @pytest.mark.parametrize(
     ("ranks", "nodes", "gpus", "words"),
     [
-        (2, 2, 4, "got --nodes 2; with --nodes 1 it can be"),
+        (2, 2, 4, "got --nodes 2; use --nodes 1"),
         (1, 1, 1, "2 or more ranks, got --ranks 1"),
         (4, 1, 1, "there are 1 for 4 ranks; --against host works with one"),
         (8, 1, 4, "there are 4 for 8 ranks; --ranks 4 or fewer would work"),

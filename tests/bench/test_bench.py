@@ -61,10 +61,10 @@ def test_a_file_of_shapes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "op", "words"),
     [
-        ("64x64x64", None, ":1: write an operator and a shape, as: all_gather_matmul 16384x2048x8192"),
+        ("64x64x64", None, ":1: write an operator and a shape, such as: all_gather_matmul 16384x2048x8192"),
         ("\nall_gather_matmul 64 x 64", None, ":2: write an operator"),
         ("all_gather 64x64x64", None, ":1: there is no operator 'all_gather'"),
-        ("all_gather_matmul 64x64", None, ":1: '64x64' is no shape"),
+        ("all_gather_matmul 64x64", None, ":1: '64x64' is not a shape"),
         ("# nothing", None, "has no shapes; write lines such as"),
         ("matmul_reduce_scatter 64x64x64", "all_gather_matmul", "has no shapes of all_gather_matmul"),
         ("\udcff", None, "cannot be read: it is not a text file"),

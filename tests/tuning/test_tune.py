@@ -221,7 +221,7 @@ def test_a_wrong_result_is_not_kept(monkeypatch):
     monkeypatch.setattr(cli, "shared_links", lambda *_: mk.Links(nvlink=225.0))
     workload = WORKLOADS["all_gather_matmul"]
     monkeypatch.setitem(WORKLOADS, workload.op, type(workload)(**{**vars(workload), "make": wrong}))
-    with pytest.raises(mk.MKernelError, match="gives another result than the default"):
+    with pytest.raises(mk.MKernelError, match="gives a different result than the default"):
         measuring.tune(
             WORKLOADS["all_gather_matmul"], (64, 64, 64), nodes=1, gpus_per_node=2, dtype=torch.bfloat16,
             links=mk.Links(nvlink=225.0), seconds=20.0,
