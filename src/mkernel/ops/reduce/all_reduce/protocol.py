@@ -187,10 +187,9 @@ def copy_finished(result, slot, tile, missing, M: tl.constexpr, N: tl.constexpr)
 @triton.jit
 def notify_finished(comm, exchange, block):
     """Signal to the other ranks of the node that this rank's tile of a block is finished."""
-    for distance in range(1, comm.RANKS_PER_NODE):
-        peer = peer_behind(comm, distance)
-        i = comm.RANKS_PER_NODE - 1 - distance
-        notify_in_loop(signal_at(comm, exchange.finished, peer, i, slot_number(block)), comm.epoch)
+    for offset in range(1, comm.RANKS_PER_NODE):
+        i = comm.RANKS_PER_NODE - 1 - offset
+        notify_in_loop(signal_at(comm, exchange.finished, peer_behind(comm, offset), i, slot_number(block)), comm.epoch)
 
 
 @triton.jit
