@@ -43,7 +43,7 @@ def capability_of(architecture: str) -> int:
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", architecture)
     if match is None or int(match[1]) < OLDEST:
         raise ArgumentError(
-            f"{architecture!r} is no architecture from sm_{OLDEST} on; write sm_80 (A100), sm_90a (H100, H200) or "
+            f"{architecture!r} is not an architecture from sm_{OLDEST} on; use sm_80 (A100), sm_90a (H100, H200) or "
             f"sm_100a (B200)"
         )
     return int(match[1])
@@ -77,7 +77,7 @@ class Compiled:
         command = [program, "-v", *OPTIONS, f"--gpu-name={architecture}", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise MKernelError(f"{Path(program).name} can not assemble it for {architecture}: {done.stderr.strip()}")
+            raise MKernelError(f"{Path(program).name} cannot assemble it for {architecture}: {done.stderr.strip()}")
         return done.stdout + done.stderr, cubin
 
     def _machine_code(self) -> str:
@@ -162,7 +162,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
         if _holds_descriptor(value):
             raise MKernelError(
                 f"{launch.op}: its argument {name} is a structure with a tensor descriptor in it, which Triton "
-                f"compiles, but can not launch: pass the descriptor as an argument of its own"
+                f"compiles, but cannot launch: pass the descriptor as a separate argument"
             )
     with pretending(capability):
         launch.kernel.device_caches.clear()
@@ -170,7 +170,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
             compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
         except DOES_NOT_COMPILE as problem:
             raise MKernelError(
-                f"{launch.op}: Triton can not compile {launch.kernel.fn.__name__} for sm_{capability}: {problem}"
+                f"{launch.op}: Triton cannot compile {launch.kernel.fn.__name__} for sm_{capability}: {problem}"
             ) from problem
         finally:
             launch.kernel.device_caches.clear()

@@ -147,14 +147,14 @@ def register(operator: Operator) -> Operator:
         known = _registered.get(operator.name)
         if known is not None and known != operator:
             raise ArgumentError(
-                f"there is an operator {operator.name!r} already, with another entry: take another name"
+                f"an operator {operator.name!r} is already registered, with a different entry: choose another name"
             )
         for option in operator.options:
             for other in _registered.values():
                 if any(theirs.name == option.name and theirs != option for theirs in other.options):
                     raise ArgumentError(
-                        f"{operator.name}: {other.name} has an option {option.flag} that says something else; take "
-                        f"another name, or the same Option"
+                        f"{operator.name}: {other.name} already has a different option {option.flag}; choose another "
+                        f"name, or use the same Option"
                     )
         _registered[operator.name] = operator
     return operator
@@ -206,22 +206,26 @@ def _signals(op: str) -> tuple[Signal, ...]:
 def _check(operator: Operator) -> None:
     """Reject an entry that tools could not use."""
     if not operator.name.isidentifier():
-        raise ArgumentError(f"an operator's name must be that of a Python function; got {operator.name!r}")
+        raise ArgumentError(f"an operator's name must be a Python identifier; got {operator.name!r}")
     where = f"operator {operator.name}"
     for name in set(operator.shared) - set(operator.dimensions):
-        raise ArgumentError(f"{where}: shared names {name!r}, which is none of the dimensions {operator.dimensions}")
+        raise ArgumentError(
+            f"{where}: shared contains {name!r}, which is not one of the dimensions {operator.dimensions}"
+        )
     if not operator.shapes:
-        raise ArgumentError(f"{where}: shapes must have a shape for a GPU, or more")
+        raise ArgumentError(f"{where}: shapes must contain at least one shape, for a GPU")
     for shape in (*operator.shapes, *operator.small):
         if len(shape) != len(operator.dimensions):
-            raise ArgumentError(f"{where}: the shape {shape} does not have a number for each of {operator.dimensions}")
+            raise ArgumentError(f"{where}: the shape {shape} must have one number for each of {operator.dimensions}")
     kinds = [signal.kind for signal in operator.signals]
     for kind in kinds:
         if (isinstance(kind, int) and kind < OWN_SIGNALS) or kinds.count(kind) > 1:
-            raise ArgumentError(f"{where}: signals must have different kinds, {OWN_SIGNALS} or more; got {kind}")
+            raise ArgumentError(f"{where}: signals must have distinct kinds of at least {OWN_SIGNALS}; got {kind}")
     for option in operator.options:
         if not option.name.isidentifier() or option.kind not in (bool, int):
-            raise ArgumentError(f"{where}: an option is a word, and a bool or an int; got {option}")
+            raise ArgumentError(
+                f"{where}: an option must have an identifier as its name, and bool or int as its kind; got {option}"
+            )
 
 
 def _discover() -> None:
@@ -240,7 +244,7 @@ def _discover() -> None:
                 register(found)
         except Exception as problem:
             warnings.warn(
-                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are left out: "
+                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are skipped: "
                 f"{type(problem).__name__}: {problem}",
                 stacklevel=2,
             )
