@@ -31,10 +31,10 @@ def test_shapes_are_read():
 @pytest.mark.parametrize(
     ("text", "operator", "words"),
     [
-        ("64x64", GATHER, "m_total x n x k as 3 whole numbers"),
+        ("64x64", GATHER, "m_total x n x k as 3 integers"),
         ("64x0x64", GATHER, "1 or more: 16384x2048x8192"),
-        ("64x-1x64", GATHER, "is no shape"),
-        ("", GATHER, "is no shape"),
+        ("64x-1x64", GATHER, "is not a shape"),
+        ("", GATHER, "is not a shape"),
         ("66x8x8", GATHER, r"m_total of all_gather_matmul \(66\) must be divisible by the number of ranks \(4\)"),
         ("64x8x66", SCATTER, r"k of matmul_reduce_scatter \(66\)"),
     ],

@@ -250,14 +250,14 @@ def test_what_a_call_is_like_can_be_said():
 def test_without_a_gpu():
     result = run("tune", "all_gather_matmul")
     assert result.exit_code == 1
-    assert "needs a GPU; there is none here" in result.output
+    assert "needs a GPU; this machine has none" in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["all_gather"], "there is no operator"),
-        (["all_gather_matmul", "1x2"], "is no shape"),
+        (["all_gather_matmul", "1x2"], "is not a shape"),
         (
             ["matmul_all_reduce", "8x8x9"],
             r"k of matmul_all_reduce \(9\) must be divisible by the number of ranks \(4\)",
