@@ -96,16 +96,16 @@ def test_trace_says_where_the_time_of_a_rank_went(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all_gather_matmul", "--where", "4"], "there are the ranks 0 to 3; got 4"),
+        (["all_gather_matmul", "--where", "4"], "must be a rank from 0 to 3, got 4"),
         (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
-        (["all_gather_matmul", "64x32"], "'64x32' is no shape of all_gather_matmul; write m_total x n x k"),
-        (["all_gather_matmul", "0x32x32"], "'0x32x32' is no shape"),
+        (["all_gather_matmul", "64x32"], "'64x32' is not a shape of all_gather_matmul; write m_total x n x k"),
+        (["all_gather_matmul", "0x32x32"], "'0x32x32' is not a shape"),
         (
             ["all_gather_matmul", "65x32x32"],
             "m_total of all_gather_matmul (65) must be divisible by the number of ranks (4)",
         ),
         (["all_gather_matmul", "--out", "no/such/folder.json"], "there is no folder"),
-        (["all_gather_matmul", "--out", "page.html"], "the page that goes beside the file; write --out page.json"),
+        (["all_gather_matmul", "--out", "page.html"], "written next to the file; use --out page.json"),
         (["all_gather_matmul", "8x4294967296x8"], "sizes may be at most 2147483647"),
         (["all_gather_matmul", "--events", "0"], "--events"),
         (["all_gather_matmul", "--device", "cuda"], "torch sees no GPU"),
@@ -121,7 +121,7 @@ def test_trace_of_a_read_only_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cli.os, "access", lambda path, mode: False)  # root may write anything
     result = run("trace", "matmul_all_reduce", "--out", str(tmp_path / "a.json"))
     assert result.exit_code == 2
-    assert "can not be written" in words(result)
+    assert "cannot be written" in words(result)
 
 
 # -- how long the simulator will take
@@ -146,7 +146,7 @@ def test_a_shape_that_takes_days_is_refused_with_one_that_takes_seconds(tmp_path
     assert result.exit_code == 2
     text = words(result)
     assert re.search(r"would take about [\d,]+ (hours|days|years)\. This takes seconds:", text)
-    assert "--yes runs it all the same" in text
+    assert "--yes runs it anyway" in text
     (proposed,) = re.findall(r"mkernel (trace all_gather_matmul [\dx]+ --device cpu --ranks 4)", text)
     assert run(*proposed.split(), "--out", str(tmp_path / "t.json")).exit_code == 0
 
@@ -206,7 +206,7 @@ def test_absurdly_many_ranks_on_gpus(monkeypatch, arguments):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = run(*arguments)
     assert result.exit_code == 2
-    assert "100000 ranks can not run on 2 GPUs: each needs an SM for itself. There can be 256 at most" in words(result)
+    assert "100000 ranks cannot run on 2 GPUs: each needs an SM of its own. Use at most 256" in words(result)
 
 
 @pytest.mark.usefixtures("known_speed")
@@ -217,7 +217,7 @@ def test_on_a_terminal_it_asks(monkeypatch, answer, runs):
     monkeypatch.setattr("mkernel.tracing.command.run", lambda *_, **__: ran.append(1))
     monkeypatch.setattr("mkernel.tracing.command.show", lambda *_: None)
     result = CliRunner().invoke(cli.main, list(DAYS), input=f"{answer}\n")
-    assert "Run it all the same?" in result.output
+    assert "Run it anyway?" in result.output
     assert bool(ran) == runs
     assert (result.exit_code == 0) == runs
 
@@ -277,7 +277,7 @@ def test_documented_lines_run_without_a_gpu_or_say_that_they_need_one(monkeypatc
     ("problem", "message"),
     [
         (OSError(28, "No space left on device", "trace.json"), "No space left on device: 'trace.json'"),
-        (RuntimeError("[enforce fail] can't allocate memory\nframe #0: what"), "not enough memory for that: [enforce"),
+        (RuntimeError("[enforce fail] can't allocate memory\nframe #0: what"), "not enough memory: [enforce"),
     ],
 )
 def test_what_the_machine_lacks_is_told_in_a_line(monkeypatch, problem, message):
@@ -436,8 +436,8 @@ def test_every_operator_has_its_case(name):
         (["bench", "matmul_all_gather"], "no operator 'matmul_all_gather' to measure; there are: all_gather_matmul"),
         (["bench", "--shape", "64x64x64"], "a shape needs an operator"),
         (["bench", "all_gather_matmul", "--shape", "64x64x64", "--shapes", "small"], "not both"),
-        (["bench", "--shapes", "large"], "'small', 'paper' or a file; large can not be read"),
-        (["bench", "--against", "mpi"], "there is no way 'mpi'; there are: host, nccl, symm_mem"),
+        (["bench", "--shapes", "large"], "'small', 'paper' or a file; large cannot be read"),
+        (["bench", "--against", "mpi"], "unknown baseline 'mpi'; choose from host, nccl, symm_mem"),
         (["bench", "moe_ffn", "--causal"], "moe_ffn has no such option"),
         (["bench", "--zigzag"], "all_gather_matmul has no such option"),
         (["bench", "ring_attention", "--nodes", "2"], "measured on one node only"),

@@ -298,8 +298,8 @@ def compiler(tmp_path, lines):
     [
         ("exit 3", "it fails with exit code 3 and says nothing"),
         ("echo 'probe.cc:2: error: no such thing' >&2; exit 1", "exit code 1: probe.cc:2: error: no such thing"),
-        ("exit 0", "what it makes can not be loaded"),  # and makes nothing
-        ('for last; do :; done; echo text > "$last"', "what it makes can not be loaded"),
+        ("exit 0", "its output cannot be loaded"),  # and makes nothing
+        ('for last; do :; done; echo text > "$last"', "its output cannot be loaded"),
     ],
 )
 def test_a_compiler_is_tried(tmp_path, lines, expected):
@@ -307,7 +307,7 @@ def test_a_compiler_is_tried(tmp_path, lines, expected):
 
 
 def test_a_compiler_that_can_not_be_started(tmp_path):
-    assert "can not be started" in Machine().try_compiler([str(tmp_path)])
+    assert "cannot be started" in Machine().try_compiler([str(tmp_path)])
 
 
 def test_a_compiler_that_does_not_end_is_ended_with_its_children(tmp_path, monkeypatch):

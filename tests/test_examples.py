@@ -14,7 +14,7 @@ SAYS = {
     ],
     "02_matmul_reduce_scatter": [
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 96) and (128, 96)" for rank in range(4)),
-        "parts travel as bfloat16",
+        "partials travel as bfloat16",
     ],
     "03_ring_attention": [
         *(

@@ -72,7 +72,7 @@ def test_bench_measures_it(toy, monkeypatch):
     assert [line.split()[:2] for line in lines if "0.125" in line] == [["64", "0.125"], ["100", "0.125"]]
     refused = run("bench", "toy_shift", "--shapes", "paper")
     assert refused.exit_code == 2
-    assert "nothing was published of toy_shift" in refused.output
+    assert "there are no published figures for toy_shift" in refused.output
     refused = run("bench", "toy_shift", "--nodes", "2")
     assert "toy_shift is measured on one node only" in refused.output
 
@@ -139,9 +139,9 @@ def test_compile_shows_what_its_kernel_needs(toy, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--arch", "hopper"], "'hopper' is no architecture"),
+        (["--arch", "hopper"], "'hopper' is not an architecture"),
         (["--arch", "sm_75"], "write sm_80 (A100), sm_90a"),
-        (["--shape", "8x8"], "is no shape of toy_shift; write count as 1 whole numbers"),
+        (["--shape", "8x8"], "is not a shape of toy_shift; write count as 1 integers"),
         (["--shape", "8", "--shape", "9", "--ptx", "x.ptx"], "takes one shape, got 2"),
         (["--zigzag"], "toy_shift has no such option"),
         (["--ptx", "/no/such/folder/x.ptx"], "there is no folder"),
@@ -172,7 +172,7 @@ def test_an_installed_package_registers_by_its_entry_point(toy, monkeypatch):
     operators.unregister("toy_shift")
     monkeypatch.setattr(operators, "_discovered", False)
     monkeypatch.setattr(operators.metadata, "entry_points", lambda group: points if group == operators.GROUP else [])
-    with pytest.warns(UserWarning, match=r"the operators of 'nothing' .* are left out: ImportError"):
+    with pytest.warns(UserWarning, match=r"the operators of 'nothing' .* are skipped: ImportError"):
         assert list(operators.registered()) == [*BUILT_IN, "toy_shift"]
     assert list(operators.registered()) == [*BUILT_IN, "toy_shift"]  # asked for once
 
@@ -206,16 +206,16 @@ def entry(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(name="two words"), "must be that of a Python function; got 'two words'"),
-        (dict(name="moe_ffn"), "there is an operator 'moe_ffn' already, with another entry"),
-        (dict(shared=("rows",)), r"shared names 'rows', which is none of the dimensions \('count',\)"),
-        (dict(shapes=()), "shapes must have a shape"),
-        (dict(shapes=((8, 8),)), r"the shape \(8, 8\) does not have a number for each of \('count',\)"),
-        (dict(small=((),)), r"the shape \(\) does not have"),
-        (dict(signals=(Signal(1, "mine"),)), "16 or more; got 1"),
-        (dict(signals=(Signal(16, "mine"), Signal(16, "too"))), "different kinds, 16 or more; got 16"),
-        (dict(options=(Option("causal", "another meaning"),)), "ring_attention has an option --causal that says"),
-        (dict(options=(Option("speed", "", kind=float),)), "a bool or an int"),
+        (dict(name="two words"), "must be a Python identifier; got 'two words'"),
+        (dict(name="moe_ffn"), "an operator 'moe_ffn' is already registered, with a different entry"),
+        (dict(shared=("rows",)), r"shared contains 'rows', which is not one of the dimensions \('count',\)"),
+        (dict(shapes=()), "shapes must contain at least one shape"),
+        (dict(shapes=((8, 8),)), r"the shape \(8, 8\) must have one number for each of \('count',\)"),
+        (dict(small=((),)), r"the shape \(\) must have"),
+        (dict(signals=(Signal(1, "mine"),)), "at least 16; got 1"),
+        (dict(signals=(Signal(16, "mine"), Signal(16, "too"))), "distinct kinds of at least 16; got 16"),
+        (dict(options=(Option("causal", "another meaning"),)), "already has a different option --causal"),
+        (dict(options=(Option("speed", "", kind=float),)), "bool or int as its kind"),
     ],
 )
 def test_entries_that_no_tool_could_use_are_refused(toy, changes, words):

@@ -1,4 +1,4 @@
-"""The functions of the package that are no operators."""
+"""The package's public functions other than operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mkernel.runtime.spawn import require_simulator
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
 
-ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for nobody
+ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for no other
 
 
 def init(
@@ -27,26 +27,27 @@ def init(
     timeout: float | None = None,
     gpus_per_node: int | None = None,
 ) -> Group:
-    """Make the group of this process, and make it the current one.
+    """Create the group of this process and make it the current one.
 
-    Under torchrun, or with a process group: the group of all its ranks; inside a node they share memory
-    (on GPUs by torch symmetric memory), between nodes they use RDMA or TCP. A process takes its current GPU; if that
-    is the first one, which nobody may have chosen, the one with the number LOCAL_RANK, and makes it
-    the current one. There may be fewer GPUs than processes: those on one GPU share its SMs. With no GPU
-    the processes run on CPUs. Otherwise a group of one rank: on the current GPU, or simulated where there
-    is none. Several ranks in one process are `mk.spawn`.
+    Under torchrun, or with a process group, this is the group of all its ranks. Ranks of a node share memory (on GPUs
+    through torch symmetric memory); nodes communicate by RDMA or TCP. A process uses its current GPU. If that is GPU 0,
+    which is also the default, it uses GPU number LOCAL_RANK instead and makes it the current one. There may be fewer
+    GPUs than processes: processes on one GPU share its SMs. Without a GPU, the processes run on CPUs.
+
+    Otherwise, this is a group of one rank: on the current GPU, or in the simulator if there is none. For several ranks
+    in one process, use `mk.spawn`.
 
     Args:
-        process_group: any torch.distributed process group; the default one if None. It is made, with
-            gloo, if torchrun started this process and nobody has made it yet.
-        transport: how nodes talk to each other: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
+        process_group: any torch.distributed process group; None is the default one. If torchrun started this process
+            and there is no default process group yet, it is created, with gloo.
+        transport: how nodes communicate: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
             `mkernel.net.Verbs`, `Efa` and `Tcp` with details such as the device's name. "auto" is verbs if every rank
-            has a device for it that works, else tcp.
-        timeout: seconds that a rank waits for another one before it gives up, for the whole group. None takes the
-            timeout of the process group, 10 to 30 minutes unless `init_process_group(timeout=...)` says otherwise:
-            long enough for a rank that writes a checkpoint. A rank that has waited for 30 seconds logs whom it waits
-            for. Nobody waits for a rank whose process has ended.
-        gpus_per_node: count every so many ranks as a node; by default ranks are asked for their host.
+            has a working device for it, else tcp.
+        timeout: seconds that a rank waits for another one before the whole group gives up. None takes the timeout of
+            the process group, 10 to 30 minutes unless `init_process_group(timeout=...)` sets it: long enough for a rank
+            that writes a checkpoint. A rank that has waited for 30 seconds logs which ranks it is waiting for. A rank
+            whose process has ended is not waited for.
+        gpus_per_node: treat every group of this many ranks as a node; by default, the ranks of a host are a node.
     """
     if timeout is not None:
         check_timeout(timeout)
@@ -55,9 +56,9 @@ def init(
         torch.distributed.init_process_group("gloo")
     together = distributed and torch.distributed.is_initialized()
     if process_group is not None and not together:
-        raise ArgumentError("process_group was given, but torch.distributed.init_process_group was not called")
+        raise ArgumentError("process_group was passed, but torch.distributed.init_process_group has not been called")
     if together and torch.distributed.get_rank(process_group) < 0:
-        raise ArgumentError("process_group: this process is not one of its ranks; only those call mk.init with it")
+        raise ArgumentError("process_group: this process is not one of its ranks; only its ranks may call mk.init")
     if together and torch.distributed.get_world_size(process_group) > 1:
         from mkernel.runtime import processes
 
@@ -79,23 +80,23 @@ def init(
 
 @collective
 def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group: Group | None = None) -> torch.Tensor:
-    """An uninitialised tensor in the symmetric heap of the group; operators send it without a copy.
+    """An uninitialized tensor in the symmetric heap of the group; operators send it without a copy.
 
-    Collective: every rank of the group calls it, in the same order and for as many bytes. The memory
-    is given back when all ranks have dropped the tensor.
+    Collective: every rank of the group calls it, in the same order and with the same number of bytes. The memory is
+    released once all ranks have dropped the tensor.
     """
     shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
     if not all(isinstance(number, int) and number >= 0 for number in shape):
-        raise ArgumentError(f"size must be whole numbers, 0 or more; got {size}")
+        raise ArgumentError(f"size must be integers of at least 0, got {size}")
     if not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
+        raise ArgumentError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     assert group is not None
     return group.empty(*shape, dtype=dtype)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Any:
-    """Which plan a call `mk.<op>(*args, **kwargs)` would take, and why; print it to read it.
+    """The plan of a call `mk.<op>(*args, **kwargs)`, with reasons; print it to read it.
 
-    Nothing is launched, and the other ranks need not take part.
+    Nothing is launched. This is not collective.
     """
     return operators.find(op).load("explain")(*args, **kwargs)

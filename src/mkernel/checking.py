@@ -1,4 +1,4 @@
-"""What `mkernel check` does: an operator, or a function of the user's, under many schedules of the simulator."""
+"""`mkernel check`: run an operator, or a user's function, under many schedules of the simulator."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
 from mkernel.sim.explore import Exploration
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 
 class WrongResult(MKernelError):
-    """An operator's result is too far from float64, or has other bits than under another schedule."""
+    """An operator's result is too far from the float64 reference, or its bits differ between schedules."""
 
 
 def calls_of(operator: Operator, shape: Shape, calls: int) -> Callable[[Group], None]:
-    """What every rank does to check an operator: so many calls in a row, with other inputs each. Results must be right
-    and, since the order of events must not change them, the same in every run."""
+    """What every rank does to check an operator: a number of calls in a row, each with different inputs. Results must
+    be right and, since the order of events must not affect them, the same in every run."""
     first: dict[tuple[int, int], torch.Tensor] = {}
 
     def on_rank(group: Group) -> None:
@@ -52,7 +52,7 @@ def calls_of(operator: Operator, shape: Shape, calls: int) -> Callable[[Group], 
 
 
 def load(path: Path, name: str) -> Callable[..., Any]:
-    """A function of a Python file."""
+    """Load a function from a Python file."""
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"checked_{path.stem}", path)
@@ -60,7 +60,7 @@ def load(path: Path, name: str) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.absolute().parent))  # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(path.absolute().parent))  # as for a script: modules next to it can be imported
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -74,8 +74,8 @@ def _is_own_function(value: Any, module: str) -> bool:
 
 
 def run(exploration: Exploration, replay: list[str], console: Console) -> int:
-    """Run all schedules and print the report. `replay` is the command that, with the name of a schedule behind it, runs
-    that schedule alone. Returns the exit code."""
+    """Run all schedules and print the report. `replay` is the command that runs a single schedule when the schedule's
+    name is appended. Returns the exit code."""
     code = 0
     try:
         with _progress(exploration) as advance, _interruptible() as stop_if_interrupted:
@@ -90,15 +90,15 @@ def run(exploration: Exploration, replay: list[str], console: Console) -> int:
         if name is None:  # not a failure of a schedule
             raise
         errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        errors.print(_words(failure))
+        errors.print(_message_of(failure))
         errors.print(f"mkernel: schedule {name} failed. This runs it alone: {shlex.join([*replay, name])}")
         code = 1
     console.print(str(exploration.report), highlight=False, markup=False, soft_wrap=True)
     return code
 
 
-def _words(failure: Exception) -> str:
-    """The message of an error of this package; of another one the traceback, from the user's function on."""
+def _message_of(failure: Exception) -> str:
+    """The message of an error of this package; for any other error, the traceback from the user's function on."""
     if isinstance(failure, MKernelError):
         return "\n".join([str(failure), *getattr(failure, "__notes__", [])])
     inner = failure.__traceback__
@@ -109,23 +109,23 @@ def _words(failure: Exception) -> str:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C raises KeyboardInterrupt as usual. Where that is lost, as in a destructor, the function that this
-    gives raises it again."""
+    """Inside the block, Ctrl-C raises KeyboardInterrupt as usual. If that gets lost, as in a destructor, the yielded
+    function raises it again."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    came = False
+    interrupted = False
 
-    def note(*_: Any) -> None:
-        nonlocal came
-        came = True
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
         raise KeyboardInterrupt
 
     def stop() -> None:
-        if came:
+        if interrupted:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield stop
     finally:
@@ -134,7 +134,7 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _progress(exploration: Exploration) -> Iterator[Callable[[], None]]:
-    """Show on stderr how far an exploration is: a bar on a terminal, else a line now and then."""
+    """Show the progress of an exploration on stderr: a bar on a terminal, otherwise occasional lines."""
     console = Console(stderr=True, highlight=False)
     begun = time.monotonic()
     next_line = estimates.FIRST_LINE

@@ -17,7 +17,7 @@ try:
     from rich.console import Console
     from rich.markup import escape
 except ImportError as missing:
-    # the script that pip installs imports this module and nothing else: one line instead of a traceback
+    # the script that pip installs imports only this module: print one line instead of a traceback
     raise SystemExit(
         f"mkernel: the command line needs the package {missing.name}: pip install 'mkernel-gpu[cli]'"
     ) from missing
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from mkernel.runtime.group import Group
     from mkernel.tracing import Trace
 
-LINK = 450.0  # GB/s that an H100 or H200 sends over NVLink
-WAYS = ("host", "nccl", "symm_mem")  # of bench --against
-NETWORK = 50.0  # GB/s that it sends through a network card of its own: 400 Gb/s
+LINK = 450.0  # GB/s, the NVLink send rate of an H100 or H200
+WAYS = ("host", "nccl", "symm_mem")  # baselines of bench --against
+NETWORK = 50.0  # GB/s, the send rate of one 400 Gb/s network card per GPU
 
 
 class CommandLine(typer.Typer):
-    """Ends as other Unix tools do, without a word, when whoever reads its output has gone (`mkernel doctor | head`)."""
+    """Ends silently, as other Unix tools do, when the reader of its output goes away (`mkernel doctor | head`)."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
             try:
                 return super().__call__(*arguments, **options)
             finally:
-                sys.stdout.flush()  # what is still in the buffer
+                sys.stdout.flush()
         except BrokenPipeError:
             pass
         except SystemExit as end:  # typer and rich exit with 1 when a pipe is broken
@@ -69,7 +69,7 @@ class CommandLine(typer.Typer):
 
 
 main = CommandLine(
-    help="Distributed GPU operators for PyTorch, each of them one persistent kernel per rank.",
+    help="Distributed GPU operators for PyTorch, each a single persistent kernel per rank.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -77,7 +77,7 @@ main = CommandLine(
 
 
 def _names(*parts: str) -> str:
-    """The operators that have these, for the help."""
+    """The names of the operators that have all of `parts`, for help texts."""
     return ", ".join(operators.registered(*parts))
 
 
@@ -109,18 +109,18 @@ def _options(
 def demo(
     nodes: Annotated[int | None, typer.Option(min=1, show_default="2; 1 on CUDA", help="Nodes.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, show_default="2; 4 on CUDA", help="Ranks of each node.")
+        int | None, typer.Option(min=1, show_default="2; 4 on CUDA", help="Ranks per node.")
     ] = None,
     device: Annotated[
         Device, typer.Option(help="cpu is the simulator; auto is cuda where there is a GPU, for one node.")
     ] = Device.auto,
-    seed: Annotated[int, typer.Option(help="Of the first simulated schedule; on CUDA, of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first simulated schedule; on CUDA, of the inputs.")] = 0,
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write a page with plots to this file.")
     ] = None,
     yes: Yes = False,
 ) -> None:
-    """Run every operator on a small cluster, check it, and show what moved where.
+    """Run every operator on a small cluster, check its result, and show what moved where.
 
     The exit code is 1 if anything is wrong.
     """
@@ -171,21 +171,21 @@ def bench(
         str | None,
         typer.Option(
             metavar="small|paper|FILE",
-            help="A set of shapes: small ones, those of the published tables (shown beside their figures), or a file "
-            "with an operator and a shape in each line.",
+            help="A set of shapes: small ones, those of the published tables (shown next to the published figures), "
+            "or a file with an operator and a shape on each line.",
         ),
     ] = None,
     against: Annotated[
         str,
         typer.Option(
             metavar="host,nccl,symm_mem",
-            help="What to compare with: host-driven copies (always); NCCL, and PyTorch's symmetric-memory operators, "
-            "both with a GPU for each rank, and with links unpaced unless --link is given.",
+            help="Baselines: host-driven copies (always), NCCL, and PyTorch's symmetric-memory operators. The last two "
+            "need one GPU per rank, and links are not paced unless --link is given.",
         ),
     ] = "host",
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
     link: Annotated[
         float | None,
         typer.Option(
@@ -194,7 +194,7 @@ def bench(
     ] = None,
     network: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", show_default="50", help="The same for its way to other nodes, with 5 us latency."),
+        typer.Option(metavar="GB/S", show_default="50", help="The same for its network link, with 5 us latency."),
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
@@ -203,8 +203,8 @@ def bench(
     *,
     said: Said,
 ) -> None:
-    """Measure operators on the GPUs that are here, beside the library, the host-driven way and, on several GPUs, NCCL
-    and PyTorch's symmetric memory.
+    """Measure operators on the GPUs of this machine, against the library, the host-driven baseline and, on several
+    GPUs, NCCL and PyTorch's symmetric memory.
 
     The exit code is 1 if a result is wrong, if a measurement failed, or if there is no GPU.
     """
@@ -222,7 +222,7 @@ def bench(
         if nodes > 1 and not one.load("bench").several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
     check_gpus(ranks, nodes, "--ranks")
-    # the other ways go over the links that are there: what is compared with them should, too
+    # the other baselines use the real links, so the fused operator should use them too
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
 
@@ -247,7 +247,7 @@ def _ways(against: str) -> tuple[str, ...]:
     ways = tuple(way.strip() for way in against.split(",") if way.strip())
     for way in ways:
         if way not in WAYS:
-            raise typer.BadParameter(f"there is no way {way!r}; there are: {', '.join(WAYS)}", param_hint="--against")
+            raise typer.BadParameter(f"unknown baseline {way!r}; choose from {', '.join(WAYS)}", param_hint="--against")
     return ways
 
 
@@ -280,7 +280,7 @@ def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what is on this machine, what will be used, and what to do about each problem.
+    """Show what this machine has, what will be used, and how to fix each problem.
 
     The exit code is 1 if there is a problem.
     """
@@ -311,10 +311,10 @@ def doctor(
 @main.command()
 def why(
     files: Annotated[
-        list[Path], typer.Argument(help="What the ranks saved: error.save(path), one file or one for each rank.")
+        list[Path], typer.Argument(help="Files saved by the ranks with error.save(path): one file, or one per rank.")
     ],
 ) -> None:
-    """Show who waited for whom when a call timed out, down to the one that everybody waited for.
+    """Show who waited for whom when a call timed out, down to the rank that held up all others.
 
     The exit code is 1 if there is nothing to show.
     """
@@ -328,14 +328,14 @@ def why(
         typer.echo(f"mkernel: left out {line}", err=True)
     found = chains.find(contents.records, contents.failures)
     if not found:
-        typer.echo("mkernel: there are no records of waits in these files", err=True)
+        typer.echo("mkernel: these files contain no records of waits", err=True)
         raise typer.Exit(1)
     ranks = sorted({record.rank for record in contents.records} | {failure.rank for failure in contents.failures})
     typer.echo(f"{len(contents.records)} waits of {len(ranks)} ranks were given up: {', '.join(map(str, ranks))}\n")
     for chain in found:
         typer.echo(f"{chain}\n")
     if any(chain.culprit[0] == "rank" and not chain.cycle for chain in found):
-        typer.echo("(A rank that raised an error of its own, but whose file is not here, looks as if it never came.)")
+        typer.echo("(A rank that raised another error, and whose file is missing, looks as if it never arrived.)")
 
 
 @main.command()
@@ -347,31 +347,31 @@ def trace(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option(dir_okay=False, help="For Perfetto; a page for the browser goes beside it, as .html."),
+        typer.Option(dir_okay=False, help="File for Perfetto; a page for the browser is written next to it, as .html."),
     ] = Path("trace.json"),
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     device: Annotated[
         Device, typer.Option(help="cpu is the simulator; auto is cuda where there is a GPU.")
     ] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
-    calls: Annotated[int, typer.Option(min=1, help="Calls of each shape, one after the other.")] = 2,
-    events: Annotated[int, typer.Option(min=1, help="Events that each role of a CTA has room for.")] = 4096,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
+    calls: Annotated[int, typer.Option(min=1, help="Calls per shape, one after the other.")] = 2,
+    events: Annotated[int, typer.Option(min=1, help="Capacity for events, per role of a CTA.")] = 4096,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links (on a GPU).")] = False,
     where: Annotated[
         int | None,
         typer.Option(min=0, metavar="RANK", help="Print where the time of this rank's CTAs went, in its last call."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated schedule.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the simulated schedule.")] = 0,
     yes: Yes = False,
 ) -> None:
-    """Write down what every CTA of every rank did and when: a file for Perfetto, and a page with a timeline."""
+    """Record what every CTA of every rank did and when: as a file for Perfetto, and as a page with a timeline."""
     check_file(out, "--out")
     if where is not None and where >= ranks * nodes:
-        raise typer.BadParameter(f"there are the ranks 0 to {ranks * nodes - 1}; got {where}", param_hint="--where")
+        raise typer.BadParameter(f"must be a rank from 0 to {ranks * nodes - 1}, got {where}", param_hint="--where")
     if out.suffix == ".html":
         raise typer.BadParameter(
-            f"{out} is the name of the page that goes beside the file; write --out {out.with_suffix('.json')}",
+            f"{out} is the name of the page, which is written next to the file; use --out {out.with_suffix('.json')}",
             param_hint="--out",
         )
     workload, parsed = workload_and_shapes(op, shapes, ranks * nodes)
@@ -421,31 +421,31 @@ def check(
         str,
         typer.Argument(
             metavar="OP|FILE.py:FUNCTION",
-            help=f"The operator: {_names('demo', 'workload')}. Or a function of yours, called as fn(group) on "
-            "every rank, which raises if something is wrong.",
+            help=f"The operator: {_names('demo', 'workload')}. Or your own function, called as fn(group) on every "
+            "rank, which raises if something is wrong.",
         ),
     ],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 2,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 2,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 2,
     schedules: Annotated[int, typer.Option(min=0, help="Systematic schedules, at most.")] = 100,
-    random: Annotated[int, typer.Option(min=0, help="Random schedules to run behind them.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the first random schedule.")] = 0,
+    random: Annotated[int, typer.Option(min=0, help="Random schedules to run after them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first random schedule.")] = 0,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run this schedule alone, as stall:0.cta3@17.")
+        str | None, typer.Option(metavar="NAME", help="Run only this schedule, such as stall:0.cta3@17.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A schedule to leave out, as one-cta. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="A schedule to skip, such as one-cta. Repeatable.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="MxNxK", help="Of the operator's calls, as for trace; a small one by default.")
+        str | None, typer.Option(metavar="MxNxK", help="Shape of the operator's calls, as for trace; default: small.")
     ] = None,
     calls: Annotated[
         int | None,
-        typer.Option(min=1, show_default="2", help="Calls of the operator in a row, with other inputs each."),
+        typer.Option(min=1, show_default="2", help="Calls of the operator in a row, each with different inputs."),
     ] = None,
     yes: Yes = False,
 ) -> None:
-    """Run an operator, or a function of yours, under many schedules of the simulator, and say what they covered.
+    """Run an operator, or your own function, under many schedules of the simulator, and report what they covered.
 
     The exit code is 1 if one of them fails; its name, and the command that runs it alone, are printed.
     """
@@ -504,20 +504,20 @@ def tune(
         list[str] | None,
         typer.Argument(metavar="SHAPE...", help="As for bench: 16384x2048x8192; the first one of bench by default."),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
-    seconds: Annotated[float, typer.Option(min=1, help="For each shape.")] = 120.0,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
+    seconds: Annotated[float, typer.Option(min=1, help="Time limit per shape.")] = 120.0,
     unpaced: Annotated[
         bool,
-        typer.Option("--unpaced", help="Do not pace links, though ranks share a GPU; for calls in the same place."),
+        typer.Option("--unpaced", help="Do not pace links, even if ranks share a GPU; for calls that do the same."),
     ] = False,
     *,
     said: Said,
 ) -> None:
-    """Measure configurations of an operator on the GPUs that are here, and keep the best: later calls take it.
+    """Measure configurations of an operator on the GPUs of this machine, and store the best; later calls use it.
 
-    It is kept in the file that MKERNEL_TUNED_FILE names, or in mkernel/tuned.json in the user's cache folder.
+    It is stored in the file that MKERNEL_TUNED_FILE names, or in mkernel/tuned.json in the user's cache directory.
     """
     workload, parsed = workload_and_shapes(op, shapes, ranks * nodes, "space")
     import torch
@@ -526,12 +526,12 @@ def tune(
 
     options = options_of(workload.operator, said)
     if not torch.cuda.is_available():
-        typer.echo("mkernel tune measures time, which needs a GPU; there is none here.", err=True)
+        typer.echo("mkernel tune measures time, which needs a GPU; this machine has none.", err=True)
         raise typer.Exit(1)
     check_gpus(ranks, nodes, "--ranks")
     from mkernel.tuning import command
 
-    # several GPUs have real links; ranks that share one get paced ones, as in a benchmark
+    # with one GPU per rank, links are real; ranks that share a GPU get paced links, as in a benchmark
     shared = torch.cuda.device_count() < ranks * nodes and not unpaced
     with failures_in_words():
         command.run(
@@ -555,7 +555,7 @@ def _somebody_can_answer() -> bool:
 def _simulating(
     simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
 ) -> Iterator[Watch]:
-    """Show progress while a simulation runs inside, if `_estimate` lets it."""
+    """Show the progress of the simulation that runs in the block, if `_estimate` admits it."""
     from mkernel import estimates
 
     seconds = _estimate(simulation, yes, option, small, shorter)
@@ -566,9 +566,9 @@ def _simulating(
 def _estimate(
     simulation: Simulation, yes: bool, option: str, small: str, shorter: Callable[[], str] | None = None
 ) -> float | None:
-    """Refuse a simulation that does not fit, and ask about a long one, or refuse it where there is nobody to ask.
-    `small`, `shorter`: commands that take seconds, the latter like this one. How long it will take; None if that is
-    surely short."""
+    """Reject a simulation that does not fit into memory. Ask before a long one; reject it if stdin is not a terminal.
+    `small` and `shorter` are commands that take seconds; `shorter` is similar to this one. Returns the estimated
+    seconds, or None if the simulation is certainly short."""
     from mkernel import estimates
 
     try:
@@ -582,9 +582,9 @@ def _estimate(
     if seconds > estimates.LONG and not yes:
         long = f"the simulator would take about {about}. This takes seconds: {shorter() if shorter else small}"
         if not _somebody_can_answer():
-            raise typer.BadParameter(f"{long}\n--yes runs it all the same", param_hint=option)
+            raise typer.BadParameter(f"{long}\n--yes runs it anyway", param_hint=option)
         typer.echo(f"mkernel: {long}", err=True)
-        typer.confirm("Run it all the same?", abort=True, err=True)
+        typer.confirm("Run it anyway?", abort=True, err=True)
     typer.echo(f"mkernel: simulating, for about {about}", err=True)
     return seconds
 

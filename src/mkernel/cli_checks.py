@@ -1,4 +1,4 @@
-"""What commands check before they begin, and how they fail: in a line that says what to do."""
+"""What commands check before they begin, and how they report failures: in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from mkernel.workloads import Workload
 
 MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # what torch says then
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # torch's error messages
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Refuse a file that could not be written in the end."""
+    """Reject a file that could not be written at the end."""
     if path is None:
         return
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise typer.BadParameter(f"{path} can not be written", param_hint=option)
+        raise typer.BadParameter(f"{path} cannot be written", param_hint=option)
     if option == "--html" and importlib.util.find_spec("plotly") is None:
         raise typer.BadParameter("pages need the package plotly: pip install 'mkernel-gpu[cli]'", param_hint=option)
 
 
 def check_operator(op: str) -> None:
-    """Refuse an operator that is not there, before anything large is imported."""
+    """Reject an unknown operator before any large import."""
     try:
         operators.find(op)
     except ArgumentError as problem:
@@ -48,9 +48,9 @@ def check_operator(op: str) -> None:
 def workload_and_shapes(
     op: str, shapes: list[str] | None, ranks: int, *needs: str
 ) -> tuple[Workload, list[tuple[int, ...]]]:
-    """The workload of an operator that also has what a command needs of it, and the shapes that were asked for."""
+    """The workload of an operator, which must also have everything in `needs`, and the requested shapes."""
     try:
-        operator = operators.find(op, "workload", *needs)  # a mistake is told before torch is imported
+        operator = operators.find(op, "workload", *needs)  # reports a mistake before torch is imported
         workload = operator.load("workload")
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="OP") from problem
@@ -68,12 +68,12 @@ class Dtype(str, Enum):
     fp32 = "fp32"
 
 
-Said = dict[str, int]  # options of operators that were given, by name
+Said = dict[str, int]  # the operator options given on the command line, by name
 
 
 def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For commands: gives one the options of all operators, or of all benchmarks, as its argument `said`. In place of
-    that argument it has theirs."""
+    """Decorate a command: replace its parameter `said` by the options of all operators, or of all benchmarks. The
+    command receives those that were given as `said`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         known = {
@@ -90,7 +90,9 @@ def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Cal
 
         own = inspect.signature(command, eval_str=True).parameters
         if taken := set(own) & set(known):
-            raise ArgumentError(f"`mkernel {command.__name__}` has options that operators can not have: {taken}")
+            raise ArgumentError(
+                f"operators cannot have the options {taken}: `mkernel {command.__name__}` has them already"
+            )
         parameters = [parameter for name, parameter in own.items() if name != "said"]
         parameters += [_parameter(option) for option in known.values()]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -102,19 +104,21 @@ def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Cal
 
 def _parameter(option: operators.Option) -> inspect.Parameter:
     kind: Any = bool
-    told = typer.Option(option.flag, help=option.help)
+    parsed = typer.Option(option.flag, help=option.help)
     if option.kind is int:
         kind = int | None
-        told = typer.Option(option.flag, min=1, max=option.most, show_default=option.default or False, help=option.help)
+        parsed = typer.Option(
+            option.flag, min=1, max=option.most, show_default=option.default or False, help=option.help
+        )
     default = False if option.kind is bool else None
     return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, told]
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parsed]
     )
 
 
 def options_of(operator: operators.Operator, said: Said, *, bench: bool = False) -> Said:
-    """The options of an operator, or of its benchmark: what was said, and False for flags that were not given. Those
-    that it does not have are refused."""
+    """The options of an operator, or of its benchmark: those that were given, and False for flags that were not.
+    Rejects options that it does not have."""
     own = {option.name: option for option in operator.options if option.bench or not bench}
     for name in said:
         if name not in own:
@@ -124,20 +128,20 @@ def options_of(operator: operators.Operator, said: Said, *, bench: bool = False)
 
 
 def check_gpus(ranks: int, nodes: int, option: str) -> None:
-    """Refuse more ranks than the GPUs that are here, if any, could run at the same time."""
+    """Reject more ranks than the GPUs of this machine, if any, could run at the same time."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and ranks * nodes > gpus * MOST_SHARING:
         raise typer.BadParameter(
-            f"{ranks * nodes} ranks can not run on {gpus} GPU{'s' if gpus > 1 else ''}: each needs an SM for itself. "
-            f"There can be {gpus * MOST_SHARING} at most",
+            f"{ranks * nodes} ranks cannot run on {gpus} GPU{'s' if gpus > 1 else ''}: each needs an SM of its own. "
+            f"Use at most {gpus * MOST_SHARING}",
             param_hint=option,
         )
 
 
 def shared_links(ranks: int, nodes: int, link: float | None, network: float | None) -> Links:
-    """The links of ranks that share the GPUs which are here."""
+    """The links of ranks that share the GPUs of this machine."""
     import torch
 
     from mkernel.runtime.world import Links
@@ -153,17 +157,17 @@ def shared_links(ranks: int, nodes: int, link: float | None, network: float | No
 
 @contextlib.contextmanager
 def failures_in_words() -> Iterator[None]:
-    """What is no mistake in this package ends in a line, and exit code 1, instead of a traceback."""
+    """Report failures that are not bugs of this package in one line, with exit code 1, instead of a traceback."""
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads any more: see CommandLine
+        raise  # the reader of our output has gone: see CommandLine
     except (MKernelError, OSError) as problem:
         words = str(problem)
     except RuntimeError as problem:
         if not any(sign in str(problem) for sign in OUT_OF_MEMORY):
             raise
-        words = f"there is not enough memory for that: {str(problem).splitlines()[0]}"
+        words = f"not enough memory: {str(problem).splitlines()[0]}"
     else:
         return
     typer.echo(f"mkernel: {words}", err=True)

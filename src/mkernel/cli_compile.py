@@ -1,4 +1,4 @@
-"""`mkernel compile`: what a call would launch on a GPU that is not there."""
+"""`mkernel compile`: compile what a call would launch, for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def compile_kernels(
     op: Annotated[str, typer.Argument(help=f"The operator: {', '.join(operators.registered('workload'))}.")],
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="MxNxK", help="As for bench: 16384x2048x8192; its small one by default. Repeatable."),
+        typer.Option(metavar="MxNxK", help="As for bench: 16384x2048x8192; a small one by default. Repeatable."),
     ] = None,
     arch: Annotated[str, typer.Option(help="The GPU: sm_80 (A100), sm_90a (H100, H200), sm_100a (B200).")] = "sm_90a",
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands and the result.")] = Dtype.bf16,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
     ptx: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write the PTX to this file; with one shape.")
     ] = None,
     *,
     said: Said,
 ) -> None:
-    """Compile the kernel that a call would launch, for a GPU that need not be here, and show what it needs.
+    """Compile the kernel that a call would launch, for a GPU that need not be present, and show the resources it needs.
 
-    The exit code is 1 if it can not be compiled.
+    The exit code is 1 if it cannot be compiled.
     """
     from mkernel.compiling import capability_of, compile_launch, launched
     from mkernel.workloads import DTYPES
@@ -71,7 +71,7 @@ def compile_kernels(
 
     def prepared(group: Group, sizes: tuple[int, ...]) -> tuple[Launch, Any]:
         tried = workload.make(group, sizes, DTYPES[dtype.value], **options).tried
-        plan = tried.explain(None)  # which refuses what a call would
+        plan = tried.explain(None)  # rejects what a call would reject
         return tried.prepare(None), plan
 
     with failures_in_words():
@@ -87,7 +87,7 @@ def compile_kernels(
             if ptx is not None:
                 ptx.write_text(compiled.ptx)
     tables.show(table, console)
-    console.print("registers: of a thread. In bytes: spilled, of a thread; shared memory, of a CTA; PTX, as text")
+    console.print("registers: per thread. In bytes: spilled, per thread; shared memory, per CTA; PTX, as text")
     for remark in remarks:
         console.print(escape(remark), soft_wrap=True)
     if ptx is not None:

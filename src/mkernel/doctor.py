@@ -1,10 +1,10 @@
-"""What is here, what will be used, and what to do about what is missing: `mkernel doctor`, `mk.diagnose()`.
+"""`mkernel doctor` and `mk.diagnose()`: what this machine has, what will be used, and how to fix what is missing.
 
-Every probe looks at one thing and never raises: what it can not find out, it says. A finding is
+Every probe examines one thing and never raises; what it cannot determine becomes a finding. The status of a finding is
 
-- "ok": it is there;
-- "note": it is not, and nothing is wrong: the advice says what one would get from it;
-- "problem": something that is here can not be used as it is; the advice says what to do.
+- "ok": it is present;
+- "note": it is absent, and nothing is wrong; the advice says what it would add;
+- "problem": something that is present cannot be used as it is; the advice says how to fix it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
 OLDEST_PYTHON = (3, 10)
-PACKAGES = (  # name, oldest version, newest that is tested if others may not work, purpose: "" is needed in any case
+PACKAGES = (  # name, oldest version, newest tested version if newer ones may not work, purpose ("": always required)
     ("torch", "2.11", "2.15", ""),
     ("triton", "3.6", "3.9", ""),
     ("numpy", "2.0", "", ""),
     ("greenlet", "3.0", "", "the simulator: pip install 'mkernel-gpu[sim]'"),
     ("plotly", "6.0", "", "reports in HTML: pip install 'mkernel-gpu[cli]'"),
 )
-NVIDIA = "0x10de"  # its number as a maker of PCI devices
+NVIDIA = "0x10de"  # PCI vendor id
 HOPPER = (9, 0)
 MULTICAST, DMA_BUF = 132, 124  # CUdevice_attribute
-LOCKED_BYTES = 64 << 30  # less than this may be too little to register heaps with a network card
-SECONDS = 20  # that another program may take
+LOCKED_BYTES = 64 << 30  # a lower limit may be too small to register heaps with a network card
+SECONDS = 20  # time limit for other programs
 PROBE = """
 #include <sys/socket.h>
 #include <atomic>
 #include <optional>
 #include <string>
 extern "C" int probe() { std::optional<std::string> word("probe"); std::atomic<int> count(word->size()); return count; }
-"""  # C++17 and the headers of Linux, as the native library needs them
+"""  # C++17 and Linux headers, as the native library needs
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result for one thing that a probe examined."""
 
     section: str
     name: str
@@ -93,7 +93,7 @@ class Diagnosis:
 
 @dataclass
 class Machine:
-    """What the probes look at; tests give another one."""
+    """What the probes examine; tests pass a fake."""
 
     sysfs: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -111,11 +111,11 @@ class Machine:
         return importlib.import_module(name)
 
     def library(self, name: str) -> Any:
-        """A shared library; raises OSError if there is none of that name."""
+        """Load a shared library; raises OSError if there is none with that name."""
         return ctypes.CDLL(name)
 
     def output(self, *command: str) -> str | None:
-        """What a program prints; None if there is no such program, or if it fails."""
+        """The output of a program; None if the program does not exist or fails."""
         found = shutil.which(command[0])
         if found is None:
             return None
@@ -126,7 +126,7 @@ class Machine:
         return output if code == 0 else None
 
     def try_compiler(self, command: Sequence[str]) -> str:
-        """Compile a few lines with a C++ compiler's command, and load the result: what went wrong, or ""."""
+        """Compile a few lines with a C++ compiler and load the result. Returns what went wrong, or ""."""
         from mkernel.net import build
 
         with tempfile.TemporaryDirectory(prefix="mkernel-doctor-") as folder:
@@ -136,7 +136,7 @@ class Machine:
             try:
                 code, output = _run(full, errors=True)
             except OSError as problem:
-                return f"it can not be started: {problem}"
+                return f"it cannot be started: {problem}"
             except subprocess.TimeoutExpired:
                 return f"it was still compiling ten lines after {SECONDS} s"
             if code != 0:
@@ -145,16 +145,16 @@ class Machine:
             try:
                 answer = ctypes.CDLL(str(library)).probe()
             except (OSError, AttributeError) as problem:
-                return f"what it makes can not be loaded: {problem}"
-            return "" if answer == 5 else f"what it makes is wrong: a function returned {answer} instead of 5"
+                return f"its output cannot be loaded: {problem}"
+            return "" if answer == 5 else f"its output is wrong: a function returned {answer} instead of 5"
 
     def locked_bytes(self) -> int:
-        """How much memory a process may lock; -1 is any amount."""
+        """How many bytes a process may lock; -1 if there is no limit."""
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return -1 if limit == resource.RLIM_INFINITY else limit
 
     def text(self, path: Path) -> str:
-        """What a file says; "" if it can not be read."""
+        """The contents of a file; "" if it cannot be read."""
         try:
             return path.read_text(errors="replace").strip()
         except OSError:
@@ -162,9 +162,9 @@ class Machine:
 
 
 def _run(command: Sequence[str], errors: bool = False) -> tuple[int, str]:
-    """Exit code and output of a program, or what it printed as errors. After SECONDS it is ended, with all that it
-    started, and TimeoutExpired raised."""
-    with tempfile.TemporaryFile() as file:  # a pipe would be waited for as long as any grandchild has it
+    """The exit code of a program, and its stdout, or its stderr if `errors`. After SECONDS, kills it with all its
+    children and raises TimeoutExpired."""
+    with tempfile.TemporaryFile() as file:  # a pipe would stay open as long as any grandchild holds it
         printed = subprocess.DEVNULL if errors else file
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=printed, stderr=file if errors else subprocess.DEVNULL,
@@ -181,8 +181,8 @@ def _run(command: Sequence[str], errors: bool = False) -> tuple[int, str]:
 
 
 def diagnose(machine: Machine | None = None) -> Diagnosis:
-    """Look at this machine: GPUs and the links between them, the network, programs and versions. Collective
-    calls are not made, and nothing is changed."""
+    """Examine this machine: GPUs and the links between them, the network, programs and versions. Not collective;
+    changes nothing."""
     machine = machine or Machine()
     findings: list[Finding] = []
 
@@ -247,7 +247,7 @@ def _compiler(machine: Machine) -> list[Found]:
     from mkernel.runtime.errors import TransportError
 
     if (packaged := build.packaged()) is not None:
-        return [("native library", f"{packaged}, which came with the package")]
+        return [("native library", f"{packaged}, shipped with the package")]
     try:
         command = build.compiler()
     except TransportError as problem:
@@ -264,7 +264,7 @@ def _compiler(machine: Machine) -> list[Found]:
     try:
         directory = build.cache_directory()
         if not os.access(directory, os.W_OK):
-            raise TransportError(f"{directory} can not be written; set XDG_CACHE_HOME to a directory that can")
+            raise TransportError(f"{directory} is not writable; set XDG_CACHE_HOME to a directory that is")
     except TransportError as problem:
         found.append(("cache", "not usable", "problem", str(problem)))
     else:
@@ -285,9 +285,9 @@ def _gpus(machine: Machine) -> list[Found]:
     )
     if not torch.cuda.is_available():
         if not on_the_bus:
-            return [("GPU", "none", "note", "with no GPU everything runs in the simulator: right, not fast")]
+            return [("GPU", "none", "note", "without a GPU, everything runs in the simulator: correct, but slow")]
         if torch.version.cuda is None:
-            advice = "torch was built without CUDA: install a build of torch that has it"
+            advice = "torch was built without CUDA: install a build of torch with CUDA"
         elif machine.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
             advice = "CUDA_VISIBLE_DEVICES hides it: unset it"
         elif not (machine.proc / "driver/nvidia/version").exists():
@@ -304,7 +304,7 @@ def _gpus(machine: Machine) -> list[Found]:
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         )
         if getattr(torch.version, "hip", None) or capability < OLDEST:
-            found.append((f"GPU {index}", text, "problem", f"it can not be used: {SUPPORTED}"))
+            found.append((f"GPU {index}", text, "problem", f"this GPU cannot be used: {SUPPORTED}"))
         elif capability[0] == HOPPER[0]:
             found.append((f"GPU {index}", text))
         else:
@@ -316,7 +316,7 @@ def _gpus(machine: Machine) -> list[Found]:
 
 
 def _driver_attribute(machine: Machine, attribute: int, index: int) -> bool | None:
-    """What the driver says about a GPU; None if it can not be asked."""
+    """An attribute of a GPU, according to the driver; None if the driver cannot be queried."""
     try:
         driver = machine.library("libcuda.so.1")
         device, value = ctypes.c_int(), ctypes.c_int()
@@ -343,23 +343,23 @@ def _between_gpus(machine: Machine) -> list[Found]:
     ]
     found: list[Found] = []
     if apart:
-        advice = "these GPUs can not address each other's memory: use others, or see whether PCIe ACS is on"
+        advice = "these GPUs cannot access each other's memory: use others, or check whether PCIe ACS is on"
         found.append(("peer access", f"missing between {', '.join(apart[:8])}", "problem", advice))
     else:
         found.append(("peer access", f"between all {count} GPUs"))
     links = _nvlinks(machine.output("nvidia-smi", "topo", "-m") or "", count)
     if links is None:
-        found.append(("NVLink", "unknown: nvidia-smi topo -m says nothing", "note", ""))
+        found.append(("NVLink", "unknown: nvidia-smi topo -m gives no answer", "note", ""))
     elif links:
         found.append(("NVLink", f"{min(links.values())} to {max(links.values())} links between each two GPUs"))
     else:
-        advice = "GPUs talk over PCIe, which is ten times slower: operators are right, and wait for transfers"
+        advice = "GPUs communicate over PCIe, which is ten times slower: results are correct, but operators are slow"
         found.append(("NVLink", "none", "note", advice))
     return found
 
 
 def _nvlinks(table: str, count: int) -> dict[tuple[int, int], int] | None:
-    """How many links each two GPUs have, {} if a pair has none; None if the table is not understood."""
+    """The number of links between each two GPUs, {} if a pair has none; None if the table cannot be parsed."""
     links = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in table.splitlines()]
     for row in rows:
@@ -383,7 +383,7 @@ def _multicast(machine: Machine) -> list[Found]:
     if all(answers.values()):
         return [("multicast", "on all GPUs")]
     if any(answer is None for answer in answers.values()):
-        return [("multicast", "unknown: the driver (libcuda.so.1) could not be asked", "note", "")]
+        return [("multicast", "unknown: the driver (libcuda.so.1) could not be queried", "note", "")]
     without = [str(index) for index, answer in answers.items() if not answer]
     return [("multicast", f"not on GPU {', '.join(without)}", "note", "it needs NVSwitch and the fabric manager")]
 
@@ -398,7 +398,7 @@ def _symmetric_memory(machine: Machine) -> list[Found]:
         advice = "GPUs in several processes need it: install a newer torch"
         return [("symmetric memory", f"not in this torch ({problem})", "problem", advice)]
     if not all(hasattr(module, name) for name in ("empty", "rendezvous")):
-        return [("symmetric memory", "another one than is known here", "problem", "use torch 2.11 or newer")]
+        return [("symmetric memory", "has an unknown interface", "problem", "use torch 2.11 or newer")]
     return [("symmetric memory", "torch.distributed._symmetric_memory")]
 
 
@@ -408,12 +408,14 @@ def _symmetric_memory(machine: Machine) -> list[Found]:
 def _rdma_devices(machine: Machine) -> list[Found]:
     ports = devices.find_ports(machine.sysfs)
     if not ports:
-        return [("RDMA devices", "none", "note", "nodes talk over TCP, which is right, and slow")]
+        return [("RDMA devices", "none", "note", "nodes communicate over TCP, which is slow")]
     found: list[Found] = []
     for port in ports:
         words = [port.link_layer or "unknown link layer", f"{port.rate:g} Gb/s", port.driver or "unknown driver"]
         if not port.active:
-            advice = "plug it in, or bring its interface up (ip link set ... up); on InfiniBand see the subnet manager"
+            advice = (
+                "plug it in, or bring its interface up (ip link set ... up); on InfiniBand check the subnet manager"
+            )
             found.append((port.name, ", ".join([*words, "not active"]), "note", advice))
         elif port.link_layer == "Ethernet" and not port.gids and not port.is_efa:
             advice = "RoCE needs an address: give its network interface one (ip addr add ...)"
@@ -421,10 +423,10 @@ def _rdma_devices(machine: Machine) -> list[Found]:
         else:
             found.append((port.name, ", ".join([*words, "active"])))
     if not any(port.active for port in ports):
-        found.append(("RDMA devices", "none is active", "problem", "nodes talk over TCP until one is"))
+        found.append(("RDMA devices", "none is active", "problem", "nodes communicate over TCP until one is"))
     limit = machine.locked_bytes()
     if 0 <= limit < LOCKED_BYTES:
-        advice = "memory is registered with the network card, which locks it: set `ulimit -l unlimited`"
+        advice = "registering memory with the network card locks it: set `ulimit -l unlimited`"
         found.append(("memory that may be locked", f"{limit / 2**20:.0f} MiB", "problem", advice))
     return found
 
@@ -441,9 +443,9 @@ def _libraries(machine: Machine) -> list[Found]:
             machine.library(file)
         except OSError as problem:
             if needed:
-                found.append((name, f"can not be opened ({problem})", "problem", f"install {package}"))
+                found.append((name, f"cannot be opened ({problem})", "problem", f"install {package}"))
             else:
-                found.append((name, "not here; nothing here needs it", "note", ""))
+                found.append((name, "not installed, and not needed", "note", ""))
         else:
             found.append((name, file))
     return found
@@ -457,14 +459,14 @@ def _gpudirect(machine: Machine) -> list[Found]:
     dma_buf = _driver_attribute(machine, DMA_BUF, 0)
     peermem = any((machine.sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     found: list[Found] = [
-        ("dma-buf", "the driver can")
+        ("dma-buf", "supported")
         if dma_buf
-        else ("dma-buf", "unknown: the driver could not be asked" if dma_buf is None else "the driver can not", "note"),
+        else ("dma-buf", "unknown: the driver could not be queried" if dma_buf is None else "not supported", "note"),
         ("nvidia_peermem", "loaded") if peermem else ("nvidia_peermem", "not loaded", "note"),
     ]
     if needed and dma_buf is False and not peermem:
         advice = (
-            "network cards can not reach GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
+            "network cards cannot access GPU memory: use NVIDIA's open kernel modules on Linux 5.12 or newer "
             "(dma-buf), or `modprobe nvidia-peermem`"
         )
         found.append(("GPUDirect RDMA", "neither dma-buf nor peermem", "problem", advice))
@@ -486,21 +488,21 @@ PROBES: Sequence[tuple[str, Callable[[Machine], list[Found]]]] = (
 
 
 def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
-    """What a program that says nothing about it will get."""
+    """What a program gets by default."""
     by_name = {finding.name: finding for finding in findings}
     gpus = [name for name in by_name if re.fullmatch(r"GPU \d+", name)]
     simulator = "greenlet" in by_name and by_name["greenlet"].found != "not installed"
     result: list[Found] = []
     if gpus:
         result.append(("mk.spawn, mkernel demo", f"ranks as threads on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"))
-        result.append(("mk.init under torchrun", "a process takes the GPU with the number of its local rank"))
+        result.append(("mk.init under torchrun", "a process uses the GPU with the number of its local rank"))
         inside = by_name.get("symmetric memory")
         result.append(
             ("inside a node", "torch symmetric memory" if inside and inside.status == "ok" else "nothing yet")
         )
     elif simulator:
         result.append(("mk.spawn, mkernel demo", "the simulator"))
-        result.append(("mk.init under torchrun", "processes on CPUs, kernels on the interpreter"))
+        result.append(("mk.init under torchrun", "processes on CPUs, kernels in the interpreter"))
         result.append(("inside a node", "shared memory"))
     else:
         advice = "install greenlet for the simulator: pip install 'mkernel-gpu[sim]'"
@@ -509,30 +511,30 @@ def _conclusions(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
 
 
 def _between_nodes(machine: Machine, findings: Sequence[Finding]) -> list[Found]:
-    """Which devices each rank would take, by the place of its GPU; see mkernel.runtime.connect."""
+    """Which devices each rank would use, given the location of its GPU; see mkernel.runtime.connect."""
     torch = machine.module("torch")
     ports = devices.find_ports(machine.sysfs)
     if any(finding.name in ("C++ compiler", "cache") and finding.status == "problem" for finding in findings):
-        return [("between nodes", "nothing: the native proxy can not be compiled", "note")]
+        return [("between nodes", "nothing: the native proxy cannot be compiled", "note")]
     ranks: list[tuple[str, devices.Location | None]] = [("between nodes", None)]
     if torch.cuda.is_available() and ports:
         count = range(torch.cuda.device_count())
-        ranks = [(f"between nodes, GPU {index}", _place_of(machine, torch, index)) for index in count]
+        ranks = [(f"between nodes, GPU {index}", _location_of(machine, torch, index)) for index in count]
     found: list[Found] = []
-    for name, place in ranks:
+    for name, location in ranks:
         try:
             machine.library("libibverbs.so.1")
-            chosen = devices.choose_ports(ports, gpu=place)
+            chosen = devices.choose_ports(ports, gpu=location)
             rails = ", ".join(f"{port.name} (GID {devices.choose_gid(port)})" for port in chosen)
             found.append((name, f"verbs over {rails}, if every rank has such a device; else TCP"))
         except (OSError, MKernelError):
             efa = [port.name for port in ports if port.is_efa and port.active]
-            advice = f"mk.init(transport='efa') takes {', '.join(efa)}" if efa else ""
+            advice = f"mk.init(transport='efa') uses {', '.join(efa)}" if efa else ""
             found.append((name, "TCP, through the native proxy", "ok", advice))
     return found
 
 
-def _place_of(machine: Machine, torch: Any, index: int) -> devices.Location | None:
+def _location_of(machine: Machine, torch: Any, index: int) -> devices.Location | None:
     properties = torch.cuda.get_device_properties(index)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -1,9 +1,9 @@
-"""How long the simulator will take, and how far it is: for commands that simulate what a user asks for.
+"""How long the simulator will take, and its progress: for commands that simulate what a user asks for.
 
-The simulator interprets every operation of a kernel, some ten thousand times slower than a GPU, and holds the memory
-of all ranks. So a shape for GPUs would take days, and many ranks more memory than there is. A call costs as many tiles,
-tile steps and copies as its `Workload.cost` says; what each of these takes on this machine is measured with two small
-calls, if there is any doubt.
+The simulator interprets every operation of a kernel, roughly ten thousand times slower than a GPU, and holds the
+memory of all ranks. So a shape for GPUs would take days, and many ranks more memory than the machine has.
+`Workload.cost` gives the tiles, tile k-steps and copies of a call. How long each of these takes on this machine is
+measured with two small calls, unless the simulation is short on any machine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from mkernel.runtime.tracer import EVENTS, LANES, WORDS
 from mkernel.tracing.session import trace
 from mkernel.workloads import Cost, Workload
 
-LONG = 180.0  # seconds above which a simulation is not started without being asked for
+LONG = 180.0  # seconds; a longer simulation needs confirmation
 SHORT = 10.0  # seconds that a proposed shape takes at most
-SLOWEST = (0.1, 0.01)  # seconds of a tile and of a tile step: no machine is slower
+SLOWEST = (0.1, 0.01)  # seconds per tile and per tile k-step: no machine is slower
 MOST_RANKS = 65_534  # a trace numbers ranks in 16 bits
-RANK_BYTES = 1 << 20  # of a rank without its tensors: wait records, stacks of CTAs
-CTAS = 6  # of a simulated launch, see sim.scheduler.Options
-CROWD = 100  # ranks with which everything takes twice as long: the scheduler looks at every task
-FIRST_LINE, NEXT_LINE = 10.0, 1.5  # seconds until the first line of progress; how much later each next one comes
+RANK_BYTES = 1 << 20  # per rank, without tensors: wait records, stacks of CTAs
+CTAS = 6  # per simulated launch, see sim.scheduler.Options
+CROWD = 100  # number of ranks that doubles all times: the scheduler iterates over all tasks
+FIRST_LINE, NEXT_LINE = 10.0, 1.5  # seconds until the first progress line; factor from each line to the next
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds that a tile without its steps, and a tile step, take on this machine."""
+    """Seconds per tile (without its k-steps) and per tile k-step on this machine."""
 
     tile: float
     step: float
@@ -52,18 +52,18 @@ class Speed:
 
 
 def _tiles(cost: Cost) -> float:
-    """Tiles, and copies as tiles: a copy takes a quarter of what a tile does, on all machines."""
+    """Tiles, plus copies converted to tiles: a copy takes a quarter of the time of a tile, on all machines."""
     return cost.tiles + cost.copies / 4
 
 
 def larger(workload: Workload, ranks: int) -> Shape:
-    """A shape for the simulator with more steps to each tile."""
+    """A shape for the simulator with more k-steps per tile."""
     return tuple(size * factor for size, factor in zip(workload.smallest(ranks), workload.deeper))
 
 
 @functools.cache
 def measure(workload: Workload) -> Speed:
-    """What a call of the operator costs on this machine, from two small ones; a second or a few."""
+    """Measure the operator's speed in the simulator on this machine, with two small calls; takes a few seconds."""
     ranks = 2
     shapes = (workload.smallest(ranks), larger(workload, ranks))
 
@@ -88,16 +88,16 @@ def _solve(costs: Sequence[Cost], times: Sequence[float], ranks: int) -> Speed:
     """The speed that explains the times of two calls."""
     (small, large), (first, second) = (tuple(map(_tiles, costs)), (time / (1 + ranks / CROWD) for time in times))
     steps = [cost.dots for cost in costs]
-    apart = small * steps[1] - large * steps[0]
-    # 0 where both have as many steps to a tile, or none at all: then it is all in the tiles
-    tile = (first * steps[1] - second * steps[0]) / apart if apart else first / small
-    # a pause of the machine may make nonsense of it: tiles take some part of the first call
+    determinant = small * steps[1] - large * steps[0]
+    # 0 if both calls have the same number of k-steps per tile, or none: then attribute all time to the tiles
+    tile = (first * steps[1] - second * steps[0]) / determinant if determinant else first / small
+    # a hiccup of the machine can lead to absurd values: clamp to between 10% and 100% of the first call
     tile = min(max(tile, 0.1 * first / small), first / small)
     return Speed(tile, max((second - tile * large) / steps[1], 0.01 * tile) if steps[1] else 0.0)
 
 
 def text_of(seconds: float) -> str:
-    """A time as people say it."""
+    """A duration for humans."""
     for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
@@ -112,12 +112,12 @@ def _bytes_text(count: float) -> str:
 
 
 def available_bytes() -> int:
-    """Memory that this process can have."""
+    """Memory that this process can still allocate."""
     found = math.inf
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit may be "max"
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         found = min(found, limit - used)
     return int(found) if found < math.inf else sys.maxsize
@@ -125,9 +125,9 @@ def available_bytes() -> int:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a command would simulate: calls of shapes, each so often.
+    """What a command would simulate: (workload, shape, number of calls) for each job.
 
-    events: that a trace keeps of each lane of a CTA.
+    events: trace events kept per lane of a CTA.
     """
 
     jobs: Sequence[tuple[Workload, Shape, int]]
@@ -141,7 +141,7 @@ class Simulation:
 
     @property
     def dots(self) -> int:
-        """Tile steps of all calls."""
+        """Tile k-steps of all calls."""
         return sum(cost.dots * calls for _, cost, calls in self.costs)
 
     @property
@@ -153,7 +153,7 @@ class Simulation:
         return sum(speed(workload).seconds(cost, self.ranks) * calls for workload, cost, calls in self.costs)
 
     def check_fits(self) -> None:
-        """Refuse what no trace, or not this machine, can hold; nothing is run or measured for that."""
+        """Reject what exceeds the limits of traces or the memory of this machine, without running anything."""
         if self.ranks > MOST_RANKS:
             raise ArgumentError(f"there can be {MOST_RANKS} ranks at most, not {self.ranks}")
         if self.nbytes > (free := available_bytes()):
@@ -163,36 +163,36 @@ class Simulation:
             )
 
     def is_surely_short(self) -> bool:
-        """Is it short on any machine, so that nothing needs to be measured?"""
+        """Is it short on any machine, so that no measurement is needed?"""
         return self.seconds(lambda _: Speed(*SLOWEST)) < LONG
 
 
 def shorter(workload: Workload, shape: Shape, ranks: int) -> Shape:
-    """A shape like the given one that takes seconds: the sizes that are furthest above the smallest ones are
-    halved until it does, or until none is."""
+    """A similar shape that takes seconds. Repeatedly halves the size that exceeds its minimum by the largest factor,
+    until the shape is fast enough or all sizes are minimal."""
     speed = measure(workload)
     least = workload.smallest(ranks)
     shared = [name in workload.operator.shared for name in workload.operator.dimensions]
     current = tuple(shape)
     while speed.seconds(workload.cost(current, ranks), ranks) > SHORT:
         excess = [size / small for size, small in zip(current, least)]
-        place = excess.index(max(excess))
-        if excess[place] <= 1:
+        i = excess.index(max(excess))
+        if excess[i] <= 1:
             break
-        half = current[place] // 2
-        half = max(half // ranks * ranks if shared[place] else half, least[place])
-        current = (*current[:place], half, *current[place + 1 :])
+        half = current[i] // 2
+        half = max(half // ranks * ranks if shared[i] else half, least[i])
+        current = (*current[:i], half, *current[i + 1 :])
     return current
 
 
 def smallest_call(workload: Workload) -> str:
-    """The command line of a trace that takes seconds everywhere."""
+    """The command line of a trace that takes seconds on any machine."""
     return _command(workload, workload.smallest(4), 1, 4)
 
 
 def shorter_call(workload: Workload, shape: Shape, nodes: int, ranks: int) -> str:
-    """The command line of a trace like that one which takes seconds: of a smaller shape or, if the ranks are too many
-    for any shape, of fewer ranks."""
+    """The command line of a similar trace that takes seconds: with a smaller shape or, if there are too many ranks for
+    any shape, with fewer ranks."""
     smaller = shorter(workload, shape, nodes * ranks)
     if nodes * ranks > 4 and Simulation([(workload, smaller, 1)], nodes * ranks).seconds() > 3 * SHORT:
         return smallest_call(workload)
@@ -205,12 +205,12 @@ def _command(workload: Workload, shape: Shape, nodes: int, ranks: int) -> str:
 
 
 class Watch:
-    """How far a simulation is. Ranks call `begin` before they do anything."""
+    """Tracks the progress of a simulation. Every rank calls `begin` first."""
 
     def __init__(self, simulation: Simulation, show: Callable[[float], None]):
         self._dots = simulation.dots
         self._show = show
-        self._done = 0  # tile steps of clusters that have ended
+        self._done = 0  # tile k-steps of clusters that have finished
         self._traffic: Any = None
 
     def begin(self, group: Group) -> None:
@@ -218,19 +218,19 @@ class Watch:
         if traffic is not self._traffic:
             self._done += self._steps_now()
             self._traffic = traffic
-            traffic.on_progress = self._look
+            traffic.on_progress = self._update
 
     def _steps_now(self) -> int:
         return sum(self._traffic.multiplications) if self._traffic is not None else 0
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         self._show(min((self._done + self._steps_now()) / max(self._dots, 1), 0.99))
 
 
 @contextlib.contextmanager
 def progress(simulation: Simulation, seconds: float | None = None) -> Iterator[Watch]:
-    """Show on stderr how far a simulation is that is expected to take so long: a bar on a terminal, else a line now and
-    then."""
+    """Show the progress of a simulation on stderr, with its expected duration: a bar on a terminal, otherwise
+    occasional lines."""
     console = Console(stderr=True, highlight=False)
     begun = time.monotonic()
     shown = 0.0

@@ -1,15 +1,15 @@
-"""The registry of operators: one entry for each, from which every tool takes what it knows about it.
+"""The registry of operators: one entry for each, from which every tool learns what it needs about it.
 
-This module knows no operator. A package registers its operators when it is imported:
+This module itself knows no operator. A package registers its operators when it is imported:
 
     register(Operator(name="shift", summary="gives each rank the vector of its neighbour", ...))
 
-and `mkernel demo`, `bench`, `trace`, `tune`, `check` and `compile`, `mk.explain`, wait records and traces find them
-here. A package that is installed beside this one names its module in the entry point group `mkernel.operators`; that
-module is imported when somebody first asks for all operators.
+`mkernel demo`, `bench`, `trace`, `tune`, `check` and `compile`, `mk.explain`, wait records and traces find them here.
+A separately installed package names its module in the entry point group `mkernel.operators`; that module is imported
+when all operators are first requested.
 
-An entry is light: what only a tool needs (inputs for the demo, a benchmark) is named, as "package.module:name", and
-imported when it is used.
+Entries are cheap to import. What only a tool needs (inputs for the demo, a benchmark) is given as a reference,
+"package.module:name", and imported on first use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from mkernel.runtime.errors import ArgumentError
 
-GROUP = "mkernel.operators"  # of entry points
-OWN_SIGNALS = 16  # kinds below are those that all operators have in common, see lang/signals.py
+GROUP = "mkernel.operators"  # entry point group
+OWN_SIGNALS = 16  # first kind of an operator's own; lower kinds are shared by all operators, see lang/signals.py
 
 Shape = tuple[int, ...]
 Reference = str | Callable[..., Any]  # "package.module:name", or the object itself
@@ -33,10 +33,10 @@ Reference = str | Callable[..., Any]  # "package.module:name", or the object its
 
 @dataclass(frozen=True)
 class Signal:
-    """A kind of signal that an operator waits for, as wait records and traces call it.
+    """A kind of signal that an operator waits for, and its name in wait records and traces.
 
-    kind: what its kernels pass as KIND to `wait`, 16 or more: the number, or where the tl.constexpr is that holds it.
-    awaited: what a rank waits for, as in "rank 1 waited for ..."; {peer} and {index} are those of the wait.
+    kind: what its kernels pass as KIND to `wait`, at least 16: a number, or a reference to a tl.constexpr.
+    awaited: completes the sentence "rank 1 waited for ..."; {peer} and {index} are those of the wait.
     """
 
     kind: int | str
@@ -45,16 +45,16 @@ class Signal:
 
     @property
     def number(self) -> int:
-        """The kind as a number; imports what it names."""
+        """The kind as a number; resolves a reference."""
         return self.kind if isinstance(self.kind, int) else int(resolve(self.kind).value)
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something that may be said of an operator's calls on the command line: `kv_heads` is --kv-heads.
+    """A command-line option for an operator's calls: the name `kv_heads` becomes --kv-heads.
 
-    kind: bool is a flag, int a number from 1 on. most: the largest number. default: what holds without it, in words.
-    bench: the benchmark takes it, too, not only tune and compile.
+    kind: bool for a flag, int for a number of at least 1. most: the largest number. default: the default, described for
+        the help text. bench: the benchmark accepts the option too, not only tune and compile.
     """
 
     name: str
@@ -71,21 +71,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Operator:
-    """What there is to know about an operator without importing it.
+    """An operator's entry: everything that tools need to know without importing the operator.
 
-    name: of the public function, and in every table, trace and error.
-    summary: what it does, in a line.
-    function, explain: the public function, and the one that gives its plan; both have the same parameters.
-    dimensions: the numbers of a shape, in the order in which they are written on the command line.
+    name: the name of the public function, used in every table, trace and error.
+    summary: what it does, in one line.
+    function, explain: the public function, and the one that returns its plan; both have the same parameters.
+    dimensions: the names of the numbers of a shape, in command-line order.
     shared: those of them that are divided among the ranks.
-    shapes, small: shapes for GPUs: what `mkernel bench` measures by default, and in a hurry.
-    signals: those that it does not share with all operators.
-    options: what else may be said of a call on the command line.
-    workload: a `mkernel.workloads.Workload`: for trace, tune, check and compile.
-    space: (group, plan) -> `mkernel.tuning.spaces.Space`: which configurations tune tries.
-    demo: a `mkernel.demo.case.Demo`: for demo and check.
-    bench: a `mkernel.bench.benchmark.Benchmark`: for bench.
-    part_of: the operator in whose demo it is shown; "" if it has its own.
+    shapes, small: shapes for GPUs: what `mkernel bench` measures by default, and with `--shapes small`.
+    signals: the operator's own signals, besides those that all operators share.
+    options: additional command-line options for its calls.
+    workload: a `mkernel.workloads.Workload`, for trace, tune, check and compile.
+    space: (group, plan) -> `mkernel.tuning.spaces.Space`, the configurations that tune tries.
+    demo: a `mkernel.demo.case.Demo`, for demo and check.
+    bench: a `mkernel.bench.benchmark.Benchmark`, for bench.
+    part_of: the operator whose demo includes this one; "" if it has its own.
     co_resident: do CTAs of a launch wait for each other in both directions, so that all must be resident?
     """
 
@@ -107,7 +107,7 @@ class Operator:
     co_resident: bool = False
 
     def load(self, part: str) -> Any:
-        """What an entry names: its "function", "explain", "workload", "space", "demo" or "bench"."""
+        """Resolve one of the entry's references: "function", "explain", "workload", "space", "demo" or "bench"."""
         named = getattr(self, part)
         if named is None:
             raise ArgumentError(
@@ -120,7 +120,7 @@ class Operator:
 
 
 def resolve(reference: Reference) -> Any:
-    """What a reference names, imported now if need be."""
+    """The object that a reference names, imported if necessary."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")
@@ -128,7 +128,7 @@ def resolve(reference: Reference) -> Any:
         found = importlib.import_module(module)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
-            raise  # the module is there, but not what it needs
+            raise  # the module exists, but something it imports does not
         raise ArgumentError(f"there is no module {module!r}; write 'package.module:name'") from problem
     if not name or not hasattr(found, name):
         raise ArgumentError(f"module {module!r} has no {name!r}; write 'package.module:name'")
@@ -141,33 +141,33 @@ _discovered = False
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known to all tools. To register the same entry again changes nothing."""
+    """Make an operator known to all tools. Registering the same entry again has no effect."""
     _check(operator)
     with _lock:
         known = _registered.get(operator.name)
         if known is not None and known != operator:
             raise ArgumentError(
-                f"there is an operator {operator.name!r} already, with another entry: take another name"
+                f"an operator {operator.name!r} is already registered, with a different entry: choose another name"
             )
         for option in operator.options:
             for other in _registered.values():
                 if any(theirs.name == option.name and theirs != option for theirs in other.options):
                     raise ArgumentError(
-                        f"{operator.name}: {other.name} has an option {option.flag} that says something else; take "
-                        f"another name, or the same Option"
+                        f"{operator.name}: {other.name} already has a different option {option.flag}; choose another "
+                        f"name, or use the same Option"
                     )
         _registered[operator.name] = operator
     return operator
 
 
 def unregister(name: str) -> None:
-    """Forget an operator."""
+    """Remove an operator from the registry."""
     with _lock:
         _registered.pop(name, None)
 
 
 def registered(*parts: str) -> dict[str, Operator]:
-    """All operators by name, in the order in which they were registered; with parts, those that have all of these."""
+    """All operators by name, in order of registration; only those that have all of `parts`, if any are given."""
     _discover()
     with _lock:
         return {
@@ -178,7 +178,7 @@ def registered(*parts: str) -> dict[str, Operator]:
 
 
 def find(name: str, *parts: str) -> Operator:
-    """The operator of a name; an error that says which ones there are, with all of these parts."""
+    """The operator with this name and all of `parts`; otherwise an error that lists the available operators."""
     known = registered(*parts)
     if name not in known:
         if name in registered():
@@ -189,12 +189,12 @@ def find(name: str, *parts: str) -> Operator:
 
 
 def signal_of(op: str, kind: int) -> Signal | None:
-    """A signal of an operator's own, by its number."""
+    """One of an operator's own signals, by number."""
     return next((signal for signal in _signals(op) if signal.number == kind), None)
 
 
 def signal_named(op: str, name: str) -> Signal | None:
-    """A signal of an operator's own, by its name."""
+    """One of an operator's own signals, by name."""
     return next((signal for signal in _signals(op) if signal.name == name), None)
 
 
@@ -204,34 +204,39 @@ def _signals(op: str) -> tuple[Signal, ...]:
 
 
 def _check(operator: Operator) -> None:
-    """Refuse an entry that tools could not use."""
+    """Reject an entry that tools could not use."""
     if not operator.name.isidentifier():
-        raise ArgumentError(f"an operator's name must be that of a Python function; got {operator.name!r}")
+        raise ArgumentError(f"an operator's name must be a Python identifier; got {operator.name!r}")
     where = f"operator {operator.name}"
     for name in set(operator.shared) - set(operator.dimensions):
-        raise ArgumentError(f"{where}: shared names {name!r}, which is none of the dimensions {operator.dimensions}")
+        raise ArgumentError(
+            f"{where}: shared contains {name!r}, which is not one of the dimensions {operator.dimensions}"
+        )
     if not operator.shapes:
-        raise ArgumentError(f"{where}: shapes must have a shape for a GPU, or more")
+        raise ArgumentError(f"{where}: shapes must contain at least one shape, for a GPU")
     for shape in (*operator.shapes, *operator.small):
         if len(shape) != len(operator.dimensions):
-            raise ArgumentError(f"{where}: the shape {shape} does not have a number for each of {operator.dimensions}")
+            raise ArgumentError(f"{where}: the shape {shape} must have one number for each of {operator.dimensions}")
     kinds = [signal.kind for signal in operator.signals]
     for kind in kinds:
         if (isinstance(kind, int) and kind < OWN_SIGNALS) or kinds.count(kind) > 1:
-            raise ArgumentError(f"{where}: signals must have different kinds, {OWN_SIGNALS} or more; got {kind}")
+            raise ArgumentError(f"{where}: signals must have distinct kinds of at least {OWN_SIGNALS}; got {kind}")
     for option in operator.options:
         if not option.name.isidentifier() or option.kind not in (bool, int):
-            raise ArgumentError(f"{where}: an option is a word, and a bool or an int; got {option}")
+            raise ArgumentError(
+                f"{where}: an option must have an identifier as its name, and bool or int as its kind; got {option}"
+            )
 
 
 def _discover() -> None:
-    """Import what other packages have installed. What can not be imported is told, once, and left out."""
+    """Import the operators of this package and of others. An entry point that fails to load is skipped with a
+    warning."""
     global _discovered
     with _lock:
         if _discovered:
             return
-        _discovered = True  # also for who is imported now
-    importlib.import_module("mkernel.ops")  # registers this package's own
+        _discovered = True  # set first: the modules imported below may ask for the registry
+    importlib.import_module("mkernel.ops")  # registers this package's operators
     for point in metadata.entry_points(group=GROUP):
         try:
             found = point.load()
@@ -239,7 +244,7 @@ def _discover() -> None:
                 register(found)
         except Exception as problem:
             warnings.warn(
-                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are left out: "
+                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are skipped: "
                 f"{type(problem).__name__}: {problem}",
                 stacklevel=2,
             )

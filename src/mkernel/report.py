@@ -1,6 +1,6 @@
-"""Pages that need nothing but a browser: text, tables and plots in one HTML file, with plotly's code inside.
+"""Self-contained HTML pages: text, tables and plots in one file that includes plotly's JavaScript.
 
-What a page shows is in it once more as JSON, in the element with the id "data".
+The data that a page shows is also in it as JSON, in the element with the id "data".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
-# Told apart also by those who do not see all colours
+# Distinguishable with color vision deficiency
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#777777")
 
 STYLE = """
@@ -28,17 +28,17 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-# no button that would send the figures anywhere
+# no button that would upload the figures
 BUTTONS = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
 
 
-# of a trace, what plotly shows as text
+# the keys of a trace whose values plotly shows as text
 TEXTS = ("name", "text", "x", "y")
 
 
 def plot(name: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
-    """A plot, as plotly's JavaScript draws it from traces (dictionaries of lists). Names and labels are plain text, of
-    several lines if there are line breaks in them. The element has no id, but the name as its data-plot."""
+    """A plot that plotly's JavaScript draws from traces (dictionaries of lists). Names and labels are plain text and
+    may contain line breaks. The element has no id; its data-plot attribute is the name."""
     full = {
         "title": {"text": _label(title)},
         "xaxis": {"title": {"text": _label(x)}, **layout.pop("xaxis", {})},
@@ -57,7 +57,7 @@ def plot(name: str, traces: Sequence[dict[str, Any]], title: str, x: str, y: str
 
 
 def _label(value: Any) -> Any:
-    """Text, or a list with text in it, as plotly takes it: it has a markup of its own, which looks like HTML."""
+    """Escape text, or a list that contains text, for plotly, which interprets an HTML-like markup."""
     if isinstance(value, str):
         return escape(value, quote=False).replace("\n", "<br>")
     return [_label(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -78,7 +78,7 @@ def heading(words: str) -> str:
 
 
 def page(title: str, parts: Sequence[str], data: Any) -> str:
-    """The whole file."""
+    """The complete HTML file."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as missing:
@@ -105,13 +105,13 @@ def page(title: str, parts: Sequence[str], data: Any) -> str:
 
 
 def to_json(value: Any) -> str:
-    """JSON that can stand inside a script: no NaN, and none of the characters with which markup begins or ends."""
+    """JSON that can be embedded in a script element: no NaN, and no characters that begin or end markup."""
     text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

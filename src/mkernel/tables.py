@@ -1,4 +1,4 @@
-"""Tables on a console, as wide as their figures need them."""
+"""Console tables that are never truncated."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ WIDEST = 10_000  # columns
 
 
 def show(table: Table, console: Console) -> None:
-    """Print a table. A console that is too narrow does not cut figures: its lines are longer then."""
-    narrow, console.width = console.width, max(console.width, _width(table, console))
+    """Print a table. If the console is too narrow, lines exceed its width; nothing is cut off."""
+    width, console.width = console.width, max(console.width, _width(table, console))
     console.print(table)
-    console.width = narrow
+    console.width = width
 
 
 def _width(table: Table, console: Console) -> int:
-    """Columns that a table takes if nothing in it is cut or wrapped."""
+    """The width of a table in which nothing is cut off or wrapped."""
     return Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
 
 
 @contextlib.contextmanager
 def growing(table: Table, console: Console) -> Iterator[Callable[[], None]]:
-    """Print a table to which rows are added inside. On a terminal each one is seen at once, when the function that this
-    gives is called; elsewhere all of them in the end, also if something fails."""
+    """Print a table to which the block adds rows. On a terminal, calling the yielded function shows new rows at once;
+    elsewhere, the table is printed at the end, even if the block raises."""
     if not console.is_terminal or _width(table, console) > console.width:
         try:
             yield lambda: None

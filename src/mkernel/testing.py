@@ -1,4 +1,4 @@
-"""For the tests of operators, inside this package and outside: many schedules of a simulated cluster in one call.
+"""For tests of operators, inside and outside this package: run many schedules of a simulated cluster in one call.
 
 from mkernel.testing import check
 
@@ -33,20 +33,20 @@ def check(
     schedule: str | None = None,
     without: Sequence[str] = (),
 ) -> Report:
-    """Run `fn(group, *args)` on every rank of a simulated cluster under many schedules; what they covered.
+    """Run `fn(group, *args)` on every rank of a simulated cluster under many schedules. Returns what they covered.
 
-    `fn` raises if something is wrong, such as a result. What it raises under the first schedule that fails is raised
-    here, with the name of that schedule as the attribute `schedule` and, from Python 3.11 on, as a note;
-    `schedule=` runs that one alone. Inputs must be the same in every run: seed their generators.
+    `fn` raises if something is wrong, such as a result. The exception of the first schedule that fails propagates, with
+    the name of that schedule as its attribute `schedule` and, from Python 3.11 on, as a note; `schedule=` runs that
+    schedule alone. Inputs must be the same in every run: seed their generators.
 
     Args:
-        nodes, gpus_per_node, timeout, sim: as for `mk.spawn`. `sim.slow` and `sim.late` must be empty: every rank is
-            slow, and late, in schedules of their own. `sim.replace` breaks a protocol on purpose.
-        schedules: how many systematic ones to run, at most: first the extremes (each rank slow, the network newest
-            first, one CTA at a time, ...), then stalls of one task at one point, all over the run.
-        random: how many random ones to run behind them, with the seeds from `seed` on.
-        schedule: the name of the one schedule to run, such as "stall:0.cta3@17".
-        without: names of schedules to leave out, such as "one-cta" for a kernel whose CTAs wait for each other.
+        nodes, gpus_per_node, timeout, sim: as for `mk.spawn`. `sim.slow` and `sim.late` must be empty: the schedules
+            make every rank slow, and late, in turn. `sim.replace` breaks a protocol on purpose.
+        schedules: the largest number of systematic schedules: first the extremes (each rank slow, the network newest
+            first, one CTA at a time, ...), then stalls of one task at one point, spread over the run.
+        random: the number of random schedules to run after them, with seeds from `seed` on.
+        schedule: the name of the only schedule to run, such as "stall:0.cta3@17".
+        without: names of schedules to skip, such as "one-cta" for a kernel whose CTAs wait for each other.
     """
     with require_simulator():
         from mkernel.sim.explore import Exploration

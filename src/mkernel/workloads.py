@@ -1,6 +1,6 @@
-"""A call of an operator for a given shape, with random numbers: what `mkernel trace`, `tune` and `compile` run.
+"""Workloads: calls of an operator for a given shape, with random inputs, for `mkernel trace`, `tune` and `compile`.
 
-An operator's package has a `Workload`, which its entry in the registry names (operators.py). Shapes are those of
+An operator's package defines a `Workload`, and its registry entry refers to it (operators.py). Shapes are those of
 `mkernel bench`.
 """
 
@@ -25,9 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Tried:
-    """What tuning needs to know of a call.
+    """What tuning needs to know about a call.
 
-    prepare: the launch with a configuration. explain: the plan. sizes: as the operator's Tunable names them.
+    prepare: configuration -> launch. explain: configuration -> plan. sizes: named as in the operator's Tunable.
     """
 
     prepare: Callable[[Config | None], Launch]
@@ -37,7 +37,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, ready to be made again and again, as a user would."""
+    """One rank's call, which can be repeated, made through the public function."""
 
     run: Callable[[Config | None], torch.Tensor]
     tried: Tried
@@ -45,10 +45,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs the simulator, all ranks together: what `mkernel.estimates` estimates times from.
+    """What a call costs the simulator, over all ranks. `mkernel.estimates` derives times from it.
 
-    tiles: of results, and what costs about as much, such as chunks of tokens that are routed. dots: tile steps.
-    copies: copies of a few KiB between ranks. elements: numbers that the ranks hold in tensors and workspaces.
+    tiles: result tiles, and what costs about as much, such as chunks of tokens to be routed. dots: tile k-steps.
+    copies: copies of a few KiB between ranks. elements: elements of the ranks' tensors and workspaces.
     """
 
     tiles: int
@@ -59,13 +59,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Workload:
-    """How an operator is called for a shape.
+    """How to call an operator for a shape.
 
-    simulated: a shape for the simulator, of two ranks.
-    deeper: by how much each of its sizes is multiplied for a call with more steps to each tile.
-    make: (group, shape, dtype, **options) -> the call of this rank. Collective.
+    simulated: a shape for the simulator, for two ranks.
+    deeper: factors by which to multiply its sizes for a call with more k-steps per tile.
+    make: (group, shape, dtype, **options) -> this rank's call. Collective.
     cost: (shape, ranks) -> what a call costs the simulator.
-    tunable: how its configurations are kept; None if it takes none.
+    tunable: how its configurations are stored; None if it takes no configuration.
     """
 
     op: str
@@ -84,7 +84,7 @@ class Workload:
         return self.operator.shapes[0]
 
     def smallest(self, ranks: int) -> Shape:
-        """The simulated shape, for so many ranks."""
+        """The shape for the simulator, rounded up to be divisible among this many ranks."""
         return tuple(
             math.ceil(size / ranks) * ranks if name in self.operator.shared else size
             for name, size in zip(self.operator.dimensions, self.simulated)
@@ -92,7 +92,7 @@ class Workload:
 
 
 def workload_of(op: str) -> Workload:
-    """The workload of an operator; an error that names those that there are."""
+    """The workload of an operator; otherwise an error that lists the operators that have one."""
     return operators.find(op, "workload").load("workload")
 
 
@@ -100,34 +100,34 @@ def workload_of(op: str) -> Workload:
 
 
 def is_only_compiled(group: Group) -> bool:
-    """Is this a group of GPUs that are not there (see compiling.py)? Its launches are prepared, but never run."""
+    """Is this a group of GPUs that do not exist (see compiling.py)? Its launches are prepared, but never run."""
     return group.device.type != group.world.devices[group.world_rank].type
 
 
 def empty(group: Group, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of a rank that nobody has written yet."""
+    """An uninitialized tensor in this rank's memory."""
     return torch.empty(shape, device=group.world.devices[group.world_rank], dtype=dtype)
 
 
 def randn(group: Group, *shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """This rank's random numbers. Where a call is only compiled, nobody reads them, and they are left out."""
+    """This rank's random numbers; uninitialized where a call is only compiled, because nothing reads them."""
     if is_only_compiled(group):
         return empty(group, *shape, dtype=dtype)
     generator = torch.Generator(group.device).manual_seed(1000 * seed + group.rank)
     return torch.randn(*shape, device=group.device, generator=generator).to(dtype).mul_(scale)
 
 
-# -- what the simulator has to do; tiles are those of planning.default_tiles for the CPU
+# -- costs in the simulator; tiles are those of planning.default_tiles for the CPU
 
 TILE = 32
-COPY = 2048  # numbers that a CTA copies at a time
+COPY = 2048  # elements that a CTA copies at a time
 
 
 def blocks(*sizes: int) -> int:
-    """Tiles that cover so many rows and columns."""
+    """The number of tiles that cover these rows and columns."""
     return math.prod(math.ceil(size / TILE) for size in sizes)
 
 
 def pieces(rows: int, columns: int) -> int:
-    """Pieces in which a CTA copies rows to another rank."""
+    """The number of pieces in which a CTA copies rows to another rank."""
     return math.ceil(rows / 4) * math.ceil(columns / (COPY // 4))

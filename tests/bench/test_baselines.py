@@ -34,10 +34,10 @@ EXPERTS = ("moe_dispatch_matmul", "moe_ffn")
 @pytest.mark.parametrize(
     ("ranks", "nodes", "gpus", "words"),
     [
-        (2, 2, 4, "got --nodes 2; with --nodes 1 it can be"),
+        (2, 2, 4, "got --nodes 2; use --nodes 1"),
         (1, 1, 1, "2 or more ranks, got --ranks 1"),
-        (4, 1, 1, "here are 1 for 4; --against host works with one"),
-        (8, 1, 4, "here are 4 for 8; --ranks 4 or fewer would work"),
+        (4, 1, 1, "there are 1 for 4 ranks; --against host works with one"),
+        (8, 1, 4, "there are 4 for 8 ranks; --ranks 4 or fewer would work"),
         (2, 1, 2, None),
     ],
 )
@@ -54,7 +54,7 @@ def test_where_they_can_be_measured(monkeypatch, ranks, nodes, gpus, words):
         ("matmul_all_reduce", (64, 64, 64), torch.float16, "bf16 and fp32, not fp16"),
         ("matmul_all_reduce", (65, 63, 64), torch.bfloat16, "m x n must be even"),
         ("moe_ffn", (64, 64, 64), torch.bfloat16, "needs NVSHMEM"),
-        ("a_new_operator", (64, 64), torch.bfloat16, "a_new_operator was not written for it yet"),
+        ("a_new_operator", (64, 64), torch.bfloat16, "a_new_operator has no such baseline yet"),
         ("all_gather_matmul", (65, 63, 64), torch.float16, None),
         ("matmul_all_reduce", (65, 63, 64), torch.float32, None),
     ],
@@ -122,10 +122,10 @@ def test_every_way_of_every_operator():
         assert (case[0] == "nccl") == ("then" in report["way"] and "vdev" not in report["way"])
     no_multicast, spoiled, too_wrong = reports[right:]
     assert no_multicast["way"] in ("one_shot_all_reduce", "two_shot_all_reduce_")
-    assert "multimem_all_reduce_ left out: no multicast" in no_multicast["note"]
+    assert "multimem_all_reduce_ was skipped" in no_multicast["note"]
     assert re.search(r"(one|two)_shot_all_reduce_? takes \d+\.\d+ ms", no_multicast["note"])
     assert (spoiled["status"], spoiled["way"]) == ("wrong", "two_shot_all_reduce_")
-    assert "one_shot_all_reduce is wrong by 1, where 0.0001 is allowed; it was not timed" in spoiled["note"]
+    assert "one_shot_all_reduce has an error of 1, but at most 0.0001 is allowed; it was not timed" in spoiled["note"]
     assert "multimem_all_reduce_ failed: multicast is out of order" in spoiled["note"]
     assert too_wrong["status"] == "wrong"
     assert "ms" not in too_wrong
@@ -300,4 +300,4 @@ def test_too_few_gpus_are_told_before_anything_is_measured(gpus, monkeypatch, ca
     assert bench.main(WANTED, **(OPTIONS | dict(ranks=8)), against=against) == 2
     names = ",".join(name for name in against if name != "host")
     text = capsys.readouterr().out
-    assert f"--against {names}: it needs a GPU for each rank, and here are 4 for 8; --ranks 4 or fewer" in text
+    assert f"--against {names}: it needs one GPU per rank, but there are 4 for 8 ranks; --ranks 4 or fewer" in text

@@ -31,10 +31,10 @@ def test_shapes_are_read():
 @pytest.mark.parametrize(
     ("text", "operator", "words"),
     [
-        ("64x64", GATHER, "m_total x n x k as 3 whole numbers"),
+        ("64x64", GATHER, "m_total x n x k as 3 integers"),
         ("64x0x64", GATHER, "1 or more: 16384x2048x8192"),
-        ("64x-1x64", GATHER, "is no shape"),
-        ("", GATHER, "is no shape"),
+        ("64x-1x64", GATHER, "is not a shape"),
+        ("", GATHER, "is not a shape"),
         ("66x8x8", GATHER, r"m_total of all_gather_matmul \(66\) must be divisible by the number of ranks \(4\)"),
         ("64x8x66", SCATTER, r"k of matmul_reduce_scatter \(66\)"),
     ],
@@ -61,13 +61,13 @@ def test_a_file_of_shapes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "op", "words"),
     [
-        ("64x64x64", None, ":1: write an operator and a shape, as: all_gather_matmul 16384x2048x8192"),
+        ("64x64x64", None, ":1: write an operator and a shape, such as: all_gather_matmul 16384x2048x8192"),
         ("\nall_gather_matmul 64 x 64", None, ":2: write an operator"),
         ("all_gather 64x64x64", None, ":1: there is no operator 'all_gather'"),
-        ("all_gather_matmul 64x64", None, ":1: '64x64' is no shape"),
-        ("# nothing", None, "has no shapes; write lines as"),
+        ("all_gather_matmul 64x64", None, ":1: '64x64' is not a shape"),
+        ("# nothing", None, "has no shapes; write lines such as"),
         ("matmul_reduce_scatter 64x64x64", "all_gather_matmul", "has no shapes of all_gather_matmul"),
-        ("\udcff", None, "can not be read: it is no text"),
+        ("\udcff", None, "cannot be read: it is not a text file"),
     ],
 )
 def test_files_that_say_something_else(tmp_path, text, op, words):

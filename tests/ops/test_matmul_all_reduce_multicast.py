@@ -54,7 +54,7 @@ LARGE = Sum(1024, 1024, 1, torch.bfloat16)  # too many tiles for slices
 
 
 def reasons(cluster, case=LARGE, **options):
-    """The last reasons of rank 0's plan, and whether the switch hands out and adds."""
+    """The last reasons of rank 0's plan, and whether the switch delivers tiles and reduces."""
 
     def on_rank(group):
         plan = mk.explain(
@@ -68,21 +68,21 @@ def reasons(cluster, case=LARGE, **options):
 def test_it_is_chosen_by_itself():
     text, multicast, in_switch = reasons((1, 4))
     assert (multicast, in_switch) == (True, False)
-    assert "the switch hands out finished tiles" in text
-    assert "in their order" in text
+    assert "the switch delivers finished tiles" in text
+    assert "in rank order" in text
 
 
 def test_the_switch_adds_where_the_caller_allows_it():
     text, multicast, in_switch = reasons((1, 4), fixed_order=False)
     assert (multicast, in_switch) == (True, True)
-    assert "the switch adds the parts, in an order of its own" in text
+    assert "the switch reduces the partials, in an unspecified order" in text
 
 
 @pytest.mark.parametrize(
     ("cluster", "options", "reason"),
     [
-        ((1, 4), dict(multicast=False), "there is none between CPUs"),
-        ((2, 4), {}, "there is none between CPUs"),
+        ((1, 4), dict(multicast=False), "CPUs have none"),
+        ((2, 4), {}, "CPUs have none"),
         ((1, 3), {}, "with fewer than 4 ranks"),
         ((1, 4), dict(case=Sum(16, 64, 8, torch.bfloat16), config=mk.Config(tile_n=64)), "the result is small"),
     ],
@@ -98,7 +98,7 @@ def test_it_is_never_required(cluster, options, reason, fixed_order):
 def test_fp32_sums_are_not_made_in_the_switch():
     text, multicast, in_switch = reasons((1, 4), Sum(1024, 1024, 1), fixed_order=False)
     assert (multicast, in_switch) == (True, False)
-    assert "in their order" in text
+    assert "in rank order" in text
 
 
 def test_deterministic_algorithms_keep_the_order():

@@ -46,7 +46,7 @@ def group_of(world, nodes=1, multicast=False):
 
 
 @pytest.mark.parametrize(
-    ("uuids", "nodes", "reason"), [("abcd", 1, "symmetric memory has none"), ("abca", 1, "share a GPU"),
+    ("uuids", "nodes", "reason"), [("abcd", 1, "symmetric memory provides none"), ("abca", 1, "share a GPU"),
                                    ("abcd", 2, "several nodes")],
 )  # fmt: skip
 def test_a_plan_knows_which_ranks_share_a_gpu(world_of, uuids, nodes, reason):

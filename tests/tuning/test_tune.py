@@ -221,7 +221,7 @@ def test_a_wrong_result_is_not_kept(monkeypatch):
     monkeypatch.setattr(cli, "shared_links", lambda *_: mk.Links(nvlink=225.0))
     workload = WORKLOADS["all_gather_matmul"]
     monkeypatch.setitem(WORKLOADS, workload.op, type(workload)(**{**vars(workload), "make": wrong}))
-    with pytest.raises(mk.MKernelError, match="gives another result than the default"):
+    with pytest.raises(mk.MKernelError, match="gives a different result than the default"):
         measuring.tune(
             WORKLOADS["all_gather_matmul"], (64, 64, 64), nodes=1, gpus_per_node=2, dtype=torch.bfloat16,
             links=mk.Links(nvlink=225.0), seconds=20.0,
@@ -250,19 +250,19 @@ def test_what_a_call_is_like_can_be_said():
 def test_without_a_gpu():
     result = run("tune", "all_gather_matmul")
     assert result.exit_code == 1
-    assert "needs a GPU; there is none here" in result.output
+    assert "needs a GPU; this machine has none" in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["all_gather"], "there is no operator"),
-        (["all_gather_matmul", "1x2"], "is no shape"),
+        (["all_gather_matmul", "1x2"], "is not a shape"),
         (
             ["matmul_all_reduce", "8x8x9"],
             r"k of matmul_all_reduce \(9\) must be divisible by the number of ranks \(4\)",
         ),
-        (["ring_attention", "8x8x8"], "is no shape of ring_attention; write batch x heads x positions x dim"),
+        (["ring_attention", "8x8x8"], "is not a shape of ring_attention; write batch x heads x positions x dim"),
         (["moe_combine", "9x8"], r"tokens of moe_combine \(9\) must be divisible by the number of ranks \(4\)"),
         (["moe_ffn", "--causal"], "--causal.* moe_ffn has no such option"),
         (["ring_attention", "--topk", "4"], "--topk.* ring_attention has no such option"),

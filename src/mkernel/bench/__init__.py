@@ -1,4 +1,4 @@
-"""Benchmarks: an operator beside the library, the host-driven way, NCCL and PyTorch's symmetric memory, in one run."""
+"""Benchmarks: an operator against the library, host-driven copies, NCCL and PyTorch's symmetric memory, in one run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from mkernel.tables import growing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPEATS = 40
-TIMEOUT = 120.0  # seconds; of a wait, so far more than any shape takes
-NETWORK_LATENCY = 5e-6  # seconds, of a paced network
+TIMEOUT = 120.0  # seconds for a wait: far more than any shape takes
+NETWORK_LATENCY = 5e-6  # seconds, for a paced network
 
 
 def run(
@@ -48,10 +48,10 @@ def run(
     against: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link`, `network`: GB/s of a whole GPU's
-    NVLink and of its way to other nodes; ranks that share a GPU get their share of it, as they get their
-    share of its SMs. None does not pace. `against`: other ways to measure too, "nccl" and "symm_mem"; they go over
-    the links that are really there. `options`: those of the operator that are on."""
+    """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link` and `network` are the rates of a whole GPU's
+    NVLink and network link in GB/s; ranks that share a GPU divide them, as they divide its SMs. With None, links are
+    not paced. `against` lists further baselines, "nccl" and "symm_mem", which use the real links. `options` are the
+    operator's flags that are on."""
     measure = operators.find(op, "bench").load("bench").measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
@@ -101,16 +101,16 @@ def main(
     csv_path: Path | None = None,
     html_path: Path | None = None,
 ) -> int:
-    """What `mkernel bench` does. Returns the exit code. Files are written after every shape, so that what was
-    measured is there even if a later one fails."""
+    """Run `mkernel bench`. Returns the exit code. Files are written after every shape, so that results are kept even if
+    a later shape fails."""
     if not torch.cuda.is_available():
-        print("mkernel bench measures time, which needs a GPU; there is none here. `mkernel demo` runs without.")
+        print("mkernel bench measures time, which needs a GPU; this machine has none. `mkernel demo` runs without.")
         return 1
     besides = [name for name in baselines.LIBRARIES if name in against]
     if besides and (refused := baselines.refusal(ranks, nodes)):
         print(f"mkernel bench: --against {','.join(besides)}: {refused}")
         return 2
-    print("times in ms, medians of short bursts; sustained: the floor fraction under a long load")
+    print("times in ms, medians of short bursts; sustained: the floor fraction under sustained load")
     if any(one.row for one in wanted):
         here = published.place(nodes, ranks, torch.cuda.device_count())
         print(f"published: {published.figures()['source']}")
@@ -145,7 +145,7 @@ def main(
 
 
 def _figures_of(one: Wanted, **how: Any) -> dict[str, Any]:
-    """What `run` measures of one shape, with what was published of it; or why it failed."""
+    """The figures of one shape, with those published for it; or why the measurement failed."""
     said = {"shape": list(one.shape)}
     try:
         result = run(one.op, [one.shape], **how)[0] | said
@@ -158,7 +158,7 @@ def _figures_of(one: Wanted, **how: Any) -> dict[str, Any]:
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    """Of the fused operator. False also for an error that is NaN, which is None in JSON."""
+    """Is the fused operator's result right? False also if its error is NaN, which is None in JSON."""
     if "failed" in result or result["max_error"] is None:
         return False
     return result["max_error"] <= result["error_bound"]
@@ -183,7 +183,7 @@ def _columns(one: Wanted, against: Sequence[str]) -> dict[str, str]:
 
 
 def _row(one: Wanted, result: dict[str, Any], columns: Mapping[str, str]) -> list[str]:
-    """The cells of a shape: its numbers, its figures, and a mark."""
+    """The cells of a shape's row: its sizes, its figures, and a mark."""
     cells = [str(number) for number in one.shape]
     for key in columns.values():
         value = result.get(key)
@@ -195,13 +195,13 @@ def _row(one: Wanted, result: dict[str, Any], columns: Mapping[str, str]) -> lis
 
 
 def _remarks(one: Wanted, result: dict[str, Any]) -> list[str]:
-    """What there is to say about a shape, below the table."""
+    """Remarks about a shape, for below the table."""
     said = list(baselines.remarks(result).values())
     if "failed" in result:
         said.insert(0, f"failed: {result['failed']}")
     if "gemm_ms" in result:
         alone = f"{result['gemm_ms']:.3f} ms, {result['gemm_against_library']:.3f} of the library"
-        said.insert(0, f"the compute role alone, on rows in place: {alone}")
+        said.insert(0, f"the compute role alone, with all rows present: {alone}")
     return [f"{'x'.join(map(str, one.shape))}: {words}" for words in said]
 
 

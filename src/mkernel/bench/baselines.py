@@ -1,9 +1,9 @@
-"""NCCL and PyTorch's symmetric memory beside the fused operator: started, checked, timed.
+"""NCCL and PyTorch's symmetric memory as baselines: start them, check them, time them.
 
-All ranks of a fused call are threads of this process. These ways have a process for each GPU, as programs that use
-them do, so each measurement starts its own; see `peers`. Their inputs are those of the fused call, their results are
-checked as its result is, and a wrong one is not timed. A call is timed from when all ranks have come to it to the end
-of the last.
+In a fused call, all ranks are threads of this process. These baselines run with one process per GPU, as in programs
+that use them, so each measurement starts its own processes; see `peers`. Their inputs are those of the fused call.
+Their results are checked in the same way, and a wrong one is not timed. A call is timed from when all ranks have
+arrived to when the last one is done.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mkernel.bench.timing import Stopwatch
 from mkernel.operators import Reference, Shape
 
 LIBRARIES = {"nccl": nccl, "symm_mem": symm_mem}
-SECONDS = 300.0  # for the processes of one measurement: to start, check and time
+SECONDS = 300.0  # time limit for the processes of one measurement, to start, check and time
 
 
 def refusal(ranks: int, nodes: int) -> str | None:
-    """Why none of them can be measured here, and what would work; None if they can."""
+    """Why none of them can be measured on this machine, and what would work; None if they can."""
     gpus = torch.cuda.device_count()
     if nodes > 1:
-        return f"it is measured inside of one machine, got --nodes {nodes}; with --nodes 1 it can be"
+        return f"it can be measured only within one machine, got --nodes {nodes}; use --nodes 1"
     if ranks < 2:
         return f"it needs 2 or more ranks, got --ranks {ranks}"
     if ranks > gpus:
         works = f"--ranks {gpus} or fewer would work" if gpus > 1 else "--against host works with one"
-        return f"it needs a GPU for each rank, and here are {gpus} for {ranks}; {works}"
+        return f"it needs one GPU per rank, but there are {gpus} for {ranks} ranks; {works}"
     return None
 
 
@@ -50,21 +50,21 @@ def measure(
     repeats: int,
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Figures of one library for one shape, to be added to those of the fused operator, whose `bound` it has to keep:
-    NAME_ms, NAME_speedup (how much faster the fused one is), NAME_way, NAME_max_error, NAME_status ("measured", "not
-    available", "failed" or "wrong") and, in words, NAME_note."""
+    """The figures of one library for one shape, to be added to those of the fused operator. The error must stay within
+    the fused operator's `bound`. Keys: NAME_ms, NAME_speedup (how much faster the fused operator is), NAME_way,
+    NAME_max_error, NAME_status ("measured", "not available", "failed" or "wrong") and NAME_note, an explanation."""
     found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
     operator = operators.find(op, "bench")
     problem = operator.load("bench").problem
     if problem is None:
-        refused: str | None = f"{op} was not written for it yet: its Benchmark has no problem"
+        refused: str | None = f"{op} has no such baseline yet: its Benchmark has no problem"
     else:
         refused = LIBRARIES[name].refusal(operators.resolve(problem), shape, dtype)
     if refused is not None:
         found["note"] = refused
     else:
         gc.collect()
-        torch.cuda.empty_cache()  # the processes need what this one has only kept
+        torch.cuda.empty_cache()  # the processes need the memory that this one only caches
         arguments = (name, problem, shape, dtype, bound, repeats, tuple(options))
         try:
             found |= peers.run(measure_on_rank, ranks, *arguments, seconds=SECONDS)
@@ -75,12 +75,12 @@ def measure(
 
 
 def is_right(result: dict[str, Any], names: Iterable[str] = tuple(LIBRARIES)) -> bool:
-    """Whether what was asked for besides the fused operator could be compared with it."""
+    """Could all requested baselines be compared with the fused operator?"""
     return all(result.get(f"{name}_status") not in ("failed", "wrong") for name in names)
 
 
 def remarks(result: dict[str, Any]) -> dict[str, str]:
-    """What there is to say about each library of a result, in words."""
+    """A remark about each library in a result."""
     said = {}
     for name, library in LIBRARIES.items():
         status, way, note, faster = (result.get(f"{name}_{key}") for key in ("status", "way", "note", "speedup"))
@@ -99,7 +99,7 @@ def measure_on_rank(
     peer: Peer, name: str, reference: Reference, shape: Shape, dtype: torch.dtype, bound: float, repeats: int,
     options: Sequence[str],
 ) -> None:  # fmt: skip
-    """Check and time every way of a library; the fastest that is right is reported."""
+    """Check and time every way in which a library can compute the operator. Reports the fastest correct one."""
     device = device_of(peer.rank)
     peer.say("making inputs")
     problem: Problem = operators.resolve(reference)(peer.rank, peer.size, shape, dtype, device, options)
@@ -119,7 +119,7 @@ def measure_on_rank(
             notes.append(f"{way} failed: {failures[0]}")
         elif error > bound:
             wrong = True
-            notes.append(f"{way} is wrong by {error:.2g}, where {bound:.2g} is allowed; it was not timed")
+            notes.append(f"{way} has an error of {error:.2g}, but at most {bound:.2g} is allowed; it was not timed")
         else:
             right[way] = error
     found: dict[str, Any] = {"status": "wrong" if wrong else "measured" if right else "failed"}
@@ -134,14 +134,14 @@ def measure_on_rank(
 
 
 def device_of(rank: int) -> torch.device:
-    """The GPU of a rank, made the current one."""
+    """Select the GPU of a rank, and make it the current one."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 class PeerStopwatch(Stopwatch):
-    """Times the calls of a rank in its own process; the slowest rank's time is that of all."""
+    """Times the calls of a rank in its own process; the time of a call is that of the slowest rank."""
 
     def __init__(self, peer: Peer, meet: Callable[[], object]):
         super().__init__([torch.cuda.current_stream()])

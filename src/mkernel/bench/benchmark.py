@@ -1,4 +1,4 @@
-"""What an operator's package says about its benchmark; its entry in the registry names it (operators.py)."""
+"""How an operator's package describes its benchmark; its registry entry refers to it (operators.py)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mkernel.runtime.group import Group
 
 @dataclass(frozen=True)
 class Published:
-    """How figures that the CUDA library mKernel published compare with a run here (published.py).
+    """How the figures published for the CUDA library mKernel compare with a run here (published.py).
 
-    shape: (the published size, ranks) -> the shape that gives each rank as much as it has there.
-    traffic: size -> bytes that a rank sends inside its node and to the other one.
-    needs_all_ranks: what a rank computes grows with the number of ranks, at the same size of each.
-    note: what else there is to know for who compares them.
+    shape: (the published size, ranks) -> the shape that gives each rank as much work as in the published run.
+    traffic: size -> bytes that a rank sends within its node, and to the other node.
+    needs_all_ranks: a rank's work grows with the number of ranks, at the same size per rank.
+    note: what else to consider in the comparison.
     """
 
     shape: Callable[[int, int], Shape]
@@ -30,14 +30,14 @@ class Published:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How an operator is measured.
+    """How to measure an operator.
 
     measure: (group, *shape, dtype, config, repeats, **options) -> figures, the same on every rank. Collective.
     several_nodes: can it be measured on several nodes?
-    problem: the `mkernel.bench.problems.Problem` of NCCL and PyTorch's symmetric memory; None if it is not compared
-        with them. Their processes import it: it must be named, as "package.module:name".
+    problem: the `mkernel.bench.problems.Problem` for NCCL and PyTorch's symmetric memory; None if it is not compared
+        with them. Their processes import it, so it must be a reference, "package.module:name".
     published: how published figures compare; None if there are none.
-    host_call: (group, a, b) -> the call whose cost to the host `mkernel.bench.host_time` measures, of an operator that
+    host_call: (group, a, b) -> the call whose host time `mkernel.bench.host_time` measures, for an operator that
         multiplies a [m, k] and b [k, n].
     """
 

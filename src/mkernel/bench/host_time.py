@@ -1,5 +1,6 @@
-"""What an eager call costs the host: time from call to return, many calls in a row, of a shape that the GPU is done
-with sooner than the host is with the next call.
+"""The host time of an eager call: from call to return, over many calls in a row.
+
+The shape is so small that the GPU finishes each call before the host issues the next one.
 
     python -m mkernel.bench.host_time --ranks 4                              # threads (mk.spawn)
     torchrun --nproc-per-node 2 -m mkernel.bench.host_time                   # processes
@@ -24,7 +25,7 @@ WARM_UP = 10
 
 
 def measure(group: mk.Group) -> dict[str, float]:
-    """Microseconds a call, by operator."""
+    """Microseconds per call, by operator."""
     a = torch.ones(M, K, device=group.device, dtype=torch.bfloat16)
     b = torch.ones(K, N, device=group.device, dtype=torch.bfloat16)
     ways: dict[str, Callable[[], object]] = {}
@@ -49,7 +50,7 @@ def measure(group: mk.Group) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="threads, where torchrun did not start this")
+    parser.add_argument("--ranks", type=int, default=1, help="number of threads, if not started by torchrun")
     ranks = parser.parse_args().ranks
     if one_of_several_processes():
         group = mk.init(timeout=60.0)

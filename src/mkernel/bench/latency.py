@@ -1,14 +1,14 @@
-"""How long a kernel waits for the network's software, and how much goes through it: `python -m mkernel.bench.latency`.
+"""Latency and throughput of the network path between kernel and proxy: `python -m mkernel.bench.latency`.
 
-One CTA posts a request through the ring, the proxy of its rank carries it out over the loopback transport
-(no pacing), and the CTA waits for the signal; then the next one. Times are the GPU's own. With host
-memory the proxy copies by memcpy and sets the signal with a store: that is what ring, proxy and signal
-cost by themselves. With GPU memory it launches a kernel that copies and sets the signal.
+Latency: one CTA posts a request to the ring, its rank's proxy carries it out over the loopback transport (not paced),
+and the CTA waits for the signal before it posts the next one. Times are from the GPU's clock. With host memory, the
+proxy copies by memcpy and sets the signal with a store: this is the cost of ring, proxy and signal alone. With GPU
+memory, it launches a kernel that copies and sets the signal.
 
-Then the throughput of many requests of one tile each, between GPU memories, as the operators that sum over nodes
-post them: four ranks at once, each with a proxy of its own, all of which need the driver. Eight CTAs of every
-rank post in turns, so that neighbours come at about the same time and in any order. Not paced, and paced to a
-rate that it should reach.
+Throughput: many requests of one tile each between GPU memories, as posted by the operators that sum over nodes. Four
+ranks send at once, each with its own proxy, and all proxies compete for the driver. Eight CTAs of every rank post
+interleaved requests, so that adjacent ones arrive at about the same time, in any order. Measured without pacing, and
+paced to a rate that it should reach.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from mkernel.runtime.network import SPIN_SECONDS, near
 
 ROUNDS = 2000
 SIZES = (0, 8, 4096, 65536)
-DATA = 64  # where the bytes begin, behind the signal
+DATA = 64  # offset of the data, after the signal
 CAPACITY = 64
 
 RANKS = 4
-POSTERS = tl.constexpr(8)  # CTAs of a rank
-TILE = 65536  # bytes of a request
-REQUESTS = 2048  # of each rank
-PACED = 12.5  # GB/s of a rank
+POSTERS = tl.constexpr(8)  # CTAs per rank
+TILE = 65536  # bytes per request
+REQUESTS = 2048  # per rank
+PACED = 12.5  # GB/s per rank
 
 
 @triton.jit(do_not_specialize=["address", "size", "rounds"])
@@ -59,7 +59,7 @@ def _ping(context, address, size, rounds, nanoseconds):
 
 @triton.jit(do_not_specialize=["count", "epoch"])
 def _flood(contexts, memories, count, size, epoch, times, RANKS: tl.constexpr):
-    """Every rank posts `count` requests to the rank that is two behind it, and waits for what comes from there."""
+    """Every rank posts `count` requests to the rank two after it, and waits for those that are sent to it."""
     rank = tl.program_id(0) // POSTERS
     poster = tl.program_id(0) % POSTERS
     context = tl.load(contexts + rank).to(tl.pointer_type(tl.int64))
@@ -84,7 +84,7 @@ def _flood(contexts, memories, count, size, epoch, times, RANKS: tl.constexpr):
 
 
 class _Rank:
-    """A ring, and the little of a context that `post` needs."""
+    """A ring, and the parts of a context that `post` needs."""
 
     def __init__(self, device: torch.device, rank: int, size: int, capacity: int):
         self.ring = torch.zeros(
@@ -94,8 +94,8 @@ class _Rank:
         self._kept = [
             torch.zeros(8, dtype=torch.int64, device=device),  # the state
             torch.zeros(records.COUNT * records.WORDS, dtype=torch.int64).pin_memory(),
-            torch.zeros(1, dtype=torch.int64, device=device),  # the flag that tells to leave
-            torch.tensor([0, capacity, capacity], device=device),  # what the ring's producers share
+            torch.zeros(1, dtype=torch.int64, device=device),  # the abort flag
+            torch.tensor([0, capacity, capacity], device=device),  # state shared by the ring's producers
         ]
         state, waits, flag, posting = (memory.data_ptr() for memory in self._kept)
         table = [0] * (words.TABLE.value + 2 * size)
@@ -112,7 +112,7 @@ class _Rank:
 
 
 def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Nanoseconds from request to signal, for transfers of `size` bytes between host or GPU memories."""
+    """Microseconds from request to signal, for transfers of `size` bytes between host or GPU memories."""
     device = torch.device("cuda", torch.cuda.current_device())
     rank = _Rank(device, 0, 2, CAPACITY)
     memories = [torch.zeros(DATA + max(SIZES), dtype=torch.uint8) for _ in range(2)]
@@ -122,7 +122,7 @@ def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
         mine.attach(0, memories[0])
         other.attach(0, memories[1])
         with Proxy(rank.ring, mine, spin=SPIN_SECONDS["cuda"]) as proxy:
-            for count in (0, rounds):  # the first only loads the kernel
+            for count in (0, rounds):  # the first launch only loads the kernel
                 _ping[(1,)](rank.context, memories[1].data_ptr(), size, count, times, num_warps=1)
                 torch.cuda.synchronize()
             proxy.check()
@@ -136,7 +136,7 @@ def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def throughput(rate: float | None, count: int = REQUESTS, rounds: int = 5) -> dict[str, Any]:
-    """GB/s that each of four ranks sends and receives; `rate` paces the link of each to so many."""
+    """GB/s that each of four ranks sends and receives; `rate` paces the link of each, in GB/s."""
     device = torch.device("cuda", torch.cuda.current_device())
     ranks = [_Rank(device, rank, RANKS, 256) for rank in range(RANKS)]
     memories = [torch.zeros(count * 8 + 2 * count * TILE, dtype=torch.uint8, device=device) for _ in range(RANKS)]
@@ -161,7 +161,7 @@ def throughput(rate: float | None, count: int = REQUESTS, rounds: int = 5) -> di
             for rank, transport in zip(ranks, transports)
         ]
         for epoch in range(rounds + 1):
-            # the first only loads the kernel: it asks for nothing
+            # the first launch only loads the kernel: it posts no requests
             _flood[(RANKS * POSTERS.value,)](
                 contexts, addresses, count if epoch else 0, TILE, epoch, times, RANKS, num_warps=1
             )
@@ -171,10 +171,10 @@ def throughput(rate: float | None, count: int = REQUESTS, rounds: int = 5) -> di
         for proxy in proxies:
             proxy.check()
     for rank, memory in enumerate(memories):
-        came = memory[count * 8 + count * TILE :]
+        received = memory[count * 8 + count * TILE :]
         sent = memories[(rank + 2) % RANKS][count * 8 : count * 8 + count * TILE]
-        if not torch.equal(came, sent):
-            raise AssertionError(f"rank {rank} did not get what was sent to it")
+        if not torch.equal(received, sent):
+            raise AssertionError(f"rank {rank} did not receive what was sent to it")
     return {
         "ranks": RANKS,
         "bytes": TILE,
@@ -185,9 +185,9 @@ def throughput(rate: float | None, count: int = REQUESTS, rounds: int = 5) -> di
 
 
 def main(path: str | None = None) -> None:
-    """Print the table, and write it to a file if one is named."""
+    """Print the table, and write the results as JSON to `path`, if given."""
     if not torch.cuda.is_available():
-        sys.exit("the latency is measured from a kernel, which needs a GPU; there is none here")
+        sys.exit("the latency is measured from a kernel, which needs a GPU; this machine has none")
     results = []
     print(f"{'memory':>6} {'bytes':>7} {'median us':>10} {'p99 us':>8}   from request to signal")
     for on_host in (True, False):

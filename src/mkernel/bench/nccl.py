@@ -1,4 +1,4 @@
-"""The way over NCCL: its collectives before and after the library's GEMM or attention, a process for each GPU."""
+"""The NCCL baseline: its collectives before or after the library's GEMM or attention, with one process per GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mkernel.operators import Shape
 TITLE = "NCCL"
 BACKEND = "nccl"
 
-# what they are called in newer PyTorch, where the old names warn
+# their names in newer PyTorch, where the old names warn
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def refusal(problem: type[Problem], shape: Shape, dtype: torch.dtype) -> str | None:
-    """Why it can not be measured; None if it can."""
+    """Why it cannot be measured; None if it can."""
     return None if dist.is_nccl_available() else "this PyTorch was built without NCCL"
 
 
 def prepare(problem: Problem, peer: Peer) -> Ways:
-    """What NCCL does, on every rank."""
+    """The calls to time, on every rank."""
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, dist.ProcessGroup), "this rank is in the group of all"
     one = torch.ones(1, device=problem.device)

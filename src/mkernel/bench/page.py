@@ -1,4 +1,4 @@
-"""The report of a benchmark: tables and plots of the figures that are in its JSON."""
+"""The HTML report of a benchmark: tables and plots of the figures in its JSON."""
 
 from __future__ import annotations
 

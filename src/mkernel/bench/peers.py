@@ -1,8 +1,8 @@
-"""A process for each rank, for the ways that need one: NCCL and PyTorch's symmetric memory.
+"""One process per rank, for the baselines that need it: NCCL and PyTorch's symmetric memory.
 
-`run` starts them, as torchrun would, and always ends them: when one fails, when they take too long, when this
-process is interrupted. What a rank reports, where it is and why it failed is in a store in this process, so that
-it is known whatever becomes of the others.
+`run` starts the processes as torchrun would, and always ends them: when one fails, when they take too long, or when
+this process is interrupted. A store in this process holds what each rank reports, its current step, and why it failed.
+So this is known whatever happens to the other processes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch.nn.functional as F
 
 from mkernel.runtime import messages, secret
 
-POLL = 0.5  # seconds from one look at the clock to the next
-GRACE = 1.0  # seconds for the others to end by themselves when one has failed
+POLL = 0.5  # seconds between checks of the deadline
+GRACE = 1.0  # seconds for the others to end by themselves after one has failed
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank knows of the others, in its own process. The default process group is gloo's."""
+    """A rank's view of the others, in its own process. The default process group uses gloo."""
 
     rank: int
     size: int
     store: dist.Store
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's values, by rank."""
+        """All ranks' values, by rank."""
         mine = torch.frombuffer(bytearray(messages.encode(value, secret.OPEN, "bench")), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([mine.numel()]))
@@ -47,23 +47,24 @@ class Peer:
         return [messages.decode(text, secret.OPEN, "bench") for text in texts]
 
     def say(self, what: str) -> None:
-        """What this rank does now, for the message if it never ends."""
+        """Record what this rank is doing, for the error message if it never ends."""
         self.store.set(f"at/{self.rank}", what)
 
     def report(self, value: Any) -> None:
-        """What `run` returns, from rank 0."""
+        """Set what `run` returns; only rank 0's value counts."""
         if self.rank == 0:
             self.store.set("report", json.dumps(value))
 
 
 class PeerFailure(Exception):
-    """Why there is no report: what a rank raised, what ended it, or who was where when the time was over."""
+    """Why there is no report: the error of a rank, how its process ended, or what each rank was doing when time was
+    up."""
 
 
 def run(function: Callable[..., None], ranks: int, *arguments: Any, seconds: float) -> Any:
-    """Call function(peer, *arguments) in a new process for each rank; what was reported.
+    """Call function(peer, *arguments) in a new process for each rank. Returns what rank 0 reported.
 
-    The function must be importable by its name. No process is left when this returns or raises.
+    The function must be importable by name. All processes have ended when this returns or raises.
     """
     deadline = time.monotonic() + seconds
     limit = timedelta(seconds=seconds)
@@ -74,11 +75,11 @@ def run(function: Callable[..., None], ranks: int, *arguments: Any, seconds: flo
     try:
         while not context.join(POLL, grace_period=GRACE):
             if time.monotonic() >= deadline:
-                failure = f"it took longer than {seconds:g} s; {_whereabouts(store, ranks)}"
+                failure = f"it took longer than {seconds:g} s; {_progress(store, ranks)}"
                 break
     except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as ended:
         reason = str(ended).strip().splitlines()[-1]
-        failure = _first_failure(store) or f"{reason}; {_whereabouts(store, ranks)}"
+        failure = _first_failure(store) or f"{reason}; {_progress(store, ranks)}"
     finally:
         for process in context.processes:
             if process.is_alive():
@@ -99,11 +100,11 @@ def _rank(rank: int, function: Callable[..., None], ranks: int, port: int, limit
         function(Peer(rank, ranks, store), *arguments)
         dist.destroy_process_group()
     except Exception as problem:
-        # who fails first is the cause: the others fail because it has left
-        place = store.add("failures", 1)
+        # the first failure is the cause: the other ranks fail because this one has left
+        number = store.add("failures", 1)
         lines = str(problem).strip().splitlines() or [""]
-        store.set(f"failure/{place}", f"rank {rank}: {type(problem).__name__}: {lines[0]}")
-        os._exit(1)  # without waiting for a GPU that waits for the others
+        store.set(f"failure/{number}", f"rank {rank}: {type(problem).__name__}: {lines[0]}")
+        os._exit(1)  # do not wait for a GPU that is waiting for the other ranks
     os._exit(0)
 
 
@@ -111,7 +112,7 @@ def _first_failure(store: dist.Store) -> str:
     return store.get("failure/1").decode() if store.check(["failure/1"]) else ""
 
 
-def _whereabouts(store: dist.Store, ranks: int) -> str:
-    places = [f"at/{rank}" for rank in range(ranks)]
-    found = [store.get(place).decode() if store.check([place]) else "not started" for place in places]
+def _progress(store: dist.Store, ranks: int) -> str:
+    keys = [f"at/{rank}" for rank in range(ranks)]
+    found = [store.get(key).decode() if store.check([key]) else "not started" for key in keys]
     return ", ".join(f"rank {rank}: {what}" for rank, what in enumerate(found))

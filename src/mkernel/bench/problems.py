@@ -1,8 +1,8 @@
-"""What the baselines in processes of their own compute: a rank's inputs, and how wrong a result is.
+"""What the baselines with one process per rank compute: a rank's inputs, and the error of a result.
 
-Inputs are drawn from the rank's number, so a process has the same ones as the rank that ran the fused operator, and
-knows those of the others without asking. A result is held against float64, as the fused one is, by the same measure.
-An operator's package has a `Problem` of its own, which its `Benchmark` names.
+Inputs are drawn with the rank as seed. So a process has the same inputs as the rank that ran the fused operator, and
+knows those of the other ranks without communication. A result is compared with float64 by the same measure as the
+fused one. An operator's package defines a `Problem`, and its `Benchmark` refers to it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from mkernel.operators import Shape
 
-ROWS = 4096  # of a product that is checked at a time: float64 takes a lot of memory
+ROWS = 4096  # rows that are checked at a time: float64 takes a lot of memory
 
-Calls = dict[str, Callable[[], torch.Tensor]]  # by the name of the way, each returning this rank's result
+Calls = dict[str, Callable[[], torch.Tensor]]  # by name; each returns this rank's result
 
 
 @dataclass(frozen=True)
 class Ways:
-    """How a library computes an operator. `meet` puts something on the current stream that ends on no rank before all
-    have come to it. `notes`: which way was left out, and why."""
+    """The ways in which a library can compute an operator. `meet` enqueues a barrier between all ranks on the current
+    stream. `notes` say which ways were skipped, and why."""
 
     meet: Callable[[], object]
     calls: Calls
@@ -31,7 +31,7 @@ class Ways:
 
 
 class Problem:
-    """What a rank has to compute, for libraries that need a process for each rank."""
+    """What a rank has to compute, for libraries that need one process per rank."""
 
     def __init__(
         self, rank: int, size: int, shape: Shape, dtype: torch.dtype, device: torch.device, options: Sequence[str]
@@ -40,34 +40,34 @@ class Problem:
         self.dtype, self.device, self.options = dtype, device, options
 
     def error(self, result: torch.Tensor) -> float:
-        """How wrong a result of this rank is, as `max_error` of the benchmark."""
+        """The error of this rank's result, as in `max_error` of the benchmark."""
         raise NotImplementedError
 
     def nccl(self, group: dist.ProcessGroup) -> Calls:
-        """What NCCL's collectives and the library do."""
+        """The calls to time with NCCL's collectives and the library."""
         raise NotImplementedError
 
     @classmethod
     def symm_mem_refusal(cls, shape: Shape, dtype: torch.dtype) -> str | None:
-        """Why PyTorch's symmetric memory does not compute it; None if it does."""
+        """Why PyTorch's symmetric memory cannot compute it; None if it can."""
         return "PyTorch has no symmetric-memory operator for it"
 
     def symm_mem(self) -> Ways:
-        """What PyTorch's symmetric-memory operators do."""
+        """The calls to time with PyTorch's symmetric-memory operators."""
         raise NotImplementedError
 
 
 def draw(
     rank: int, rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a [rows, depth] and w [columns, depth], the transposed b, of a rank."""
+    """A rank's a [rows, depth] and w [columns, depth], the transpose of b."""
     generator = torch.Generator(device).manual_seed(rank)
     a = torch.randn(rows, depth, device=device, dtype=dtype, generator=generator)
     return a, torch.randn(columns, depth, device=device, dtype=dtype, generator=generator)
 
 
 class Products(Problem):
-    """Products of matrices: m x n x k over all ranks, of which a rank keeps rows `kept`."""
+    """Matrix products: m x n x k over all ranks; a rank keeps the rows `kept`."""
 
     def __init__(
         self, rank: int, size: int, shape: Shape, dtype: torch.dtype, device: torch.device, options: Sequence[str]
@@ -85,7 +85,7 @@ class Products(Problem):
         return range(self.m)
 
     def exact(self, everyone: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: slice) -> torch.Tensor:
-        """Rows of the result in float64, of what all ranks have."""
+        """Rows of the result in float64, from all ranks' operands."""
         raise NotImplementedError
 
     def like(self, rows: int, columns: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Products(Problem):
 
 
 def larger(worst: float, error: float) -> float:
-    """The larger one of two errors; NaN is larger than anything."""
+    """The larger of two errors; NaN counts as infinite."""
     return max(worst, error) if error == error else float("inf")
 
 

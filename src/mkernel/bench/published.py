@@ -1,12 +1,11 @@
-"""The figures that the CUDA library mKernel published, to be set beside ours; see published.json.
+"""The figures published for the CUDA library mKernel, for comparison with ours; see published.json.
 
-What can be compared. They were measured on 2 nodes of 8 H200 with 16 ranks; here there may be fewer ranks,
-several of which may share a GPU. So shapes are chosen such that a rank has as much to compute as there (in
-attention: as much for each block of keys, of which there are fewer), and what stands side by side are floor
-fractions: the time that the library alone, or a link alone, would take, over the time that was taken.
-Milliseconds of ranks that share a GPU are not comparable, nor are a wire and 15 peers the same as a paced
-link and 3 peers. The floor of a published figure takes this run's library, scaled to a whole GPU; it is left
-out where the GPU here is no H200.
+What can be compared. They were measured with 16 ranks on 2 nodes of 8 H200. Here there may be fewer ranks, several of
+which may share a GPU. So shapes are chosen such that a rank computes as much as in the published run (in attention: as
+much for each block of keys, of which there are fewer), and floor fractions are compared: the time that the library
+alone, or a link alone, would take, divided by the measured time. Milliseconds are not comparable if ranks share a GPU,
+and a paced link with 3 peers is not the same as a wire with 15. The floor of a published figure uses the library time
+of this run, scaled to a whole GPU; it is omitted if the GPU is not an H200.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 NODES, GPUS = 2, 8
 RANKS = NODES * GPUS
-NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU there sends inside its node, and to the other
+NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU of the published run sends within its node, and to the other node
 
 SAME = "the same: what a rank multiplies (bf16), and the rates of links relative to the GPU's"
 DIFFERENT = (
@@ -30,7 +29,7 @@ DIFFERENT = (
 
 
 def place(nodes: int, ranks: int, gpus: int) -> str:
-    """Where the figures of this run are from, in words."""
+    """A description of the cluster of this run."""
     numbers = ((nodes, "node"), (ranks, "rank"), (gpus, "GPU"))
     first, second, third = (f"{number} {what}{'' if number == 1 else 's'}" for number, what in numbers)
     return f"{first} x {second} on {third}"
@@ -48,7 +47,7 @@ def rows(op: str) -> list[dict[str, Any]]:
 
 
 def beside(how: Published, row: dict[str, Any], result: dict[str, Any], gpu: str) -> dict[str, Any]:
-    """What was published for a shape, with its floor fraction, for the result of the same shape here."""
+    """The published figures for a shape, with their floor fraction, to be added to the result for that shape."""
     found = {
         "published_size": row["size"],
         "published_ms": row["mkernel"],

@@ -1,4 +1,4 @@
-"""What to measure: shapes from the command line, from a file, or from a set."""
+"""Which shapes to measure: from the command line, from a file, or from a named set."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mkernel.bench import published
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.errors import ArgumentError
 
-LARGEST = 2**31 - 1  # kernels count in 32 bits
+LARGEST = 2**31 - 1  # kernels use 32-bit sizes
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One measurement; `row`: what was published for it, if anything was."""
+    """One measurement. `row`: the published figures for it, if there are any."""
 
     op: str
     shape: Shape
@@ -25,15 +25,15 @@ class Wanted:
 
 
 def parse(text: str, operator: Operator, ranks: int) -> Shape:
-    """A shape as it is written on the command line, such as 16384x2048x8192, or B4xH16xS49152xD128."""
+    """Parse a shape from the command line, such as 16384x2048x8192 or B4xH16xS49152xD128."""
     pattern = "x".join(r"[a-wyz]?(\d+)" for _ in operator.dimensions)
     match = re.fullmatch(pattern, text.strip().lower())
     shape = tuple(int(number) for number in match.groups()) if match else ()
     if not shape or not all(shape):
         example = "x".join(map(str, operator.shapes[0]))
         raise ArgumentError(
-            f"{text!r} is no shape of {operator.name}; write {' x '.join(operator.dimensions)} as "
-            f"{len(operator.dimensions)} whole numbers, 1 or more: {example}"
+            f"{text!r} is not a shape of {operator.name}; write {' x '.join(operator.dimensions)} as "
+            f"{len(operator.dimensions)} integers, 1 or more: {example}"
         )
     if max(shape) > LARGEST:
         raise ArgumentError(f"{text}: sizes may be at most {LARGEST}")
@@ -42,7 +42,7 @@ def parse(text: str, operator: Operator, ranks: int) -> Shape:
 
 
 def check(shape: Shape, operator: Operator, ranks: int) -> None:
-    """Refuse a shape that can not be divided among the ranks."""
+    """Reject a shape that cannot be divided among the ranks."""
     for name, number in zip(operator.dimensions, shape):
         if name in operator.shared and number % ranks:
             raise ArgumentError(
@@ -52,13 +52,13 @@ def check(shape: Shape, operator: Operator, ranks: int) -> None:
 
 
 def read(path: Path, operators: Mapping[str, Operator], op: str | None, ranks: int) -> list[Wanted]:
-    """Shapes from a file: in each line an operator and a shape, or a shape alone if the operator is given. What
-    follows a # is a comment. With an operator given, the lines of others are left out."""
+    """Read shapes from a file: an operator and a shape on each line, or only a shape if `op` is given. A # begins a
+    comment. If `op` is given, lines for other operators are skipped."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is no text"
-        raise ArgumentError(f"--shapes is 'small', 'paper' or a file; {path} can not be read: {reason}") from problem
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not a text file"
+        raise ArgumentError(f"--shapes is 'small', 'paper' or a file; {path} cannot be read: {reason}") from problem
     wanted = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -66,7 +66,7 @@ def read(path: Path, operators: Mapping[str, Operator], op: str | None, ranks: i
             continue
         name = words[0] if len(words) == 2 else op
         if name is None or len(words) > 2:
-            raise ArgumentError(f"{path}:{number}: write an operator and a shape, as: {_example(operators)}")
+            raise ArgumentError(f"{path}:{number}: write an operator and a shape, such as: {_example(operators)}")
         if name not in operators:
             raise ArgumentError(f"{path}:{number}: there is no operator {name!r}; there are: {', '.join(operators)}")
         try:
@@ -76,7 +76,9 @@ def read(path: Path, operators: Mapping[str, Operator], op: str | None, ranks: i
         if op in (None, name):
             wanted.append(Wanted(name, shape))
     if not wanted:
-        raise ArgumentError(f"{path} has no shapes{f' of {op}' if op else ''}; write lines as: {_example(operators)}")
+        raise ArgumentError(
+            f"{path} has no shapes{f' of {op}' if op else ''}; write lines such as: {_example(operators)}"
+        )
     return wanted
 
 
@@ -101,5 +103,5 @@ def choose(chosen: Sequence[Operator], which: str, ranks: int) -> list[Wanted]:
         wanted += found
     if not wanted:
         names = ", ".join(operator.name for operator in chosen)
-        raise ArgumentError(f"nothing was published of {names}; 'small', or a file with shapes, would work")
+        raise ArgumentError(f"there are no published figures for {names}; use 'small', or a file with shapes")
     return wanted

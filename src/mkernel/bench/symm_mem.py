@@ -1,4 +1,4 @@
-"""The way over PyTorch's symmetric memory: the operators of torch.ops.symm_mem, a process for each GPU."""
+"""The baseline with PyTorch's symmetric memory: the operators of torch.ops.symm_mem, with one process per GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TITLE = "symm_mem"
 
 
 def refusal(problem: type[Problem], shape: Shape, dtype: torch.dtype) -> str | None:
-    """Why it can not be measured; None if it can."""
+    """Why it cannot be measured; None if it can."""
     return problem.symm_mem_refusal(shape, dtype)
 
 
 def prepare(problem: Problem, peer: Peer) -> Ways:
-    """What PyTorch's operators do, on every rank."""
+    """The calls to time, on every rank."""
     return problem.symm_mem()
 
 
@@ -35,11 +35,11 @@ def world() -> dist.ProcessGroup:
 
 
 def shared(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Symmetric memory."""
+    """An uninitialized tensor in symmetric memory."""
     return symmetric_memory.empty(*shape, device=device, dtype=dtype)
 
 
 def barrier(device: torch.device) -> Callable[[], None]:
-    """Holds the current stream until all ranks have come to it."""
+    """A function that blocks the current stream until all ranks have arrived."""
     signals = shared(1, device=device, dtype=torch.int32)
     return lambda: symmetric_memory.rendezvous(signals, world()).barrier()

@@ -1,14 +1,14 @@
-"""Timing several ranks that share this process: one call on every rank's stream, timed together. (`baselines` times
-ranks in processes of their own with the same stopwatch.)
+"""Timing of ranks that share this process: one call on every rank's stream, timed together.
 
-Rank 0 drives the streams of all ranks, so that no hand-over between threads is in the measurement.
-Calls follow each other without the host waiting for any of them. Each call is timed from a common
-start on all ranks' streams to the end of the last rank. Before the start the L2 cache is cleared.
-Every call is a new epoch.
+(`baselines` times ranks in separate processes with the same stopwatch.)
 
-Two regimes, because a GPU that multiplies for longer than some 20 ms reaches its power limit and
-lowers its clocks: `bursts` are short and give the same times within 1% again and again; `sustained`
-is what a long training step sees, and varies by 3% from run to run.
+Rank 0 drives the streams of all ranks, so that no hand-over between threads is measured. The host issues calls without
+waiting for any of them. Each call is timed from a common start on all ranks' streams to the end of the last rank. The
+L2 cache is cleared before the start. Every call is a new epoch.
+
+There are two regimes, because a GPU that multiplies for more than about 20 ms reaches its power limit and lowers its
+clocks: `bursts` are short and reproducible within 1%; `sustained` is what a long training step sees, and varies by 3%
+from run to run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
-HEAD_START = 20_000_000  # clock cycles that the host gets to run ahead, about 10 ms
+HEAD_START = 20_000_000  # clock cycles, about 10 ms: the GPU waits while the host runs ahead
 
 
 @triton.jit
-def _stamp(start):
+def _record_start(start):
     tl.store(start, clock())
 
 
@@ -40,14 +40,14 @@ def _hold(start, nanoseconds):
 
 
 class Link:
-    """A paced link for host-driven transfers: whatever ran since `open` lasts as long as the bytes
-    would take at the given rate."""
+    """A paced link for host-driven transfers: `hold` extends what ran since `open` to the time that the bytes would
+    take at the link's rate."""
 
     def __init__(self, device: torch.device):
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
 
     def open(self) -> None:
-        _stamp[(1,)](self._start, num_warps=1)
+        _record_start[(1,)](self._start, num_warps=1)
 
     def hold(self, nanoseconds: int) -> None:
         _hold[(1,)](self._start, nanoseconds, num_warps=1)
@@ -63,7 +63,7 @@ class Stopwatch:
             self._cache = torch.empty(256 * 2**20, dtype=torch.uint8, device=streams[0].device)
 
     def time(self, call: Callable[[], object], repeats: int) -> list[float]:
-        """Milliseconds of each of `repeats` calls, after as many that only warm the GPU up."""
+        """Milliseconds of each of `repeats` calls, after the same number of warm-up calls."""
         spans = []
         with torch.cuda.stream(self._main):
             torch.cuda._sleep(HEAD_START)
@@ -84,10 +84,10 @@ class Stopwatch:
         return [start.elapsed_time(end) for start, end in spans[repeats:]]
 
     def meet(self) -> object:
-        """Holds the start until all ranks are there. Nothing to do where they all are in this process."""
+        """Delay the start until all ranks have arrived. Not needed if all of them are in this process."""
 
     def bursts(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-        """The median time of each call at full clocks, in short bursts by turns."""
+        """The median time of each call at full clocks, in short, interleaved bursts."""
         return self._medians(calls, 4, repeats // 4)
 
     def sustained(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -106,7 +106,7 @@ def time_ways(
     group: Group, ways: Mapping[str, Launch | Callable[[], object]], repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds of every way on the streams of all ranks, in bursts and sustained. A way is a launch or a
-    function of each rank. Runs on every rank; the same figures come back on each."""
+    function on each rank. Collective; returns the same figures on every rank."""
     everyone = group.exchange("ready", (torch.cuda.current_stream(group.device), ways))
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:

@@ -1,7 +1,7 @@
-"""`mkernel demo`: every operator on a small cluster, checked, with what moved where and where time went.
+"""`mkernel demo`: run every operator on a small cluster, check it, and show what moved where and how much overlapped.
 
-In the simulator an operator runs under several seeded schedules; bytes and tile products are counted, and the calls
-are traced. On GPUs it runs once for the check and then a few times for the clock.
+In the simulator, an operator runs under several seeded schedules; bytes and tile products are counted, and the calls
+are traced. On GPUs, it runs once to check the result, and then a few times to measure.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mkernel.tracing.events import Share
 from mkernel.tracing.session import OVERLAP, trace
 
 SCHEDULES = 3  # seeds that the simulator runs each operator with
-CALLS = 10  # timed together on a GPU, back to back
-ROUNDS = 5  # how often they are; the median is shown
+CALLS = 10  # calls timed together on a GPU, back to back
+ROUNDS = 5  # how often they are timed; the median is shown
 HEAD_START = 40_000_000  # clock cycles, about 20 ms: the GPU waits while the host queues the calls
 
 
 @dataclass(frozen=True)
 class Check:
-    """One rank's result beside float64: the largest error, and the largest share of what is allowed."""
+    """One rank's result compared with float64: the largest error, and the largest error as a share of its bound."""
 
     shape: tuple[int, ...]
     error: float
@@ -41,20 +41,20 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        return self.share <= 1.0  # false for NaN
+        return self.share <= 1.0  # False for NaN
 
 
 @dataclass
 class Shown:
-    """What is shown of one operator."""
+    """What the demo shows of one operator."""
 
     name: str
     summary: str
     inputs: str
     checks: list[Check]  # by rank; in the simulator the worst of all schedules
     wrong: list[str] = field(default_factory=list)
-    # in the simulator: bytes from rank to rank in a node and between nodes; by schedule and rank: tile products,
-    # and how many of them were computed before the rank's last byte had come in
+    # in the simulator: bytes from rank to rank, within nodes and between them; by schedule and rank: tile products, and
+    # how many of them were computed before the rank's last byte had arrived
     nvlink: list[list[int]] = field(default_factory=list)
     network: list[list[int]] = field(default_factory=list)
     products: list[list[int]] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Shown:
 
     @property
     def overlap(self) -> Share:
-        """The overlap as `mkernel trace` shows it: the mean of the ranks that copied, the least of all schedules."""
+        """The overlap as shown by `mkernel trace`: the mean over ranks that copied, the minimum over schedules."""
         copied = [[share for share in ranks if not math.isnan(share)] for ranks in self.overlaps]
         return Share(min((sum(ranks) / len(ranks) for ranks in copied if ranks), default=math.nan))
 
@@ -90,7 +90,7 @@ class Shown:
 
 
 def simulation(ranks: int) -> Simulation:
-    """What the demo simulates on so many ranks."""
+    """What the demo simulates on this many ranks."""
     jobs = [
         (operator.load("workload"), operator.load("demo").simulated(ranks), SCHEDULES)
         for operator in shown_operators()
@@ -100,7 +100,7 @@ def simulation(ranks: int) -> Simulation:
 
 
 def shown_operators() -> list[operators.Operator]:
-    """Those that have a demo of their own."""
+    """The operators that have their own demo."""
     return [operator for operator in operators.registered("demo").values() if not operator.part_of]
 
 
@@ -108,8 +108,8 @@ def run(
     nodes: int, gpus_per_node: int, device: str, seed: int, console: Console, html: str | None = None,
     begin: Callable[[Group], None] = lambda group: None,
 ) -> int:  # fmt: skip
-    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. `begin` is called by
-    every simulated rank before it does anything. Returns the exit code."""
+    """Run the demo on "cpu" (the simulator) or "cuda" and print it; `html`: also write a page. Every simulated rank
+    calls `begin` first. Returns the exit code."""
     simulated = device == "cpu"
     size = nodes * gpus_per_node
     cluster = f"{_count(nodes, 'node')} x {_count(gpus_per_node, 'GPU')}, simulated on the CPU"
@@ -117,7 +117,7 @@ def run(
     console.print(f"[bold]mkernel[/bold] on {place}\n")
     chosen = shown_operators()
     shown = []
-    if simulated:  # `begin` is there to show progress
+    if simulated:  # `begin` shows progress
         shown = [_simulate(operator, nodes, gpus_per_node, seed, begin) for operator in chosen]
     else:
         with _progress(console, len(chosen)) as advance:
@@ -130,17 +130,17 @@ def run(
     console.print(_table(shown, simulated))
     if simulated:
         console.print(
-            f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which decide the order of everything that may "
-            "happen in any order; errors are the worst of all, as a share of what rounding allows, against PyTorch in "
-            "float64. NVLink and network: bytes sent inside nodes and between them. Overlap, as in "
-            f"`mkernel trace`: the share of {OVERLAP}; the mean of the ranks, and the least of all seeds. Simulated "
-            "times have made-up rates: the share is no measure of speed."
+            f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which determine the order of all concurrent "
+            "events. Errors are the largest over all seeds, against PyTorch in float64, as a share of what rounding "
+            "allows. NVLink and network: bytes sent within nodes and between them. Overlap, as in "
+            f"`mkernel trace`: the share of {OVERLAP}; the mean over ranks, and the minimum over seeds. Simulated "
+            "times use made-up rates: the share does not measure speed."
         )
     else:
         emulated = " Ranks share a GPU here: times are emulated." if size > torch.cuda.device_count() else ""
         console.print(
-            "Errors are shares of what rounding allows, against PyTorch in float64. Fused is one call; library is this "
-            f"rank's arithmetic alone, by PyTorch, on all ranks.{emulated} `mkernel bench` compares with more."
+            "Errors are against PyTorch in float64, as a share of what rounding allows. Fused is one call; library "
+            f"is the arithmetic alone, by PyTorch, on all ranks.{emulated} `mkernel bench` has more baselines."
         )
     wrong = [f"{one.name}: {problem}" for one in shown for problem in one.wrong]
     for problem in wrong:
@@ -162,7 +162,7 @@ def run(
 def _simulate(
     operator: operators.Operator, nodes: int, gpus_per_node: int, seed: int, begin: Callable[[Group], None]
 ) -> Shown:
-    """Run several schedules."""
+    """Run an operator under several schedules."""
     shown = Shown(operator.name, operator.summary, "", [])
     checks: list[list[Check]] = []
     first: list[torch.Tensor] = []
@@ -184,7 +184,7 @@ def _simulate(
         shown.products.append(traffic.multiplications)
         shown.before_last_arrival.append(traffic.before_last_arrival)
         shown.overlaps.append([traced.overlap(rank, 0) for rank in range(nodes * gpus_per_node)])
-    shown.checks = [max((row[rank] for row in checks), key=_badness) for rank in range(nodes * gpus_per_node)]
+    shown.checks = [max((row[rank] for row in checks), key=_severity) for rank in range(nodes * gpus_per_node)]
     return shown
 
 
@@ -201,7 +201,7 @@ def _on_simulated_rank(group: Group, operator: operators.Operator, begin: Callab
 
 
 def _unexpected(traffic: Any, sends: tuple[int, int], nodes: int, gpus_per_node: int, schedule: int) -> list[str]:
-    """Bytes that should not have been sent, or were not."""
+    """Describe bytes that were sent but should not have been, or the reverse."""
     found = []
     for sender in range(nodes * gpus_per_node):
         for receiver in range(nodes * gpus_per_node):
@@ -223,7 +223,7 @@ def _unexpected(traffic: Any, sends: tuple[int, int], nodes: int, gpus_per_node:
 
 
 def _measure(operator: operators.Operator, ranks: int, seed: int, advance: Callable[[], None]) -> Shown:
-    """Check one call and time a few."""
+    """Check one call, and time a few."""
     results = spawn(_on_gpu_rank, operator, seed, nodes=1, gpus_per_node=ranks, device="cuda")
     advance()
     checks = [check for check, _, _ in results]
@@ -235,7 +235,7 @@ def _measure(operator: operators.Operator, ranks: int, seed: int, advance: Calla
 
 def _on_gpu_rank(group: Group, operator: operators.Operator, seed: int) -> tuple[Check, dict[str, float], str]:
     case = operator.load("demo").on_rank(group, seed, large=True)
-    # load every kernel before one of ours waits for another rank
+    # load every kernel before a fused kernel waits for another rank
     case.library()
     torch.cuda._sleep(1)
     group.synchronize()
@@ -248,7 +248,7 @@ def _on_gpu_rank(group: Group, operator: operators.Operator, seed: int) -> tuple
 
 
 def _milliseconds(group: Group, call: Callable[[], Any]) -> float:
-    """The time of a call that all ranks make, on the slowest rank; the median of several rounds."""
+    """The time of a collective call on the slowest rank; the median of several rounds."""
     rounds = []
     for _ in range(ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -268,7 +268,7 @@ def _milliseconds(group: Group, call: Callable[[], Any]) -> float:
 
 
 def compare(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> Check:
-    """A rank's result beside what `Case.exact` gives."""
+    """Compare a rank's result with what `Case.exact` returns."""
     if y.shape != exact.shape:
         return Check(tuple(y.shape), float("inf"), float("inf"))
     error = (y.double() - exact).abs()
@@ -279,7 +279,7 @@ def _largest(values: torch.Tensor) -> float:
     return float("nan") if bool(values.isnan().any()) else values.max().item() if values.numel() else 0.0
 
 
-def _badness(check: Check) -> float:
+def _severity(check: Check) -> float:
     return check.share if check.share == check.share else float("inf")
 
 
@@ -292,7 +292,7 @@ def _table(shown: Sequence[Shown], simulated: bool) -> Table:
         table.add_column(name, justify="right")
     table.add_column("")
     for one in shown:
-        worst = max(one.checks, key=_badness)
+        worst = max(one.checks, key=_severity)
         if simulated:
             figures = [_bytes(sum(map(sum, one.nvlink))), _bytes(sum(map(sum, one.network))), f"{one.overlap:.0%}"]
         else:
@@ -328,7 +328,7 @@ def _gpus(ranks: int) -> str:
 
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
-    """A bar while it lasts, where there is a terminal to show it."""
+    """Show a progress bar, if the console is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("running", total=total)

@@ -1,6 +1,6 @@
-"""What the demo shows of an operator: inputs, the call, and the same by PyTorch in float64.
+"""What the demo shows of an operator: inputs, the call, and the same result computed by PyTorch in float64.
 
-An operator's package has a `Demo`, which its entry in the registry names (operators.py).
+An operator's package defines a `Demo`, and its registry entry refers to it (operators.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ EPS = torch.finfo(DTYPE).eps
 class Case:
     """One operator on one rank.
 
-    inputs: what each rank holds, in words.
-    call: the operator. result: the tensor to be checked, of what the call gave.
-    exact: the same in float64, and how far the result may be from it, as a number or element by element. All
-        ranks call it, together.
-    library: the arithmetic of this rank alone, by PyTorch, for comparing times.
-    sends: bytes that a rank sends to each other rank of its node, and to its counterpart in each other node;
-        None where that depends on the data.
+    inputs: a description of what each rank holds.
+    call: calls the operator. result: extracts the tensor to check from what the call returned.
+    exact: the result in float64, and the error bound, as a number or per element. Collective.
+    library: this rank's arithmetic alone, by PyTorch, to compare times.
+    sends: bytes that a rank sends to each other rank of its node, and to its counterpart in each other node; None if
+        that depends on the data.
     """
 
     inputs: str
@@ -41,11 +40,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Demo:
-    """How an operator is shown.
+    """How to demonstrate an operator.
 
-    case: (group, shape, seed, large) -> the case of this rank. The shape is that of all ranks, as `mkernel trace` takes
-        it; large: it is one for a GPU. Collective.
-    simulated, large: ranks -> a shape for the simulator, about a second a call, and one for GPUs.
+    case: (group, shape, seed, large) -> this rank's case. The shape is over all ranks, as for `mkernel trace`; `large`:
+        the shape is for a GPU. Collective.
+    simulated, large: ranks -> a shape for the simulator, about a second per call, and one for GPUs.
     """
 
     case: Callable[[Group, Shape, int, bool], Case]
@@ -53,18 +52,18 @@ class Demo:
     large: Callable[[int], Shape]
 
     def on_rank(self, group: Group, seed: int, *, large: bool = False, shape: Shape | None = None) -> Case:
-        """The case of this rank, by default for a shape of the demo."""
+        """This rank's case, by default for one of the demo's shapes."""
         shape = shape or (self.large if large else self.simulated)(group.size)
         return self.case(group, shape, seed, large)
 
 
 def random(group: Group, seed: int, *shape: int, what: int = 0) -> torch.Tensor:
-    """Random numbers of this rank; `what` tells its tensors apart."""
+    """This rank's random numbers; `what` distinguishes its tensors."""
     generator = torch.Generator(group.device).manual_seed(1000 * seed + 10 * group.rank + what)
     return torch.randn(*shape, generator=generator, device=group.device, dtype=DTYPE)
 
 
 def everyones(group: Group, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank has of a tensor, here."""
-    group.synchronize()  # what others read has been written
+    """All ranks' tensors, copied to this rank's device."""
+    group.synchronize()  # the tensors are complete before other ranks read them
     return [part.to(group.device) for part in group.exchange(what, tensor)]

@@ -1,4 +1,4 @@
-"""The demo's page: results, bytes from rank to rank, and what was overlapped."""
+"""The HTML page of the demo: results, bytes from rank to rank, and overlap."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def page(place: str, simulated: bool, shown: Sequence[Shown]) -> str:
     parts = [
         report.text(
-            "Operators in each of which transfers and arithmetic run in one kernel per rank. Results are compared with "
-            f"PyTorch in float64. This was run on {place}."
+            "Each operator runs transfers and arithmetic in one kernel per rank. Results are compared with PyTorch in "
+            f"float64. This was run on {place}."
         )
     ]
     if simulated:
-        parts.append(report.text("Simulated: bytes and steps are counted, there is no time.", "emulated"))
+        parts.append(report.text("Simulated: bytes and tile products are counted; there are no times.", "emulated"))
     wrong = [f"{one.name}: {problem}" for one in shown for problem in one.wrong]
     parts += [report.text(f"Wrong: {problem}", "wrong") for problem in wrong]
     if not wrong:

@@ -1,4 +1,4 @@
-"""A trace in the format of Chrome and Perfetto: a rank is a process, a lane of a CTA (see `Event`) is a thread."""
+"""A trace in the format of Chrome and Perfetto: a rank becomes a process, a lane of a CTA (see `Event`) a thread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from mkernel.tracing.session import Trace
 
 LANES = ("cta", "send", "intra", "compute", TILES)  # the order of a CTA's threads
-NETWORK = 1_000_000  # threads from here are the network's, one for each peer
+NETWORK = 1_000_000  # the first thread number of the network, which has one thread per peer
 
 
 def thread(cta: int, lane: str) -> int:
-    """The number of the thread that stands for a lane of a CTA; 0 is avoided, viewers treat it differently."""
-    place = LANES.index(lane) if lane in LANES else len(LANES)
-    return cta * (len(LANES) + 1) + place + 1
+    """The thread number of a lane of a CTA; never 0, which viewers treat differently."""
+    index = LANES.index(lane) if lane in LANES else len(LANES)
+    return cta * (len(LANES) + 1) + index + 1
 
 
 def _title(event: Event) -> str:
-    """The name of an event's thread: CTA and role. Warps that multiply run beside those that wait for them, and slices
-    of one thread may not overlap, so the role compute has two threads."""
+    """The name of an event's thread: CTA and role. The role compute has two threads, because warps that multiply run
+    concurrently with warps that wait, and slices of one thread may not overlap."""
     about = {"cta": "", TILES: " compute, tiles"}.get(event.lane, f" {event.lane}")
     return f"CTA {event.cta}{about}"
 
 
 def events_of(trace: Trace) -> list[dict[str, Any]]:
-    """The list `traceEvents`. Times are microseconds there."""
+    """The list `traceEvents`, in which times are in microseconds."""
     found: list[dict[str, Any]] = []
     threads: dict[tuple[int, int], str] = {}
     for event in trace.events:
@@ -48,7 +48,7 @@ def events_of(trace: Trace) -> list[dict[str, Any]]:
     for transfer in trace.transfers:
         number = NETWORK + transfer.target
         threads[transfer.source, number] = f"network to rank {transfer.target}"
-        # requests to one peer overlap, which the slices of a thread may not
+        # asynchronous events, because requests to one peer overlap, and slices of a thread may not
         common = {
             "cat": "network", "name": f"{transfer.nbytes} bytes", "pid": transfer.source, "tid": number,
             "id": f"{transfer.source}.{transfer.ticket}",
@@ -80,7 +80,7 @@ def events_of(trace: Trace) -> list[dict[str, Any]]:
 
 def write(trace: Trace, path: Path) -> None:
     """Write the file."""
-    told = {
+    metadata = {
         "mkernel": __version__,
         "device": trace.device,
         "ranks": trace.size,
@@ -92,5 +92,5 @@ def write(trace: Trace, path: Path) -> None:
         "summary": trace.summary(),
     }
     with path.open("w") as file:
-        written = {"displayTimeUnit": "ns", "otherData": finite(told), "traceEvents": events_of(trace)}
+        written = {"displayTimeUnit": "ns", "otherData": finite(metadata), "traceEvents": events_of(trace)}
         json.dump(written, file, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What `mkernel trace` does."""
+"""`mkernel trace`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def run(
     seed: int,
     begin: Callable[[Group], None] = lambda group: None,
 ) -> Trace:
-    """Trace `calls` calls of each shape, one after the other. On a GPU each shape is called twice before, once
-    as usual and once traced: loading a kernel shall not be in the trace. `begin` is called by every rank before it does
-    anything."""
+    """Trace `calls` calls of each shape, one after the other. On a GPU, each shape is first called once in a trace that
+    is discarded, so that the trace does not include the loading of kernels. Every rank calls `begin` first."""
 
     def on_rank(group: Group) -> Trace:
         begin(group)
@@ -55,11 +54,11 @@ def run(
 
 
 BARS = " ▁▂▃▄▅▆▇█"
-WIDE = 112  # columns of a console in which there is room for bars
+WIDE = 112  # columns that a console needs to show bars
 
 
 def bars(busy: Sequence[float], ctas: int) -> str:
-    """How many of so many CTAs were busy, piece by piece, as a line of bars; one that is at something shows."""
+    """The number of busy CTAs over time, out of `ctas`, as a line of bars; even a single busy CTA is visible."""
     levels = len(BARS) - 1
     return "".join(BARS[min(math.ceil(levels * share / ctas - 1e-3), levels)] for share in busy)
 
@@ -86,11 +85,11 @@ def show_account(traced: Trace, rank: int, console: Console) -> None:
             *([bars(line["busy"], ctas)] if wide else []),
         )  # fmt: skip
     console.print(table)
-    console.print("median and longest of them in us; from and to in ms since the call began")
+    console.print("median and longest in us; from and to in ms since the call began")
 
 
 def show(traced: Trace, json: Path, html: Path, console: Console, where: int | None = None) -> None:
-    """Write both files, and print what each rank spent its time on; of the rank `where` in detail."""
+    """Write both files, and print how each rank spent its time; for the rank `where`, in detail."""
     traced.save(json)
     traced.html(html)
     table = Table(box=None, pad_edge=False)
@@ -108,11 +107,11 @@ def show(traced: Trace, json: Path, html: Path, console: Console, where: int | N
     if where is not None:
         show_account(traced, where, console)
     if traced.simulated:
-        console.print("simulated: only the order and the proportions of times mean something")
+        console.print("simulated: only the order and the proportions of times are meaningful")
     if traced.emulated:
         console.print("emulated: ranks share a GPU, or links are paced")
     if traced.clock_error:
-        console.print(f"times of different ranks are right within {traced.clock_error / 1e3:.1f} us")
+        console.print(f"times of different ranks are comparable within {traced.clock_error / 1e3:.1f} us")
     if traced.lost:
-        console.print(f"{traced.lost} events found no room; --events makes more")
+        console.print(f"{traced.lost} events were dropped; increase --events")
     console.print(f"{len(traced.events)} events: {json} for ui.perfetto.dev, {html} for a browser")

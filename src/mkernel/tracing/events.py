@@ -1,4 +1,4 @@
-"""Events: what the words mean that a kernel wrote."""
+"""Events: the meaning of the words that a kernel wrote."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NOBODY = 0xFFFF
 class Event:
     """Something that a CTA did. Times are nanoseconds since the first event of the trace, on one clock.
 
-    kind: "tile" (computed one), "push" (wrote a chunk to its node), "send" (staged a chunk for the network),
-    "post" (one request to it), "reduce" (added up what arrived), "gather" (read what another rank has finished),
-    "wait for ..." a signal, and "launch", which is all of it.
-    lane: where it was written down: "send", "intra" or "compute" by who has that role, "tiles" by the warps that
-    multiply, which have the role compute and may run beside those that wait for them; "cta" for launches.
-    peer: the rank whose data it is about; -1 for none. index: the tile, the chunk, the ticket, the epoch.
+    kind: "tile" (computed a tile), "push" (wrote a chunk to a rank of its node), "send" (staged a chunk for the
+        network), "post" (posted a request to the network), "reduce" (added partials), "gather" (read what another rank
+        has finished), "wait for ..." (waited for a signal), or "launch", which spans the whole launch.
+    lane: the lane that recorded it: "send", "intra" or "compute" for CTAs or warps with that role; "tiles" for warps
+        that multiply, which have the role compute and may run concurrently with warps that wait; "cta" for launches.
+    peer: the rank whose data it concerns; -1 for none. index: of the tile or chunk, the ticket, or the epoch.
     call: the number of the operator call on its rank, from 0.
     """
 
@@ -50,8 +50,8 @@ class Event:
 
     @property
     def role(self) -> str:
-        """The role that the CTA, or these warps of it, had meanwhile: "send", "intra" or "compute"; "cta" for a launch,
-        in which it may have had several."""
+        """The role of the CTA, or of these warps, at that time: "send", "intra" or "compute"; "cta" for a launch, which
+        may include several roles."""
         return "compute" if self.lane == TILES else self.lane
 
     @property
@@ -73,15 +73,15 @@ def lane_name(lane: int) -> str:
 
 
 def kind_of(code: int, op: str) -> str:
-    """The name of a kind of an operator's events."""
+    """The name of a kind of event of an operator."""
     if code >= words.WAIT.value:
         return WAIT + records.signal_name(op, code - words.WAIT.value)
     return KINDS.get(code, f"kind {code}")
 
 
 def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, int]], ahead: int) -> list[Event]:
-    """The events of one rank, by start. `launches`: operator and number of CTAs of each call; `ahead`: how
-    far the rank's clock is ahead."""
+    """The events of one rank, ordered by start. `launches`: operator and number of CTAs of each call; `ahead`:
+    nanoseconds by which the rank's clock is ahead."""
     spans = {lane.cta: _launches(lane, launches) for lane in lanes if lane.lane == words.LAUNCHES.value}
     found = []
     for cta, of_cta in spans.items():
@@ -93,14 +93,14 @@ def events_of(rank: int, lanes: Sequence[Lane], launches: Sequence[tuple[str, in
             continue
         name = lane_name(lane.lane)
         of_cta = spans.get(lane.cta, [])
-        place = last = 0
+        current = last = 0
         for start, end, what, index in lane.events.tolist():
-            while place + 1 < len(of_cta) and end >= of_cta[place + 1][1]:
-                place += 1
+            while current + 1 < len(of_cta) and end >= of_cta[current + 1][1]:
+                current += 1
             if start == words.LAST.value:
-                start = max(last, of_cta[place][1] if of_cta else end)
+                start = max(last, of_cta[current][1] if of_cta else end)
             last = end
-            call = of_cta[place][0] if of_cta else 0
+            call = of_cta[current][0] if of_cta else 0
             peer = what >> 16 & 0xFFFF
             found.append(
                 Event(
@@ -126,14 +126,14 @@ def _launches(lane: Lane, launches: Sequence[tuple[str, int]]) -> list[tuple[int
 
 
 class Share(float):
-    """A share, from 0.0 to 1.0. NaN, which prints as "-", where there is nothing to have a share of."""
+    """A share from 0.0 to 1.0. NaN, which prints as "-", if the total is 0."""
 
     def __format__(self, how: str) -> str:
         return "-" if math.isnan(self) else super().__format__(how)
 
 
 def covered(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """The times at which at least one of the events was going on, as spans in order."""
+    """The times during which at least one of the events was in progress, as spans in order."""
     spans: list[tuple[int, int]] = []
     for event in sorted(events, key=lambda event: event.start):
         if spans and event.start <= spans[-1][1]:
@@ -144,7 +144,7 @@ def covered(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def shared(ones: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """For how long spans of both lists were going on."""
+    """The total time that is covered by spans of both lists."""
     total = i = j = 0
     while i < len(ones) and j < len(others):
         total += max(min(ones[i][1], others[j][1]) - max(ones[i][0], others[j][0]), 0)

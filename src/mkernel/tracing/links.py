@@ -1,4 +1,4 @@
-"""Which copy a wait was for: pairs of a push, or a send, and the first wait on a rank that saw it arrive."""
+"""Which copy a wait was for: pairs of a push or send and the first wait on a rank that saw it arrive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ARRIVAL = WAIT + "arrived"
 
 
 def arrivals(trace: Trace) -> Iterator[tuple[Event, Event]]:
-    """(what wrote a chunk, what first saw it), for each chunk and each rank that waited for it. A chunk of
-    a rank of the same node was pushed by a rank of the node; otherwise it was sent over the network. A chunk that
-    was written several times in a call (in rounds) is seen by the first wait that ends after each of them."""
+    """Yield (the event that wrote a chunk, the wait that first saw it), for each chunk and each rank that waited for
+    it. The writer is a push by a rank of the same node or, if there is none, a send over the network. If a chunk was
+    written several times in a call (in rounds), each write is paired with the first wait that ends after it."""
 
     def node(rank: int) -> int:
         return rank // trace.gpus_per_node
@@ -38,7 +38,7 @@ def arrivals(trace: Trace) -> Iterator[tuple[Event, Event]]:
         ends = [event.end for event in written]
         known = set()
         for event in sorted(seen, key=lambda event: event.end) if written else ():
-            place = max(bisect.bisect_right(ends, event.end) - 1, 0)
-            if place not in known:
-                known.add(place)
-                yield written[place], event
+            latest = max(bisect.bisect_right(ends, event.end) - 1, 0)
+            if latest not in known:
+                known.add(latest)
+                yield written[latest], event

@@ -1,4 +1,4 @@
-"""A trace as a page of its own: a row for each CTA, the network of a rank above them, in bands by role."""
+"""A trace as a self-contained page: a row per CTA, with a band per role, below the rank's network requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLORS = {
     "gather": "#c7b42c",
     "network": "#13a0a0",
 }
-WAITING = ("#d64545", "#e58a8a", "#b8323f", "#efb3a6")  # for the kinds of waits, in turn
+WAITING = ("#d64545", "#e58a8a", "#b8323f", "#efb3a6")  # for the kinds of waits, cyclically
 OTHER = "#8a94a0"
 BANDS = ("send", "intra", "compute", "tiles")  # of a CTA's row, from top to bottom
 INDEX = {
@@ -40,11 +40,11 @@ def write(trace: Trace, path: Path) -> None:
 
 
 def data_of(trace: Trace) -> dict[str, Any]:
-    """What the page draws: rows, and spans (row, band, start, duration, kind, peer, index, call)."""
+    """The data that the page draws: rows, and spans (row, band, start, duration, kind, peer, index, call)."""
     rows: list[dict[str, Any]] = []
     kinds: dict[str, int] = {}
     spans: list[list[int]] = []
-    place: dict[int, int] = {}  # of an event -> its span
+    span_of: dict[int, int] = {}  # id of an event -> index of its span
 
     def kind(name: str) -> int:
         return kinds.setdefault(name, len(kinds))
@@ -64,11 +64,11 @@ def data_of(trace: Trace) -> dict[str, Any]:
         for cta, events in sorted(of_rank.items()):
             roles = sorted({event.lane for event in events} - {"cta"}, key=_band)
             rows.append({"rank": rank, "heading": heading, "label": _label(cta, roles), "bands": max(len(roles), 1)})
-            # launches first, as a ground for everything else; what contains others before them
+            # launches first, as the background; events that contain others before these
             for event in sorted(events, key=lambda event: (event.kind != "launch", event.start, -event.end)):
                 bands = range(max(len(roles), 1)) if event.lane == "cta" else [roles.index(event.lane)]
                 for band in bands:
-                    place[id(event)] = len(spans)
+                    span_of[id(event)] = len(spans)
                     spans.append(
                         [
                             len(rows) - 1, band, event.start, event.duration, kind(event.kind),
@@ -85,7 +85,7 @@ def data_of(trace: Trace) -> dict[str, Any]:
         "rows": rows,
         "kinds": [{"name": name, "color": colors[name], "index": INDEX.get(name, "")} for name in kinds],
         "spans": spans,
-        "arrivals": [[place[id(sent)], place[id(seen)]] for sent, seen in arrivals(trace)],
+        "arrivals": [[span_of[id(sent)], span_of[id(seen)]] for sent, seen in arrivals(trace)],
     }
 
 
@@ -99,7 +99,7 @@ def _label(cta: int, roles: list[str]) -> str:
 
 
 def _side_by_side(transfers: list[Transfer]) -> list[list[Transfer]]:
-    """Transfers in as few rows as they need to not overlap in any."""
+    """Distribute transfers over as few rows as possible, without overlap in any row."""
     rows: list[list[Transfer]] = []
     for one in sorted(transfers, key=lambda transfer: transfer.start):
         free = next((row for row in rows if row[-1].end <= one.start), None)
@@ -117,23 +117,23 @@ def _colors(kinds: list[str]) -> dict[str, str]:
 
 
 def _about(trace: Trace) -> list[tuple[str, bool]]:
-    """Sentences about the trace, and whether each shall stand out."""
+    """Sentences about the trace, each with whether to highlight it."""
     nodes = trace.size // trace.gpus_per_node
     about = [(f"{trace.size} ranks in {nodes} node{'s' if nodes > 1 else ''}, {trace.device}.", False)]
     if trace.simulated:
-        about.append(("Simulated: only the order and the proportions of times mean something.", True))
+        about.append(("Simulated: only the order and the proportions of times are meaningful.", True))
     if trace.emulated:
         about.append(("Emulated: ranks share a GPU, or links are paced.", True))
     if trace.clock_error:
-        about.append((f"Times of different ranks are right within {trace.clock_error / 1e3:.1f} µs.", False))
+        about.append((f"Times of different ranks are comparable within {trace.clock_error / 1e3:.1f} µs.", False))
     if trace.lost:
-        about.append((f"{trace.lost} events found no room: mk.trace(events=...) makes more.", True))
-    about.append(("Drag to move, double-click or Ctrl and the wheel to zoom, point at a span for what it is.", False))
+        about.append((f"{trace.lost} events were dropped: increase mk.trace(events=...).", True))
+    about.append(("Drag to move, double-click or Ctrl and wheel to zoom, point at a span for details.", False))
     return about
 
 
 def _summary(trace: Trace) -> list[list[str]]:
-    """A table: its head, and a line for each rank and call."""
+    """The summary as a table: a header, and a line for each rank and call."""
     table = [
         ["rank", "call", "operator", "CTAs", "ms", "tiles, ms per CTA", "copies", "waits", "copies behind tiles"]
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""mk.trace: trace the calls of a block."""
+"""mk.trace: trace the calls in a `with` block."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ COPIES = ("push", "send", "gather")
 OVERLAP = (
     "the time in which CTAs of a rank copy (push, send, gather) during which the rank also computes tiles; "
     '"-" where no copy was traced'
-)  # what `Trace.overlap` is the share of, for people
+)  # explains `Trace.overlap`, after "the share of"
 
 
 class Trace:
-    """What was traced; complete when the block has ended.
+    """A trace; complete once the block has ended.
 
-    events: of all ranks, by rank and start.
-    transfers: requests to the network, where the network tells (the simulator's does).
-    lost: events for which there was no room; `mk.trace(events=...)` makes more.
-    clock_error: nanoseconds by which times of different ranks may be wrong against each other.
-    simulated: times are the simulator's, and only their order and proportions mean something.
+    events: the events of all ranks, by rank and start.
+    transfers: requests to the network, if the network records them (the simulator's does).
+    lost: the number of events that were dropped for lack of space; `mk.trace(events=...)` makes more space.
+    clock_error: nanoseconds by which times of different ranks may be off relative to each other.
+    simulated: times are the simulator's; only their order and proportions are meaningful.
     emulated: ranks shared a GPU, or links were paced.
     """
 
     def __init__(self, group: Group | None = None, *, events: int = EVENTS):
         if not isinstance(events, int) or isinstance(events, bool) or events < 1:
-            raise ArgumentError(f"events must be a whole number, 1 or more; got {events!r}")
+            raise ArgumentError(f"events must be an integer of at least 1, got {events!r}")
         self._given = group
         self._room = events
         self.events: tuple[Event, ...] = ()
@@ -52,11 +52,11 @@ class Trace:
     def __enter__(self) -> Trace:
         group = self._group = current(self._given)
         if group.tracer is not None:
-            raise ArgumentError("this group is being traced already; one trace at a time")
+            raise ArgumentError("this group is already being traced; end that trace before you begin another")
         self.size, self.gpus_per_node = group.size, group.gpus_per_node
         self.simulated = group.device.type == "cpu"
         self.device = "simulator" if self.simulated else torch.cuda.get_device_name(group.device)
-        group.quiet()  # what was asked of the network before is no part of the trace
+        group.quiet()  # earlier network requests are not part of the trace
         group.tracer = Tracer(group, self._room)
         group.world.network.record_transfers(group, True)
         return self
@@ -73,15 +73,15 @@ class Trace:
         transfers = group.world.network.record_transfers(group, False)
         if failure is None:
             offsets = clocks.offsets(group)
-            alike = group.exchange("trace", str(group.world.launcher.clock(group.world_rank).name))
+            clocks_of_ranks = group.exchange("trace", str(group.world.launcher.clock(group.world_rank).name))
             self.emulated = not self.simulated and (
-                len(set(alike)) < group.size or group.world.links.nvlink is not None
+                len(set(clocks_of_ranks)) < group.size or group.world.links.nvlink is not None
             )
             plain = [(lane.cta, lane.lane, torch.from_numpy(lane.events), lane.lost) for lane in tracer.read()]
             everyone = group.exchange(
                 "trace", (plain, tracer.launches, [dataclasses.astuple(each) for each in transfers])
             )
-            told = [
+            collected = [
                 (
                     [Lane(cta, lane, events.numpy(), lost) for cta, lane, events, lost in lanes],
                     launches,
@@ -90,16 +90,16 @@ class Trace:
                 for lanes, launches, theirs in everyone
             ]
         else:
-            # a rank that failed can not count on the others: its own events are there all the same
+            # a rank that failed cannot count on the others, but its own events are available
             group.world.launcher.synchronize(group.world_rank)
             offsets = [clocks.Offset(0, 0)] * group.size
-            told = [([], [], [])] * group.size
-            told[group.rank] = (tracer.read(), tracer.launches, transfers)
-        self._take(told, offsets)
+            collected = [([], [], [])] * group.size
+            collected[group.rank] = (tracer.read(), tracer.launches, transfers)
+        self._fill(collected, offsets)
 
-    def _take(self, told: Sequence[Any], offsets: Sequence[clocks.Offset]) -> None:
+    def _fill(self, collected: Sequence[Any], offsets: Sequence[clocks.Offset]) -> None:
         events = []
-        for rank, (lanes, launches, _) in enumerate(told):
+        for rank, (lanes, launches, _) in enumerate(collected):
             events += events_of(rank, lanes, launches, offsets[rank].nanoseconds)
             self.lost += sum(lane.lost for lane in lanes)
         first = min((event.start for event in events), default=0)
@@ -108,15 +108,15 @@ class Trace:
         )
         self.transfers = tuple(
             dataclasses.replace(transfer, start=transfer.start - first, end=transfer.end - first)
-            for rank, (_, _, transfers) in enumerate(told)
+            for rank, (_, _, transfers) in enumerate(collected)
             for transfer in transfers
         )
         self.clock_error = max(offset.error for offset in offsets)
 
-    # -- what it says
+    # -- queries
 
     def of(self, rank: int, *kinds: str, call: int | None = None) -> list[Event]:
-        """The events of a rank, of these kinds (all if none is named), of one call or of all."""
+        """The events of a rank, of these kinds (default: all), of one call (default: all)."""
         return [
             event for event in self.events
             if event.rank == rank and (not kinds or event.kind in kinds) and call in (None, event.call)
@@ -128,33 +128,33 @@ class Trace:
         return [found[call] for call in sorted(found)]
 
     def span(self, rank: int, call: int) -> tuple[int, int]:
-        """When the first CTA of a call began and when the last one ended."""
+        """When the first CTA of a call began, and when the last one ended."""
         launches = self.of(rank, "launch", call=call)
         if not launches:
             raise ArgumentError(f"rank {rank} has no call {call} in this trace")
         return min(event.start for event in launches), max(event.end for event in launches)
 
     def busy(self, rank: int, call: int) -> dict[int, int]:
-        """CTA -> nanoseconds in which it computed tiles."""
+        """CTA -> nanoseconds that it spent on tiles."""
         found: dict[int, int] = {}
         for event in self.of(rank, "tile", call=call):
             found[event.cta] = found.get(event.cta, 0) + event.duration
         return found
 
     def overlap(self, rank: int, call: int) -> Share:
-        """The share of the time of a rank's copies during which it computed tiles as well; 1.0 is all of it.
+        """The share of a rank's copy time during which the rank also computed tiles; 1.0 is complete overlap.
 
-        Copies are the events "push", "send" and "gather" of the rank: bytes that its CTAs move between ranks, or to
-        where the network reads them. What the network and its proxy do is not among them. Times at which several CTAs
-        copy count once. NaN, printed as "-", if no copy was traced.
+        Copies are the rank's events "push", "send" and "gather": bytes that its CTAs move between ranks, or to where
+        the network reads them. The work of the network and its proxy is not included. Times at which several CTAs copy
+        count once. NaN, printed as "-", if no copy was traced.
         """
         copies = covered(self.of(rank, *COPIES, call=call))
         total = sum(end - start for start, end in copies)
         return Share(shared(copies, covered(self.of(rank, "tile", call=call))) / total if total else math.nan)
 
     def summary(self) -> list[dict[str, Any]]:
-        """One line for each rank and call: milliseconds of the call, what its CTAs spent on what, and how much
-        of the copying was hidden behind tiles (`overlap`)."""
+        """One line for each rank and call: milliseconds of the call, how its CTAs spent their time, and how much of the
+        copying was hidden behind tiles (`overlap`)."""
         lines = []
         for rank in range(self.size):
             for call, op in enumerate(self.calls(rank)):
@@ -181,10 +181,11 @@ class Trace:
         return lines
 
     def account(self, rank: int, call: int, pieces: int = 24) -> list[dict[str, Any]]:
-        """Where the time of a rank's CTAs went in a call: a line for each role and kind of event, the most time first.
+        """Where the time of a rank's CTAs went in a call: a line for each role and kind of event, largest total first.
 
-        `cta_ms` is the sum over all CTAs, `first_ms` and `last_ms` when the first one began and the last one ended,
-        since the call began; `busy` how many CTAs were at it at a time, in so many pieces of the call.
+        `cta_ms` is the sum over all CTAs. `first_ms` and `last_ms` are when the first event began and the last one
+        ended, since the call began. `busy` is the number of CTAs in such events over time, for `pieces` equal parts of
+        the call.
         """
         start, end = self.span(rank, call)
         piece = max((end - start) / pieces, 1.0)
@@ -223,7 +224,7 @@ class Trace:
         chrome.write(self, Path(path))
 
     def html(self, path: str | Path) -> None:
-        """Write the trace as a page of its own: a timeline to zoom into; it loads nothing from anywhere."""
+        """Write the trace as a self-contained page with a zoomable timeline; it needs no network."""
         from mkernel.tracing import page
 
         self._complete()
@@ -231,26 +232,28 @@ class Trace:
 
     def _complete(self) -> None:
         if not self.events:
-            raise MKernelError("the trace is empty: it is filled when the `with` block ends, by operators called in it")
+            raise MKernelError(
+                "the trace is empty: call operators in the `with` block, and use the trace after the block has ended"
+            )
 
 
 def _within(event: Event, start: float, end: float) -> float:
-    """How much of an event lies between two times."""
+    """How much of an event is between two times."""
     return max(min(event.end, end) - max(event.start, start), 0.0)
 
 
 def trace(group: Group | None = None, *, events: int = EVENTS) -> Trace:
-    """Trace the calls on a group inside a `with` block. Collective: every rank of the group.
+    """Trace the calls on a group in a `with` block. Collective: every rank of the group enters and leaves the block.
 
         with mk.trace() as trace:
             y = mk.all_gather_matmul(a, b)
         trace.html("trace.html")
 
-    The first call of a shape inside the block compiles another binary of the kernel, one that writes events.
-    After the block every rank has the events of all; if it raised, a rank has its own.
+    The first call of a shape in the block compiles a separate binary of the kernel, which writes events. After the
+    block, every rank has the events of all ranks; if the block raised, a rank has only its own.
 
     Args:
-        group: whose calls; the current one by default.
-        events: how many each lane of a CTA has room for; further ones are only counted.
+        group: the group whose calls to trace; the current one by default.
+        events: the capacity of each lane of a CTA; further events are only counted.
     """
     return Trace(group, events=events)

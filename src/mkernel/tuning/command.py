@@ -1,4 +1,4 @@
-"""What `mkernel tune` does."""
+"""`mkernel tune`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
     options: Mapping[str, int],
     console: Console,
 ) -> list[Found]:
-    """Tune shape after shape, with a progress bar, and print what was found."""
+    """Tune one shape after the other, with a progress bar, and print the results."""
     found = []
     for shape in shapes:
         name = "x".join(str(size) for size in shape)
@@ -52,12 +52,12 @@ def run(
     console.print(table_of(found))
     if links != Links():
         console.print("emulated: ranks share a GPU, and links are paced")
-    console.print(f"kept in {tuned.path()}; groups that are made from now on take it")
+    console.print(f"stored in {tuned.path()}; groups created from now on use it")
     return found
 
 
 def table_of(found: Sequence[Found]) -> Table:
-    """What was found, a line for each shape; times in ms."""
+    """The results as a table, one line per shape; times in ms."""
     table = Table(box=None, pad_edge=False)
     for name in ("shape", "default", "best", "worst", "tried", "configuration"):
         table.add_column(name, justify="left" if name == "configuration" else "right")
@@ -70,6 +70,6 @@ def table_of(found: Sequence[Found]) -> Table:
 
 
 def words_of(config: Config) -> str:
-    """A configuration as people write it."""
+    """A configuration for humans."""
     given = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     return ", ".join(f"{name} {value}" for name, value in given.items()) or "the default"

@@ -1,4 +1,4 @@
-"""Measuring configurations on GPUs: all ranks prepare the same one, rank 0 launches and times them together."""
+"""Measure configurations on GPUs: all ranks prepare the same one, and rank 0 launches and times them together."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mkernel.tuning.search import Result, Search
 from mkernel.tuning.spaces import families_of
 from mkernel.workloads import Call, Workload
 
-REPEATS = 8  # launches that a measurement is the median of
+REPEATS = 8  # launches per measurement, whose median counts
 TIMEOUT = 60.0
-# too much shared memory, or too much for Triton's passes (a RuntimeError)
+# too much shared memory, or a failure in one of Triton's passes (a RuntimeError)
 DOES_NOT_COMPILE = (triton.errors.TritonError, RuntimeError)
 
 
@@ -52,13 +52,13 @@ def tune(
     options: Mapping[str, int] | None = None,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> Found:
-    """Search for the best configuration of a shape, for at most so many seconds (and what is being measured
-    then), and keep it. `options`: what else the workload shall be told."""
+    """Search for the best configuration for a shape, and store it. Stops after `seconds`, once the measurement in
+    progress is done. `options` are passed to the workload."""
     said = dict(options or {})
     tunable = workload.tunable
     if tunable is None:
         raise ArgumentError(f"{workload.op} takes no configuration: its Workload has no tunable")
-    tuned.write(tuned.path(), {})  # what could not be kept in the end is not measured
+    tuned.write(tuned.path(), {})  # fail now, not after all measurements, if the file cannot be written
 
     def on_rank(group: Group) -> Found | None:
         call = workload.make(group, shape, dtype, **said)
@@ -95,7 +95,7 @@ def tune(
 
 
 class Trial:
-    """Measurements of one call. Rank 0 says what is done next; the others follow until it ends."""
+    """Measurements of one call. Rank 0 decides what to do next; the others follow until it ends."""
 
     def __init__(self, group: Group, call: Call):
         self._group = group
@@ -114,8 +114,8 @@ class Trial:
             steps[kind](what)
 
     def compile(self, configs: Sequence[Config]) -> None:
-        """Compile what these configurations run, as many of them at a time as there are cores: so nobody waits for
-        rank 0 much longer than it takes to compile one."""
+        """Compile the kernels of these configurations, one per core at a time, so that the other ranks wait for rank 0
+        little longer than the compilation of one kernel."""
         cores = len(os.sched_getaffinity(0))
         for first in range(0, len(configs), cores):
             some = configs[first : first + cores]
@@ -123,12 +123,12 @@ class Trial:
             self._compile(some)
 
     def measure(self, config: Config) -> float | None:
-        """Milliseconds of a configuration; None if it does not run."""
+        """Milliseconds of a call with a configuration; None if it does not run."""
         self._group.exchange("tune", ("measure", config))
         return self._measure(config)
 
     def compare(self, config: Config) -> None:
-        """Raise if a configuration gives another result than the default."""
+        """Raise if the result of a configuration differs from that of the default by more than rounding."""
         self._group.exchange("tune", ("compare", config))
         self._compare(config)
 
@@ -136,14 +136,14 @@ class Trial:
         self._group.exchange("tune", ("end", None))
 
     def _prepared(self, config: Config) -> Launch | None:
-        """The launch of a configuration; None if it is refused."""
+        """The launch of a configuration; None if it is rejected."""
         with contextlib.suppress(ArgumentError):
-            return self.tried.prepare(config)  # an empty one is the default: what is tuned has no say in it
+            return self.tried.prepare(config)  # an empty one is the default: stored configurations are ignored
         return None
 
     def _compile(self, configs: Sequence[Config]) -> None:
-        """Rank 0 compiles what all ranks would launch, every binary once. The launches themselves are not kept: to
-        prepare the next one may give back memory that they use. What does not compile is found when it is measured."""
+        """Rank 0 compiles what all ranks would launch, every binary once. The launches themselves are not kept, because
+        preparing the next one may release memory that they use. A failure to compile surfaces in the measurement."""
         with ThreadPoolExecutor(len(configs)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for config in configs:
                 everyone = self._group.exchange("tune", self._prepared(config))
@@ -175,20 +175,20 @@ class Trial:
         return self._stopwatch.bursts({"fused": lambda: world.launcher.launch_together(launches)}, REPEATS)["fused"]
 
     def _compare(self, config: Config) -> None:
-        """Two ways to add up the same products differ by rounding, and by no more."""
+        """Two orders of adding the same products may differ by rounding, but by no more."""
         default = self._call.run(Config()).clone()
         result = self._call.run(config)
         self._group.synchronize()
         error = (result.double() - default.double()).abs().max().item()
         allowed = 8 * torch.finfo(default.dtype).eps * default.abs().max().item()
-        if not error <= allowed:  # nor if it is NaN
+        if not error <= allowed:  # also if it is NaN
             raise MKernelError(
-                f"{self.tried.sizes}: {config} gives another result than the default: it differs by {error:.3g}, "
-                f"{allowed:.3g} could be rounding"
+                f"{self.tried.sizes}: {config} gives a different result than the default: it differs by {error:.3g}, "
+                f"but rounding explains at most {allowed:.3g}"
             )
 
 
 def begin_to_compile(launch: Launch) -> None:
-    """Compile the kernel of a launch in the background, inside of an AsyncCompileMode of Triton's."""
+    """Compile the kernel of a launch in the background, inside Triton's AsyncCompileMode."""
     with torch.cuda.device(launch.group.device):
         launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))

@@ -1,18 +1,18 @@
-"""The search: from the configuration that the cost model takes, one field at a time, as long as time is left.
+"""The search: coordinate descent from the configuration that the cost model selects, within a time limit.
 
-A family is a configuration to begin with and, for some of its fields, other values. Its best is looked for
-field by field: every value of a field is measured with the other fields as they are best so far, until a whole
-round brings nothing. That finds the best of fields that do not depend on each other, and measures their sum
-rather than their product. Families (another kernel, say) take turns in the order in which their beginnings
-did; each may use its share of the time that is left.
+A family is a start configuration and, for some of its fields, alternative values. The search improves it field by
+field: it measures every value of a field while the other fields keep their best values so far, until a whole pass
+brings no improvement. This finds the optimum if the fields are independent, and the number of measurements is the sum
+of the numbers of values rather than their product. Families (such as another kernel) are searched in the order of the
+times of their start configurations; each may use an equal share of the remaining time.
 
-Nearly all of the time goes into compiling (a second for a GEMM, ten for a mixture of experts; to measure takes a
-tenth of a second), so what is measured next is compiled side by side before: all values of a field, which
-are known when its turn comes. Nothing is compiled while something is measured, which would take longer then; and
-nothing beyond the field, since its best value is a part of all that follows.
+Nearly all of the time is compilation (a second for a GEMM, ten for a mixture of experts; a measurement takes a tenth
+of a second). So all values of a field are compiled in parallel before they are measured. Nothing is compiled during a
+measurement, which would disturb it. Later fields are not compiled ahead, because their configurations include the best
+value of this one.
 
-Measurements differ from time to time: the best one and the default are measured again at the end, by turns, and
-the default stays if it is not slower.
+Measurements are noisy. At the end, the best configuration and the default are measured again, alternately, and the
+default is kept if it is not slower.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 from mkernel.runtime.config import Config
 
-NOISE = 0.005  # share by which a configuration must be faster to count as faster
-DUELS = 2
+NOISE = 0.005  # relative difference below which times count as equal
+DUELS = 2  # repeated measurements of the best configuration and the default, at the end
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Family:
 
 @dataclass
 class Result:
-    """What a search found. Times are milliseconds; None is a configuration that does not run."""
+    """The result of a search. Times are in milliseconds; None stands for a configuration that does not run."""
 
     default: float
     best: Config = field(default_factory=Config)
     best_time: float = 0.0
     trials: dict[Config, float | None] = field(default_factory=dict)
-    complete: bool = True  # False: the time was over first
+    complete: bool = True  # False if time was up before the search was done
 
     @property
     def worst_time(self) -> float:
@@ -51,8 +51,8 @@ class Result:
 
 
 class Search:
-    """One search. `measure` gives the time of a configuration, or None if it does not run; `tell` is called
-    after every measurement. `compile` makes several configurations ready to be measured."""
+    """One search. `measure` returns the time of a configuration, or None if it does not run. `tell` is called after
+    every measurement. `compile` prepares several configurations for measurement."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Search:
             raise ValueError("the default configuration does not run")
         begun = [(self._try(family.start), family) for family in families if self._in_time()]
         runs = sorted(((time, family) for time, family in begun if time is not None), key=lambda entry: entry[0])
-        for place, (_, family) in enumerate(runs):
+        for i, (_, family) in enumerate(runs):
             left = max(self._end - self._clock(), 0.0)
-            self._descend(family, self._clock() + left / (len(runs) - place))
+            self._descend(family, self._clock() + left / (len(runs) - i))
         self._duel()
         return result
 
@@ -125,7 +125,7 @@ class Search:
         return result.trials[config]
 
     def _duel(self) -> None:
-        """Measure the best and the default again, by turns: the smallest of each counts."""
+        """Measure the best configuration and the default again, alternately; the smallest time of each counts."""
         result = self.result
         if result.best == Config():
             return

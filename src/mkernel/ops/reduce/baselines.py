@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter and matmul_all_reduce by NCCL and by PyTorch's symmetric memory."""
+"""Baselines for matmul_reduce_scatter and matmul_all_reduce: NCCL and PyTorch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class AllReduce(_Sum):
     @classmethod
     def symm_mem_refusal(cls, shape: Shape, dtype: torch.dtype) -> str | None:
         if dtype == torch.float16:
-            return "PyTorch's symmetric-memory all-reduces add bf16 and fp32, not fp16"
+            return "PyTorch's symmetric-memory all-reduces support bf16 and fp32, not fp16"
         if shape[0] * shape[1] * dtype.itemsize % 4:
-            return "PyTorch's symmetric-memory all-reduces take whole words of 4 bytes: m x n must be even"
+            return "PyTorch's symmetric-memory all-reduces operate on 4-byte words: m x n must be even"
         return None
 
     def symm_mem(self) -> Ways:
-        """The library's GEMM into symmetric memory, then one of several all-reduces; the fastest counts."""
+        """The library's GEMM into symmetric memory, then each of PyTorch's all-reduces; the fastest one counts."""
         ops, group = torch.ops.symm_mem, symm_mem.world()
         product = symm_mem.shared(self.m, self.n, device=self.device, dtype=self.dtype)
 
@@ -82,5 +82,5 @@ class AllReduce(_Sum):
         if symmetric_memory.rendezvous(product, group).multicast_ptr:
             calls["multimem_all_reduce_"] = reduced(ops.multimem_all_reduce_)
         else:
-            notes.append("multimem_all_reduce_ left out: no multicast between these GPUs")
+            notes.append("multimem_all_reduce_ was skipped: these GPUs have no multicast")
         return Ways(symm_mem.barrier(self.device), calls, notes)

@@ -1,8 +1,8 @@
-"""What the benchmarks of matmul_reduce_scatter and matmul_all_reduce share: inputs, the host-driven way, and timing.
+"""What the benchmarks of the operators that sum over ranks share: the host-driven baseline, timing, and figures.
 
-The host-driven way is the library's GEMM, then a reduction under the same links. It is a good one: a
-single kernel reads all ranks' products and adds them in fp32, and its time counts only where it is
-longer than what the bytes would take on the link.
+The host-driven baseline is the library's GEMM, followed by a reduction over the same links. It is a strong baseline: a
+single kernel reads all ranks' products and adds them in fp32, and its time counts only where it exceeds what the bytes
+would take on the link.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ BLOCK = 4096
 
 @triton.jit
 def _add_up(parts, out, offset, count, RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = the sum over all ranks of their part at offset + i."""
+    """out[i] = the sum over all ranks of element offset + i of their partial products."""
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        place = first + tl.arange(0, BLOCK)
+        i = first + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(RANKS):
-            part = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(DTYPE)), 16)
-            total += tl.load(part + offset + place, mask=place < count, other=0.0).to(tl.float32)
-        tl.store(out + place, total.to(DTYPE), mask=place < count)
+            partial = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(DTYPE)), 16)
+            total += tl.load(partial + offset + i, mask=i < count, other=0.0).to(tl.float32)
+        tl.store(out + i, total.to(DTYPE), mask=i < count)
 
 
 def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype: Any) -> None:
-    """Add elements offset... of all ranks' products, whose addresses are `parts`, into the flat `out`."""
+    """Sum the elements from `offset` on of all ranks' products, whose addresses are `parts`, into the flat `out`."""
     ctas = torch.cuda.get_device_properties(out.device).multi_processor_count * 4
     _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
 
@@ -46,8 +46,8 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class OnRank:
-    """What is timed, on one rank: `multiply` is the library's GEMM. What follows it host-driven is one of
-    `ways`, each a list of steps that all ranks make together; the fastest counts."""
+    """What is timed on one rank. `multiply` is the library's GEMM. `ways` are alternatives for the host-driven
+    reduction that follows, each a list of steps that all ranks take together; the fastest one counts."""
 
     launch: Launch
     stream: torch.cuda.Stream
@@ -56,7 +56,7 @@ class OnRank:
 
 
 def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of the three ways, in bursts and sustained; the same on every rank."""
+    """Median milliseconds of "library", "fused" and "host_driven", in bursts and sustained; the same on every rank."""
     everyone: Sequence[OnRank] = group.exchange("ready", mine)
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:
@@ -72,8 +72,8 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
                 with torch.cuda.stream(each.stream):
                     each.multiply()
 
-        def meet() -> None:
-            """What any rank's stream does next comes after what all of them have done."""
+        def barrier() -> None:
+            """A barrier between the streams of all ranks."""
             done = [each.stream.record_event() for each in everyone]
             for each in everyone:
                 for event in done:
@@ -82,12 +82,12 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
         def host_driven(way: int) -> Step:
             def run() -> None:
                 library()
-                meet()
+                barrier()
                 for step in range(len(mine.ways[way])):
                     for each in everyone:
                         with torch.cuda.stream(each.stream):
                             each.ways[way][step]()
-                    meet()
+                    barrier()
 
             return run
 
@@ -106,19 +106,19 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
 
 @dataclass(frozen=True)
 class Wires:
-    """Milliseconds that the bytes of one rank take on its paced links; 0 where they are not paced."""
+    """Milliseconds that one rank's bytes take on its paced links; 0 for a link that is not paced."""
 
     nvlink: float
     network: float
 
     @property
     def ms(self) -> float:
-        """Both at the same time."""
+        """The time of both links, used concurrently."""
         return max(self.nvlink, self.network)
 
 
 def wires(group: Group, nvlink_bytes: int, network_bytes: int) -> Wires:
-    """What so many bytes of one rank take."""
+    """How long this many bytes of one rank take."""
     links = group.world.links
     nvlink = nvlink_bytes / (links.nvlink * 1e6) if links.nvlink and group.gpus_per_node > 1 else 0.0
     network = 0.0
@@ -131,7 +131,7 @@ def figures(
     op: str, group: Group, shape: tuple[int, int, int], dtype: torch.dtype,
     times: dict[str, float], sustained: dict[str, float], wire: Wires, error: float, bound: float, plan: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `mkernel bench` prints and writes for one shape (m, n, k of all ranks)."""
+    """What `mkernel bench` prints and writes for one shape: m, n, and k over all ranks."""
     floor = max(times["library"], wire.ms)
     rate = group.world.links.nvlink
     return {
@@ -164,8 +164,8 @@ def figures(
 
 
 def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
-    """Largest error of an element of a sum over ranks of products of normally distributed numbers: that of
-    one product, and a rounding of every rank's part, which is rarely over 5*sqrt(k_local)."""
+    """Bound for the largest error of a sum over ranks of products of normally distributed numbers: the error of one
+    product over all of k, plus one rounding of each rank's partial, which rarely exceeds 5*sqrt(k_local)."""
     eps = torch.finfo(dtype).eps
     rounding = 4 * k * eps if dtype == torch.float32 else 0.0
     return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2

@@ -1,4 +1,4 @@
-"""A call of an operator that sums over ranks, and its plan, as the host sees them."""
+"""The host side of the operators that sum over ranks: a call and its plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Sum:
     residual: torch.Tensor | None = None
     reduce_dtype: torch.dtype | None = None
     config: Config | None = None
-    fixed_order: bool = True  # parts are added in the order of ranks, not in any that the switch takes
+    fixed_order: bool = True  # partials are added in rank order, not in whatever order the switch uses
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype of what travels between ranks."""
+        """The dtype of partials and sums that travel between ranks."""
         return self.reduce_dtype or self.a.dtype
 
     @property
@@ -47,8 +47,8 @@ def call_of(
     bias: torch.Tensor | None, residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
     scatter: bool,
 ) -> Sum:  # fmt: skip
-    """The call that these arguments make, if they are in order; what they leave open is filled in. `scatter`:
-    each rank keeps its share of the rows."""
+    """Check the arguments and make a `Sum` of them, with defaults filled in. `scatter`: each rank keeps its share of
+    the rows."""
     op = tunable.op
     planning.check_given(config)
     planning.check_without_helpers(op, config)
@@ -59,8 +59,8 @@ def call_of(
     m, n = a.shape[0], b.shape[1]
     if scatter and m % group.size:
         raise ArgumentError(
-            f"a has {m} rows, which can not be shared evenly by {group.size} ranks: pad a to "
-            f"{-(-m // group.size) * group.size} rows, or use matmul_all_reduce, which takes any number"
+            f"a has {m} rows, which cannot be divided evenly among {group.size} ranks: pad a to "
+            f"{-(-m // group.size) * group.size} rows, or use matmul_all_reduce, which takes any number of rows"
         )
     shape, meaning = ((m // group.size, n), "m/world, n") if scatter else ((m, n), "m, n")
     _check_added(op, group, a, bias, residual, n, shape, meaning)
@@ -70,7 +70,7 @@ def call_of(
         out = group.world.memory.empty(group.world_rank, shape, a.dtype)
     else:
         inputs = {"a": a, "b": b} | ({"bias": bias} if bias is not None else {})
-        # out may be the residual, each element being read before it is written
+        # out may be the residual: each element is read before it is written
         if residual is not None and not same_elements(out, residual):
             inputs["residual"] = residual
         check_out(out, shape, meaning, a.dtype, inputs)
@@ -78,7 +78,7 @@ def call_of(
 
 
 def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
-    """The call with the configuration that it was given, or that tuning found."""
+    """The call with the configuration that was passed, or else with the one that tuning found."""
     a, b = call.a, call.b
     config = tunable.choose(group, a.dtype, call.config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
     return replace(call, config=config)
@@ -88,7 +88,7 @@ def _check_added(
     op: str, group: Group, a: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, n: int,
     shape: tuple[int, int], meaning: str,
 ) -> None:  # fmt: skip
-    """Refuse a bias or a residual that can not be added to a result of this shape."""
+    """Reject a bias or a residual that cannot be added to a result of this shape."""
     if bias is not None:
         check_tensor(op, group, "bias", bias, dimensions=1)
         if bias.shape[0] != n:
@@ -102,21 +102,21 @@ def _check_added(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a call will do, and why. `str(plan)` explains it."""
+    """How a call will run, and why. `str(plan)` explains it."""
 
     head: str
     config: Settings
-    tiles: int  # that travel as parts: of one rank's rows, or of all
+    tiles: int  # tiles of one rank's rows (reduce-scatter), or of the whole result (all-reduce)
     a_uses_tma: bool
     right: RhsLayout
     out_uses_tma: bool
     residual_uses_tma: bool
     precision: str
     reasons: tuple[str, ...]
-    hopper: bool = False  # runs the operator's kernel for Hopper
-    sliced: bool = False  # tiles are cut into slices
-    multicast: bool = False  # the switch hands out finished tiles
-    in_switch: bool = False  # and adds the parts
+    hopper: bool = False  # takes the kernel for Hopper
+    sliced: bool = False  # tiles are split into slices
+    multicast: bool = False  # the switch delivers finished tiles to all ranks
+    in_switch: bool = False  # and also reduces the partials
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])
@@ -126,8 +126,8 @@ def plan_of(
     op: str, group: Group, call: Sum, *, tile: tuple[int, int], tiles: int, computed: int, ctas: int,
     pushed: int, sent: int, reasons: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
-    """The plan of a call that is cut into `tiles` of `tile`, of which a rank computes `computed`, and
-    that pushes and sends so many elements."""
+    """The plan of a call with `tiles` tiles of size `tile`, in which a rank computes `computed` tiles, pushes `pushed`
+    elements over NVLink and sends `sent` elements over the network."""
     a, b, out, residual = call.a, call.b, call.out, call.residual
     descriptors = has_descriptors(group.device)
     right = RhsLayout.of(b, descriptors)
@@ -147,7 +147,7 @@ def plan_of(
     )
     return Plan(
         head=f"{op}: tiles {tile[0]}x{tile[1]}x{settings.tile_k}, {computed} of them on {settings.ctas} CTAs; "
-        f"parts travel as {dtype}",
+        f"partials travel as {dtype}",
         config=settings,
         tiles=tiles,
         a_uses_tma=uses_tma["a"],

@@ -1,4 +1,4 @@
-"""Sums over ranks in the demo."""
+"""The demo of matmul_reduce_scatter and matmul_all_reduce."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _case(
     def exact() -> tuple[torch.Tensor, float]:
         pairs = zip(everyones(group, "a", a), everyones(group, "b", b))
         total = sum((x[rows].double() @ y.double() for x, y in pairs), torch.zeros((), device=group.device))
-        # the error of one long product, and a rounding of each rank's part
+        # the error of one product over all of k, plus one rounding of each rank's partial
         parts = (group.size - 1) ** 0.5 * 5 * k**0.5 * EPS / 2
         return total, 4 * (group.size * k) ** 0.5 * EPS + parts
 
     return Case(
-        inputs=f"a {m} x {k} and b {k} x {n}, its slice of a deeper product",
+        inputs=f"a {m} x {k} and b {k} x {n}, its slice of a product with larger k",
         call=lambda: call(a, b),
         exact=exact,
         library=lambda: a @ b,

@@ -1,10 +1,10 @@
-"""What the tools know of matmul_reduce_scatter and matmul_all_reduce."""
+"""The registry entries of matmul_reduce_scatter and matmul_all_reduce."""
 
 from mkernel.operators import Operator, Signal, register
 
 PACKAGE = "mkernel.ops.reduce"
 
-partial = Signal("mkernel.ops.reduce.kinds:PARTIAL", "partial", "rank {peer}'s part of tile {index}")
+partial = Signal("mkernel.ops.reduce.kinds:PARTIAL", "partial", "rank {peer}'s partial of tile {index}")
 finished_tile = Signal(
     "mkernel.ops.reduce.kinds:FINISHED_TILE", "finished tile", "tile {index}, which rank {peer} reduces"
 )
@@ -12,7 +12,7 @@ finished_tile = Signal(
 register(
     Operator(
         name="matmul_reduce_scatter",
-        summary="multiplies, adds the products of all ranks, and leaves each rank its rows of the sum",
+        summary="multiplies, adds the products of all ranks, and gives each rank its rows of the sum",
         function=f"{PACKAGE}.reduce_scatter:matmul_reduce_scatter",
         explain=f"{PACKAGE}.reduce_scatter:explain",
         dimensions=("m_total", "n", "k"),

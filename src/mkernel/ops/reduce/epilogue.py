@@ -1,4 +1,4 @@
-"""The end of a sum over ranks: bias, residual, and the tile's way into the result."""
+"""The epilogue of a sum over ranks: add bias and residual, and store the tile in the result."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ from mkernel.lang.matrix import Block, Tile
 
 @triton.jit
 def halves(values):
-    """The left and the right half of a tile's columns. What is stored or read by rows goes through
-    shared memory; half a tile at a time leaves it to the operands."""
+    """The left and the right half of a tile's columns. Row-major loads and stores go through shared memory; half a tile
+    at a time leaves enough of it to the operands."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     return values.reshape(M, 2, N // 2).permute(0, 2, 1).split()
@@ -18,13 +18,13 @@ def halves(values):
 
 @triton.jit
 def move_right(tile, columns):
-    """The tile that begins so many columns further right."""
+    """The tile that begins this many columns further to the right."""
     return Tile(tile.part, tile.row, tile.rows, tile.column + columns, tile.columns)
 
 
 @triton.jit
 def add_to_tile(result, tile, values):
-    """The values of a tile, plus the bias [n], plus the residual [rows, n]."""
+    """Add the bias [n] and the residual [rows, n] to the values of a tile."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     if result.BIAS:
@@ -42,8 +42,8 @@ def add_to_tile(result, tile, values):
 
 @triton.jit
 def store_result(result, tile, values):
-    """Add bias and residual to a tile, and store it into the result, one half of its columns after the other."""
+    """Add bias and residual to a tile and store it in the result, half of its columns at a time."""
     left, right = halves(values)
     store_tile(result.c, tile, add_to_tile(result, tile, left))
-    beside = move_right(tile, left.shape[1])
-    store_tile(result.c, beside, add_to_tile(result, beside, right))
+    right_tile = move_right(tile, left.shape[1])
+    store_tile(result.c, right_tile, add_to_tile(result, right_tile, right))

@@ -1,18 +1,18 @@
-"""The loop of the kernels that sum over ranks: tiles and steps through k are one loop.
+"""The main loop of the kernels that sum over ranks: the loops over tiles and over k, fused into one.
 
-So Triton loads the first steps of a tile while the tile before is pushed or added. Kernels differ in the tiles they
-take and in what they do with a finished product, so each gives the loop four device functions:
+Triton's pipeliner can thus load the first k-steps of a tile while the previous tile is pushed or reduced. Kernels
+differ in the tiles they take and in what they do with a product, so each passes four device functions to the loop:
 
-    TAKE(comm, call, sequence, place)                the tile at a place of this CTA's sequence, a structure
-    LOCATE(call, taken)                              where that tile lies: a `Tile`
-    PREFETCH(comm, call, taken)                      after the first step of a tile
-    END(comm, call, sequence, total, taken, progress)  after its last step; returns the new `Progress`
+    TAKE(comm, call, sequence, position)             the tile at a position of this CTA's sequence, a structure
+    LOCATE(call, taken)                              where that tile is: a `Tile`
+    PREFETCH(comm, call, taken)                      called after the first k-step of a tile
+    END(comm, call, sequence, total, taken, progress)  called after the last k-step; returns the new `Progress`
 
-END must use `total` on every path: then the product has been computed when the accumulator becomes zero again, and
-the tensor cores may still be at work on it everywhere else in the loop.
+END must use `total` on every path. Then the product is complete before the accumulator is reset to zero, and the
+tensor cores may run asynchronously everywhere else in the loop.
 
-HOIST lets Triton move what does not change out of the loop, into registers that are taken through all tiles. That
-saves spills in some kernels and costs some in others.
+HOIST lets Triton hoist loop invariants, which then occupy registers throughout the loop. This avoids spills in some
+kernels and causes them in others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mkernel.ops.reduce.protocol import notify_partial
 
 
 class Progress(NamedTuple):
-    """What a CTA keeps from one tile to the next."""
+    """What a CTA carries from one tile to the next."""
 
-    signal: Any  # address of the signal of the partial that was stored last, if it is due; else 0
+    signal: Any  # address of the signal of the partial that was pushed last, if it has yet to be sent; else 0
     moved: Any  # bytes moved over NVLink so far
-    start: Any  # when the CTA began, if the link is paced
+    start: Any  # when the CTA began; only if the link is paced
 
 
 @triton.jit
 def start_progress(link):
-    """The progress of a CTA that begins."""
+    """The initial progress of a CTA."""
     start = tl.full((), 0, tl.int64)
     if link.PACED:
         start = clock()
@@ -48,14 +48,14 @@ def start_progress(link):
 
 @triton.jit
 def pace_progress(link, progress):
-    """Wait until a paced link has had the time for what was moved so far."""
+    """Wait until a paced link would have transferred what was moved so far."""
     if link.PACED:
         pace(progress.start, progress.moved, link.nanoseconds_per_mib)
 
 
 @triton.jit
 def notify_due(comm, signal):
-    """Raise the signal that is due, if there is one."""
+    """Send the pending signal, if there is one."""
     if signal != 0:
         notify_partial(comm, signal, True)
 
@@ -65,11 +65,11 @@ def for_each_tile(
     comm, call, sequence, TAKE: tl.constexpr, LOCATE: tl.constexpr, PREFETCH: tl.constexpr, END: tl.constexpr,
     HOIST: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the `sequence.length` tiles of this CTA, one after the other. Returns the progress after the last."""
+    """Multiply the `sequence.length` tiles of this CTA in order. Returns the progress after the last one."""
     M: tl.constexpr = call.product.tiling.M
     N: tl.constexpr = call.product.tiling.N
     steps = count_steps(call.product)
-    place = -1
+    position = -1
     step = steps - 1
     taken = TAKE(comm, call, sequence, 0)
     progress = start_progress(call.link)
@@ -77,8 +77,8 @@ def for_each_tile(
     for _ in tl.range(sequence.length * steps, disable_licm=not HOIST):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
-            place += 1
-            taken = TAKE(comm, call, sequence, place)
+            position += 1
+            taken = TAKE(comm, call, sequence, position)
         total = multiply_step(
             total, call.product.a, call.product.b, LOCATE(call, taken), step * call.product.tiling.K, call.product.k,
             call.product.tiling,

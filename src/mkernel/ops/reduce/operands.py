@@ -1,8 +1,8 @@
-"""What every kernel of the family is told about a call: what it multiplies, where the result goes, how fast links are.
+"""The kernel arguments that both operators share: what to multiply, where the result goes, how fast the links are.
 
-Triton can compile, but not launch, a kernel with a tensor descriptor inside a structure. So the matrices are
-parameters of their own, `a, b, c, residual`; the `Call` that the host builds has the `Strides` of each, and
-`with_matrices` makes a `Matrix` of both.
+Triton can compile, but not launch, a kernel with a tensor descriptor inside a structure. So the matrices are separate
+parameters, `a, b, c, residual`. The `Call` that the host builds has the `Strides` of each, and `with_matrices`
+combines both into a `Matrix`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mkernel.runtime.operands import constants, descriptor
 
 
 class Product(NamedTuple):
-    """This rank's product, a [parts, rows, k] @ b [k, n], and how it is cut into tiles."""
+    """This rank's product, a [parts, rows, k] @ b [k, n], and its tiling."""
 
     a: Any  # Matrix
     b: Any  # Matrix
@@ -33,8 +33,8 @@ class Product(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result c [rows, n], and what is added to the sum. Descriptors of c and the residual have blocks of half a
-    tile."""
+    """The result c [rows, n], and what is added to the sum. The blocks of the descriptors of c and of the residual are
+    half a tile wide."""
 
     c: Any  # Matrix
     bias: Any  # pointer to n elements; None unless BIAS
@@ -44,24 +44,24 @@ class Result(NamedTuple):
 
 
 class Link(NamedTuple):
-    """How fast one CTA may push. Only measurements pace links."""
+    """The rate at which one CTA may push. Links are paced only for measurements."""
 
     nanoseconds_per_mib: Any
     PACED: Any
 
 
 class Call(NamedTuple):
-    """What a kernel is told about a call."""
+    """The arguments of a kernel, apart from the matrices."""
 
     product: Any  # Product
     result: Any  # Result
-    exchange: Any  # what the operator keeps in its workspace: see its protocol.py
+    exchange: Any  # the operator's arrays in its workspace: see its protocol.py
     link: Any  # Link
 
 
 @triton.jit
 def with_matrices(comm, call, a, b, c, residual, BODY: tl.constexpr):
-    """BODY(comm, call), where the matrices of the call have their data."""
+    """Run BODY(comm, call) with the data of the matrices filled in."""
     BODY(
         comm,
         Call(
@@ -81,19 +81,19 @@ def with_matrices(comm, call, a, b, c, residual, BODY: tl.constexpr):
 
 @triton.jit
 def count_tiles(product):
-    """How many tiles one part of the product has."""
+    """The number of tiles of one part of the product."""
     return tl.cdiv(product.rows, product.tiling.M) * tl.cdiv(product.n, product.tiling.N)
 
 
 @triton.jit
 def count_steps(product):
-    """How many steps through k a tile takes; one at least, so that a rank with an empty k still takes part."""
+    """The number of k-steps of a tile; at least one, so that a rank with an empty k still takes part."""
     return tl.maximum(tl.cdiv(product.k, product.tiling.K), 1)
 
 
 @triton.jit
 def tile_corner(product, tile):
-    """(row, column) at which a tile of a part begins."""
+    """(row, column) of a tile's upper left corner in its part."""
     row_blocks = tl.cdiv(product.rows, product.tiling.M)
     column_blocks = tl.cdiv(product.n, product.tiling.N)
     block, column_block = swizzle_tile(tile, row_blocks, column_blocks, product.tiling.GROUP)
@@ -101,7 +101,7 @@ def tile_corner(product, tile):
 
 
 def call_of(group: Group, plan: Plan, call: Sum, parts: int, exchange: Any) -> Call:
-    """What a kernel is told about a call; a's rows lie in so many parts, one below the other."""
+    """The kernel arguments of a call. The rows of a form `parts` equal parts, one below the other."""
     a, b, out, residual, c = call.a, call.b, call.out, call.residual, plan.config
     rows = a.shape[0] // parts
     strides = residual.stride() if residual is not None else (0, 0)
@@ -126,7 +126,7 @@ def call_of(group: Group, plan: Plan, call: Sum, parts: int, exchange: Any) -> C
 
 
 def matrices_of(plan: Plan, call: Sum, parts: int) -> dict[str, Any]:
-    """The matrices, as a kernel reads or writes them: through descriptors, or through pointers."""
+    """The matrices as kernel arguments: tensor descriptors, or tensors to be accessed through pointers."""
     c = plan.config
     a, out, residual = call.a, call.out, call.residual
     m, k = a.shape
@@ -147,14 +147,14 @@ def matrices_of(plan: Plan, call: Sum, parts: int) -> dict[str, Any]:
 
 
 def link_of(group: Group, plan: Plan) -> Link:
-    """The link of one CTA of this rank."""
+    """One CTA's share of this rank's link."""
     nvlink = group.world.links.nvlink if group.gpus_per_node > 1 else None  # GB/s
     return Link(round(2**20 * plan.config.ctas / nvlink) if nvlink else 0, *constants(nvlink is not None))
 
 
 def variant_of(plan: Plan, workspace: Workspace) -> Hashable:
-    """Launches with the same one run the same binary. The workspace is in it, because Triton makes another
-    binary for integers with other divisors."""
+    """The key of a launch's binary: launches with the same key run the same one. It includes sizes of the workspace,
+    because Triton specializes binaries on the divisibility of integers."""
     return plan, workspace.signal_words, workspace.half_bytes
 
 

@@ -1,8 +1,9 @@
-"""What the protocols of both operators have in common: how the ranks of a node push partials to the one that adds.
+"""What both operators' protocols share: how the ranks of a node push partials to the rank that reduces them.
 
-A rank that adds has a slot and a signal for the partial of every other rank of its node. `exchange` is the operator's
-own structure; here two of its fields matter, `partials` (Slots) and `partial` (Words), both [first + place, j]: what
-the rank that is place + 1 behind the adding one has pushed. `first` and `j` say of which tile.
+The reducing rank has a slot and a signal for the partial of every other rank of its node. `exchange` is a structure of
+the operator. Two of its fields matter here, `partials` (Slots) and `partial` (Words). Both are indexed by [first + i,
+j], where `first` and `j` select the tile, and i the source: the rank i + 1 after the reducing one, cyclically within
+the node.
 """
 
 import triton
@@ -37,24 +38,24 @@ def slot_bytes(slots):
 
 @triton.jit
 def peer_behind(comm, distance):
-    """The rank that is so many behind this one in its node, cyclically."""
+    """The rank that follows this one at this distance in its node, cyclically."""
     rank = rank_of(comm.context)
     return rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE + (rank + distance) % comm.RANKS_PER_NODE
 
 
 @triton.jit
 def push_partial(comm, exchange, total, distance, first, j):
-    """Push this rank's partial of a tile to the rank that is `distance` behind it, which adds it. Returns the address
-    of the signal that is due then."""
-    adder = peer_behind(comm, distance)
-    place = first + comm.RANKS_PER_NODE - 1 - distance
-    store_partial(slot_at(comm, exchange.partials, adder, place, j), total, total.shape[0], total.shape[1])
-    return signal_at(comm, exchange.partial, adder, place, j).to(tl.int64)
+    """Push this rank's partial of a tile to the rank that reduces it, the one `distance` after this rank. Returns the
+    address of the signal, which the caller must send with `notify_partial`."""
+    reducer = peer_behind(comm, distance)
+    i = first + comm.RANKS_PER_NODE - 1 - distance
+    store_partial(slot_at(comm, exchange.partials, reducer, i, j), total, total.shape[0], total.shape[1])
+    return signal_at(comm, exchange.partial, reducer, i, j).to(tl.int64)
 
 
 @triton.jit
 def notify_partial(comm, signal, IN_LOOP: tl.constexpr):
-    """Raise the signal at an address that `push_partial` has returned. IN_LOOP: inside a loop that Triton shall
+    """Send the signal whose address `push_partial` returned. IN_LOOP: the call is inside a loop that Triton should
     pipeline."""
     if IN_LOOP:
         notify_in_loop(signal.to(tl.pointer_type(tl.int64)), comm.epoch)
@@ -64,13 +65,13 @@ def notify_partial(comm, signal, IN_LOOP: tl.constexpr):
 
 @triton.jit
 def post_node_sum(comm, transfer, signal):
-    """Ask the network for the transfer of a node's sum of a tile, and for its signal at the peer."""
+    """Post a request to transfer a node's sum of a tile, and to set its signal on the peer."""
     post(comm.context, transfer, signal, comm.epoch, COMPUTE, True)
 
 
 @triton.jit
 def prefetch_partials(comm, exchange, first, j, M: tl.constexpr, N: tl.constexpr):
-    """Bring what the node has pushed of a tile into the cache."""
+    """Prefetch the partials of a tile that the other ranks of the node push."""
     rank = rank_of(comm.context)
     for i in range(comm.RANKS_PER_NODE - 1):
         prefetch_partial(slot_at(comm, exchange.partials, rank, first + i, j), M, N)
@@ -78,7 +79,7 @@ def prefetch_partials(comm, exchange, first, j, M: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def wait_partials(comm, exchange, first, j, tile):
-    """Wait for what the node pushes of a tile; 0.0, or NaN if the group gave up."""
+    """Wait for the partials of a tile from the other ranks of the node. Returns 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
     missing = 0.0
     for i in range(comm.RANKS_PER_NODE - 1):
@@ -90,7 +91,8 @@ def wait_partials(comm, exchange, first, j, tile):
 
 @triton.jit
 def add_partials(comm, exchange, total, first, j):
-    """This rank's own partial of a tile plus those that the node has pushed, which are here."""
+    """Add the partials of a tile that the other ranks of the node have pushed to this rank's. They must have
+    arrived."""
     rank = rank_of(comm.context)
     for i in range(comm.RANKS_PER_NODE - 1):
         slot = slot_at(comm, exchange.partials, rank, first + i, j)

@@ -1,4 +1,4 @@
-"""Which configurations of sums over ranks are worth a try."""
+"""The tuning space of matmul_reduce_scatter and matmul_all_reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over ranks as `mkernel trace`, `tune` and `compile` call them."""
+"""The workloads of matmul_reduce_scatter and matmul_all_reduce for `mkernel trace`, `tune` and `compile`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _cost_of_scatter(shape: Shape, ranks: int) -> Cost:
 def _cost_of_all_reduce(shape: Shape, ranks: int) -> Cost:
     m, n, k = shape
     tiles = ranks * blocks(m, n)
-    # small sums are made by every rank for itself, of everybody's parts
+    # copies: an upper bound, as if every rank received all ranks' partials
     return Cost(
         tiles, tiles * blocks(k // ranks), ranks * ranks * m * n // COPY,
         ranks * ((m + n) * k // ranks + (1 + 2 * min(ranks, 4)) * m * n),

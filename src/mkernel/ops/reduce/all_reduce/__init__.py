@@ -1,60 +1,60 @@
 """matmul_all_reduce: y = the sum over all ranks of a @ b, on every rank, in one kernel per rank.
 
-What it has in common with matmul_reduce_scatter is in the docstring of mkernel.ops.reduce.
+The docstring of mkernel.ops.reduce describes what it shares with matmul_reduce_scatter.
 
-What it computes. Every rank holds a slice of the depth: a [m, k_local] and b [k_local, n]. The result, on
-every rank, is the sum of all ranks' products [m, n], plus `bias` and `residual`. m and n are arbitrary.
+What it computes. Every rank holds a slice of k: a [m, k_local] and b [k_local, n]. The result, on every rank, is the
+sum of all ranks' products [m, n], plus `bias` and `residual`. m and n are arbitrary.
 
-Who does what. Every tile
-has an owner in each node, the same local rank everywhere, and is computed by the same CTA on every rank. A
-CTA takes its tiles in blocks of as many as the node has ranks, of which each rank owns one:
+Who does what. This is a two-shot all-reduce: partials go to the owner of their tile, finished tiles come back. Every
+tile has one owner in each node, with the same local rank in all nodes, and is computed by the CTA with the same
+program id on every rank. A CTA processes its tiles in blocks. A block has as many tiles as the node has ranks, and
+each rank owns one of them:
 
-- tiles that others own: pushed to the owner, the rank behind itself first, so that the ranks of a node
-  push to different ranks at any time;
-- its own tile: it adds what the node has pushed. With one node that is the sum. With several, it sends the
-  node's sum to the owners in the other nodes, and adds the sums of all nodes when they are here, one block
-  later. Then bias and residual; the finished tile goes into the result, and into a slot of its own;
-- the finished tiles of the block before (with several nodes: of the block before that), which the other
-  ranks of the node own: it reads them from their memory, and stores them into the result.
+- Tiles that other ranks own: the CTA pushes its partial to the owner. Every rank starts with the tile of the next
+  rank, so at any time the ranks of a node push to different peers.
+- The tile that this rank owns: the CTA adds the partials that its node has pushed. With one node this is the final
+  sum. With several, it sends the node's sum to the owners in the other nodes and, one block later, adds the sums of
+  all nodes. Then it adds bias and residual, and stores the finished tile both in the result and in a slot that peers
+  read.
+- The other ranks' tiles of the previous block (with several nodes: of the block before that one): the CTA reads the
+  finished tiles from their owners' memory, and stores them in the result.
 
-So pushing, summing up and reading back are spread over the whole launch, and the links are never left to one
-of them. A finished tile is read from its owner, rather than pushed to everybody, because it has to go
-through a CTA on its way into the result anyhow: pushed, it would be written and read once more.
+So pushing, reducing and reading back are spread over the whole launch, and the links are never left to only one of
+them. A rank reads a finished tile from its owner instead of having it pushed, because the tile must pass through a CTA
+on its way to the result in any case: pushing it would add a store and a load.
 
-Results of few tiles in one node take the kernel in sliced.py, which cuts tiles into slices.
-Where there is multicast, see below, larger ones in one node take another one, too.
+Small results in one node take the kernel in sliced.py, which splits every tile into slices. Larger results in one node
+take the kernel in multicast.py where multicast is available (see below). All others take two_level.py.
 
-What is signalled. `partial`: a slot holds what a rank of the node has pushed; `node_sum`: it holds the sum of another
-node; `finished`: the owner has a finished tile in its slot (`layout` in protocol.py). All hold epochs and only grow.
+Signals. `partial`: a slot holds the partial of a rank of the node. `node_sum`: a slot holds the sum of another node.
+`finished`: the owner's slot holds a finished tile. See `layout` in protocol.py. All hold epochs and only grow.
 
-Sums and rounding. The order is fixed: within the node the owner's own part, which
-is not rounded, then those of the ranks behind it, in turn; then the nodes' sums, from node 0 on, the own
-one rounded like the others. So the same inputs
-give the same bits on every run, and on every rank. The error, beside that of one product with all of k in
-fp32, is at most u * (the sum over all parts and node sums of their absolute values), u = eps/2 of
-reduce_dtype, and eps/2 of the result's dtype times the result.
+Accumulation and rounding. The order is fixed. Within a node, the owner starts with its own partial, which is not
+rounded, and adds those of the following ranks in cyclic order. Then it adds the sums of all nodes from node 0 on, its
+own node's sum being rounded like the others. So the same inputs give the same bits on every run and on every rank. In
+addition to the error of one product over all of k in fp32, the error is at most u * (the sum of the absolute values of
+all partials and node sums) with u = eps/2 of reduce_dtype, plus eps/2 of the result's dtype times the result.
 
-Why it cannot deadlock. Order what is waited for by (program id, block, step), the steps of a block being:
-push, sum up the node, add the nodes, read what is finished. Every wait is for a step of a CTA with the
-same program id that comes strictly before: the node's sum needs what was pushed in the same block; adding
-the nodes, sums of the block before; reading, tiles that were finished in an earlier block. So of all
-waiting CTAs the first in this order can always go on, even if a rank's CTAs run one after the other. All
-ranks have the same number of CTAs (they agree on it). A full request ring is emptied by the proxy, which
-waits for no kernel. Waits have a timeout all the same.
+Why it cannot deadlock. Order all steps by (program id, block, step), where the steps of a block are: push, reduce
+within the node, add the sums of the nodes, read finished tiles. Every wait is for an earlier step of a CTA with the
+same program id: reducing within the node waits for pushes of the same block; adding the sums of the nodes, for sums of
+the previous block; reading, for tiles finished in an earlier block. So the first waiting CTA in this order can always
+proceed, even if the CTAs of a rank run one after the other. All ranks have the same number of CTAs, which they agree
+on before the launch. The proxy drains a full request ring, and waits for no kernel. Every wait has a timeout
+nevertheless.
 
-What it costs. FLOPs 2*m*n*k_local. Over NVLink each rank writes (gpus-1)/gpus*m*n elements of reduce_dtype
-and reads as many of the result's. Over the network it sends
-(nodes-1)/gpus*m*n. Workspace: 2*m*n*(gpus-1 + nodes)/gpus elements of reduce_dtype (nodes only if there are
-several) and 2*m*n/gpus of the result's.
+What it costs. FLOPs: 2*m*n*k_local. NVLink: each rank writes (gpus-1)/gpus*m*n elements of reduce_dtype and reads as
+many of the result's dtype. Network: each rank sends (nodes-1)/gpus*m*n elements. Workspace: 2*m*n*(gpus-1 +
+nodes)/gpus elements of reduce_dtype (the term `nodes` only with several nodes) and 2*m*n/gpus of the result's dtype.
 
-Multicast. Where symmetric memory has a multicast object (ranks on GPUs of their own in one node, as processes, with
-NVSwitch), results that are not small take the kernel in multicast.py from 4 ranks on, by
-themselves: one store through the switch hands a finished tile to all ranks. The parts are still pushed, and added by
-their owner in the order above, so the bits are the same as without. The switch could add them as well, and a third
-less would move with 8 GPUs; but it promises no order, and different bits were seen from call to call (NCCL's issues
-1497 and 2360). So it adds only if the caller says `fixed_order=False`, and never where torch is asked for deterministic
-algorithms. The error then has one more term, u * |the sum|, with u up to eps: how the switch rounds is not told.
-What moves, and how accesses are ordered, is told there and in multimem.py.
+Multicast. Symmetric memory provides a multicast object if the ranks are processes with one GPU each, in one node with
+NVSwitch. Results that are not small then take the kernel in multicast.py, from 4 ranks on: a single store through the
+switch delivers a finished tile to all ranks. Partials are still pushed and reduced by the owner in the order above, so
+the bits do not change. The switch could reduce them too, which would move a third less data with 8 GPUs. But it
+guarantees no order, and its sums have been seen to differ from call to call (NCCL issues 1497 and 2360). So the switch
+reduces only with `fixed_order=False`, and never if torch is set to deterministic algorithms. The error then has one
+more term, u * |the sum| with u up to eps, because the rounding mode of the switch is not documented. The docstrings of
+multicast.py and multimem.py describe the traffic and the memory ordering.
 """
 
 from __future__ import annotations
@@ -93,31 +93,31 @@ def matmul_all_reduce(
     fixed_order: bool = True,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Multiply `a` by `b` on every rank, and add all ranks' products, on every rank.
+    """Multiply `a` by `b` on every rank, and return the sum of all ranks' products on every rank.
 
     Args:
-        a: [m, k_local], this rank's slice of the depth; m and the dtype are the same on every rank; k_local
-            may differ. Any strides.
-        b: [k_local, n]. A transposed view (`w.t()`) is read as it is.
+        a: [m, k_local], this rank's slice of k. m and the dtype must be the same on every rank; k_local may differ.
+            Any strides.
+        b: [k_local, n]. A transposed view (`w.t()`) is read without a copy.
         bias: [n], added to every row of the sum; the same on every rank.
         residual: [m, n], added to the sum; the same on every rank. It may be `out` itself.
-        reduce_dtype: of what travels between ranks: torch.float32 or the dtype of a, which is the default.
+        reduce_dtype: the dtype in which partials travel between ranks: torch.float32, or the dtype of a (default).
         group: the group to reduce over; the current one by default.
-        out: [m, n], where to put the result; must not overlap an input.
-        fixed_order: False lets the NVLink switch add the parts where it can (multicast, 4 ranks or more, bf16 and
-            fp16), which moves less. The switch promises no order of ranks: bits are the same on every rank, but may
-            differ from run to run, and 16-bit sums are rounded once more. `torch.use_deterministic_algorithms`
-            overrides it. The same on every rank.
-        config: tiles and CTAs; None takes good defaults. tile_m, tile_n and ctas are the same on every rank.
+        out: [m, n], the tensor to write the result to; must not overlap an input.
+        fixed_order: False lets the NVLink switch reduce the partials where it can (multicast, 4 ranks or more, bf16 and
+            fp16), which moves less data. The switch guarantees no order of ranks: the bits are the same on every rank,
+            but may differ from run to run, and 16-bit sums are rounded once more. `torch.use_deterministic_algorithms`
+            overrides it. Must be the same on every rank.
+        config: tiles and CTAs; None selects defaults. tile_m, tile_n and ctas must be the same on every rank.
 
     Returns:
         [m, n], the same bits on every rank. bf16, fp16 or fp32, accumulated in fp32 in a fixed order of ranks
         (unless `fixed_order` is False): the same inputs give the same bits on every run.
 
     Raises:
-        ArgumentError: before anything is launched.
-        CommTimeout: a peer did not come within the group's timeout. On a GPU, where calls return
-            before they are done, the next call on the group or `group.synchronize()` raises it.
+        ArgumentError: an argument is invalid; nothing has been launched.
+        CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before they are
+            done, the next call on the group or `group.synchronize()` raises it.
     """
     assert group is not None
     call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
@@ -138,7 +138,7 @@ def _call_of(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool,
 ) -> Sum:  # fmt: skip
-    """The call that these arguments make, if they are in order."""
+    """Check the arguments and make a `Sum` of them."""
     if not isinstance(fixed_order, bool):
         raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
     call = call_of(
@@ -149,7 +149,7 @@ def _call_of(
 
 
 def _kernel(decided: Plan) -> Any:
-    # imported where it is needed: most calls need one of them
+    # imported on demand: most programs need only one of them
     if decided.sliced:
         from mkernel.ops.reduce.all_reduce.sliced import sliced_kernel
 
@@ -164,13 +164,13 @@ def _kernel(decided: Plan) -> Any:
 
 
 def prepare(group: Group, call: Sum) -> Launch:
-    """The launch of a call whose arguments are in order. Collective when the workspace must grow."""
+    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
     call = tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
     memory = protocol.layout(group, decided, call)
     workspace = memory.workspace(group)
     if decided.multicast and not workspace.segment.multicast:
-        # the group has multicast, but there was none left for this memory
+        # the group supports multicast, but no multicast object was available for this segment
         decided = group.planned((OP, call.key, "no multicast"), lambda: plan.decide(group, call, try_multicast=False))
         memory = protocol.layout(group, decided, call)
         workspace = memory.workspace(group)
@@ -206,11 +206,11 @@ def explain(
     fixed_order: bool = True,
     config: Config | None = None,
 ) -> Plan:
-    """The plan that `matmul_all_reduce` with these arguments would carry out."""
+    """The plan of a `matmul_all_reduce` call with these arguments."""
     group = current(group)
     call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
     decided = plan.decide(group, call)
     reasons = [*decided.reasons, TUNABLE.origin(config, call.config)]
     if call.fixed_order and not fixed_order:
-        reasons.append("torch.use_deterministic_algorithms is on: parts are added in the order of ranks")
+        reasons.append("torch.use_deterministic_algorithms is on: partials are added in rank order")
     return replace(decided, reasons=tuple(reasons))

@@ -1,4 +1,4 @@
-"""matmul_all_reduce beside what it replaces: cuBLAS, then a reduction of the products, to every rank."""
+"""Benchmark of matmul_all_reduce against what it replaces: cuBLAS, then an all-reduce of the products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mkernel.runtime.operands import DTYPES
 def measure(
     group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
-    """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
+    """Measure one shape; k is the total over all ranks. Collective; returns the same figures on every rank."""
     device, size, gpus = group.device, group.size, group.gpus_per_node
     k_local = k // size
     a, w = draw(group.rank, m, n, k_local, dtype, device)
@@ -31,7 +31,7 @@ def measure(
     parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
     results = group.exchange("results", out.view(-1))
     nbytes = m * n * a.element_size()
-    # reduced, then gathered: every byte goes over NVLink twice
+    # reduce-scatter, then all-gather: every byte goes over NVLink twice
     wire = wires(group, 2 * (gpus - 1) * nbytes // gpus, (group.nodes - 1) * nbytes // gpus)
     share = -(-m * n // size // 8) * 8
     cuts = [min(rank * share, m * n) for rank in range(size + 1)]
@@ -80,7 +80,7 @@ def measure(
 
 
 def _traffic(size: int) -> tuple[float, float]:
-    # NVSwitch adds and spreads: what a GPU sends is its part of every other GPU's rows, and the sum of its own
+    # in-switch reduction and multicast: a GPU sends its partial of every other GPU's rows, and the sum of its own rows
     return size * size * 2, 2 * (NODES - 1) * (size // RANKS * size * 2)
 
 

@@ -1,32 +1,33 @@
-"""The kernel of matmul_all_reduce in one node whose memory has multicast: the switch hands out finished tiles.
+"""The kernel of matmul_all_reduce with multicast, in one node: the switch delivers finished tiles to all ranks.
 
-Who does what. As in two_level.py, with the same tiles, owners, blocks and signals; what differs is how
-tiles travel:
+Who does what. Tiles, owners, blocks and signals are those of two_level.py. What differs is how tiles travel:
 
-- tiles that others own: pushed to the owner, which adds them in the order of ranks. If the caller lets the
-  switch add (IN_SWITCH), a part stays in this rank's own memory, and only its signal goes to the owner;
-- its own tile: the owner adds what was pushed to its part. IN_SWITCH: it stores its own part beside the others',
-  waits for all of them, and loads their sum through the switch. Then bias and residual; the finished tile goes into
-  the result, and with one store into a slot in the memory of every rank;
-- the finished tiles of the block before, which others own: it copies them from its own memory into the result.
+- Tiles that other ranks own: the CTA pushes its partial to the owner, which reduces in rank order. If the caller lets
+  the switch reduce (IN_SWITCH), the partial stays in this rank's own memory, and only its signal goes to the owner.
+- The tile that this rank owns: the CTA adds the partials that were pushed. IN_SWITCH: it stores its own partial in the
+  slot with the same index as the others', waits for all of them, and loads their sum through the switch. Then it adds
+  bias and residual, and stores the finished tile in the result and, with one multicast store, in a slot in the memory
+  of every rank.
+- The other ranks' tiles of the previous block: the CTA copies them from its own rank's memory to the result.
 
-What it costs, for a result of m*n elements in a node of G ranks. Two levels: each rank gives and takes 2*(G-1)/G*m*n
-elements. Here, parts being pushed, it gives m*n and takes (2-1/G)*m*n: the switch hands a tile to its owner, too.
-So a rank takes 1/G*m*n more than it has to, gives nearly half as much, and waits for no read from another GPU.
-IN_SWITCH: it gives and takes (1+1/G)*m*n, which is less from 4 ranks on. Workspace, elements of a half: (G-1)/G*m*n
-(IN_SWITCH: m*n) of reduce_dtype and m*n of the result's.
+What it costs, for a result of m*n elements in a node of G ranks. Without multicast, each rank sends and receives
+2*(G-1)/G*m*n elements. With multicast and pushed partials, it sends m*n and receives (2-1/G)*m*n, because the switch
+delivers a tile to its owner as well. So a rank receives 1/G*m*n more than it needs, sends little more than half as
+much, and waits for no read from another GPU. IN_SWITCH: it sends and receives (1+1/G)*m*n, which is less from 4 ranks
+on. Workspace, elements of a half: (G-1)/G*m*n (IN_SWITCH: m*n) of reduce_dtype and m*n of the result's dtype.
 
-Sums and rounding. Parts that are pushed: the bits of two levels, whatever is chosen. IN_SWITCH: every part is
-rounded to reduce_dtype, the own one too, and so is their sum; the order of ranks is the switch's (multimem.py),
-so bits may differ from run to run. On all ranks they are the same: one rank adds, and all get what it has stored.
+Accumulation and rounding. With pushed partials, the bits are those of two_level.py, whichever kernel is chosen.
+IN_SWITCH: every partial is rounded to reduce_dtype, including the owner's, and so is their sum. The switch determines
+the order (multimem.py), so the bits may differ from run to run. They are the same on all ranks: one rank reduces, and
+all receive what it has stored.
 
-Why buffers are safe and why it cannot deadlock: as there. That a rank has left an epoch also means that its parts
-have been read: it waited for all finished tiles. And what lies in its finished slots only its own CTAs read.
+Why buffers can be reused and why it cannot deadlock: as in two_level.py. If a rank has left an epoch, its partials
+have been read too, because it waited for all finished tiles. Its finished slots are read only by its own CTAs.
 
-Ordering. The fence between multicast and other accesses (multimem.py) is made by all threads, before the
-barrier and the release that announce a finished tile, and (in `load_sum`) after the waits for the parts that the
-switch adds. The owner releases its own part like a peer: otherwise it could still be on its way when the switch asks
-for it.
+Memory ordering. All threads execute the fence between multicast and other accesses (multimem.py): before the barrier
+and the release that announce a finished tile, and (in `load_sum`) after the waits for the partials that the switch
+adds. The owner signals its own partial with a release, like a peer; otherwise that store could still be in flight when
+the switch reads it.
 """
 
 from __future__ import annotations
@@ -64,27 +65,27 @@ from mkernel.ops.reduce.protocol import (
 
 @triton.jit
 def _slot_everywhere(comm, slots, i, j):
-    """Multicast address of a slot: that of all ranks."""
+    """The multicast address of a slot, which stands for the slot of all ranks."""
     DTYPE: tl.constexpr = slots.DTYPE
     return everywhere(comm.context, slot_of(slots, comm.epoch, i, j) * (DTYPE.primitive_bitwidth // 8), DTYPE)
 
 
 @triton.jit
 def _keep(comm, exchange, total, owner, block):
-    """Store this rank's partial of a tile into its own memory, for the switch to add. Returns the address of the signal
-    that is due then."""
+    """Store this rank's partial of a tile in its own memory, for the switch to reduce. Returns the address of the
+    signal, which the caller must send with `notify_partial`."""
     rank = rank_of(comm.context)
     slot = slot_at(comm, exchange.partials, rank, owner, slot_number(block))
     store_partial(slot, total, total.shape[0], total.shape[1])
-    place = (rank + 2 * comm.WORLD_SIZE - 1 - owner) % comm.WORLD_SIZE
-    signal = signal_at(comm, exchange.partial, owner, place, slot_number(block)).to(tl.int64)
+    i = (rank + 2 * comm.WORLD_SIZE - 1 - owner) % comm.WORLD_SIZE
+    signal = signal_at(comm, exchange.partial, owner, i, slot_number(block)).to(tl.int64)
     own = signal_at(comm, exchange.own_partial, rank, 0, slot_number(block)).to(tl.int64)
     return tl.where(owner == rank, own, signal)
 
 
 @triton.jit
 def _add_in_switch(comm, exchange, total, block, tile):
-    """The sum of all ranks' partials of this rank's own tile, made by the switch when all are there."""
+    """Wait for all ranks' partials of this rank's own tile, and return their sum, computed by the switch."""
     rank = rank_of(comm.context)
     signal = _keep(comm, exchange, total, rank, block)
     notify_partial(comm, signal, True)
@@ -95,7 +96,7 @@ def _add_in_switch(comm, exchange, total, block, tile):
 
 @triton.jit
 def _finish_everywhere(comm, call, total, tile, block):
-    """Add bias and residual to a sum; store it into the result, and into its slot in the memory of every rank."""
+    """Add bias and residual to a sum; store it in the result, and in its slot in the memory of every rank."""
     M: tl.constexpr = total.shape[0]
     HALF: tl.constexpr = total.shape[1] // 2
     slot = _slot_everywhere(comm, call.exchange.finished_tiles, rank_of(comm.context), slot_number(block))
@@ -103,22 +104,22 @@ def _finish_everywhere(comm, call, total, tile, block):
     left = add_to_tile(call.result, tile, left)
     store_everywhere(slot, left, M, HALF)
     store_tile(call.result.c, tile, left)
-    beside = move_right(tile, HALF)
-    right = add_to_tile(call.result, beside, right)
+    right_tile = move_right(tile, HALF)
+    right = add_to_tile(call.result, right_tile, right)
     store_everywhere(slot + M * HALF, right, M, HALF)
-    store_tile(call.result.c, beside, right)
+    store_tile(call.result.c, right_tile, right)
 
 
 @triton.jit
 def _notify_everywhere(comm, exchange, block):
-    """Tell the other ranks that this rank's tile of a block is in their memory."""
+    """Signal to the other ranks that this rank's tile of a block is in their memory."""
     fence_aliases()
     notify_finished(comm, exchange, block)
 
 
 @triton.jit
 def _gather(comm, call, block, rounds):
-    """Copy this CTA's tiles of a block that other ranks own from this rank's memory into the result."""
+    """Copy this CTA's tiles of a block that other ranks own from this rank's memory to the result."""
     M: tl.constexpr = call.product.tiling.M
     N: tl.constexpr = call.product.tiling.N
     rank = rank_of(comm.context)
@@ -129,21 +130,22 @@ def _gather(comm, call, block, rounds):
             tile, row, column = tile_of(call.product, round)
             missing = wait_finished(comm, call.exchange, i, block, tile)
             slot = slot_at(comm, call.exchange.finished_tiles, rank, owner, slot_number(block))
-            place = Tile(0, row, call.product.rows, column, call.product.n)
-            copy_finished(call.result, slot, place, missing, M, N)
+            destination = Tile(0, row, call.product.rows, column, call.product.n)
+            copy_finished(call.result, slot, destination, missing, M, N)
     trace(comm.context, TILES, GATHER, rank, block, LAST)
 
 
 @triton.jit
 def _prefetch(comm, call, taken):
-    """Ask for what is pushed for a tile that this rank owns; the switch would have nothing to prefetch."""
+    """Prefetch the partials pushed to a tile that this rank owns. If the switch reduces, there is nothing to
+    prefetch."""
     if not call.exchange.IN_SWITCH:
         prefetch(comm, call, taken)
 
 
 @triton.jit
 def _end_tile(comm, call, sequence, total, taken, progress):
-    """As `_end_tile` of two_level.py, in one node, with multicast. There are no paced links with multicast."""
+    """Like `_end_tile` in two_level.py, for one node with multicast. Links are never paced with multicast."""
     WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
     rank = rank_of(comm.context)
     block = taken.round // WORLD_SIZE
@@ -152,8 +154,8 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     if signal != 0:
         notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
-    if (taken.place % WORLD_SIZE == 0) & (block >= 1):
-        # finished at the end of the block before
+    if (taken.position % WORLD_SIZE == 0) & (block >= 1):
+        # this tile was finished at the end of the previous block
         _notify_everywhere(comm, call.exchange, block - 1)
     if taken.owner != rank:
         if call.exchange.IN_SWITCH:
@@ -169,7 +171,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
             summed = sum_node(comm, call.exchange, total, block, taken.tile)
         _finish_everywhere(comm, call, summed, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
-    if ((taken.place + 1 == sequence.length) | (taken.place % WORLD_SIZE == WORLD_SIZE - 1)) & (block >= 1):
+    if ((taken.position + 1 == sequence.length) | (taken.position % WORLD_SIZE == WORLD_SIZE - 1)) & (block >= 1):
         _gather(comm, call, block - 1, sequence.length)
     return Progress(signal, progress.moved, progress.start)
 

@@ -1,20 +1,21 @@
-"""Multicast (NVLink SHARP): one address that means the memory of all ranks of a node.
+"""Multicast (NVLink SHARP): one address that stands for the memory of all ranks of a node.
 
-Where symmetric memory brings a multicast object, the context holds a second address of the workspace's segment, at
-which every byte is that of all ranks at once (`everywhere`). The switch between the GPUs carries out what is
-asked for there: a store reaches every rank's memory (`store_everywhere`), a load comes back as the sum of what
-all ranks have (`load_sum`). No other access to these addresses is allowed.
+Where symmetric memory provides a multicast object, the context holds a second address of the workspace's segment. An
+access at this address refers to all ranks' copies at once (`everywhere`), and the switch between the GPUs carries it
+out: a store writes to every rank's memory (`store_everywhere`), a load returns the sum of what all ranks hold
+(`load_sum`). No other access to these addresses is allowed.
 
-What the switch promises. A store writes the same bits everywhere. For a sum the PTX ISA promises no order, and none
-was found to hold: NCCL's issues 1497 and 2360 tell of sums on Hopper that differ between calls, between hosts and with
-what was allocated before. So operators whose results must not differ let the switch add only where their caller allows
-it. 16-bit sums are accumulated in fp32 and rounded in the switch; to nearest even is promised by nobody.
+What the switch guarantees. A store writes the same bits everywhere. For a sum, the PTX ISA guarantees no order, and
+none holds in practice: NCCL issues 1497 and 2360 report sums on Hopper that differ between calls, between hosts, and
+with earlier allocations. So operators whose results must be reproducible let the switch reduce only if the caller
+allows it. The switch accumulates 16-bit sums in fp32 and rounds them; rounding to nearest even is not guaranteed.
 
-Ordering. The two addresses of a byte are aliases, and accesses through them are of different proxies in PTX's memory
-model: a release and an acquire order them only if `fence.proxy.alias` stands on the path between (PTX ISA, 8.6, and
-the CUDA programming guide on virtual aliasing). Here the fence is always beside the multicast access, in the CTA that
-makes it: `fence_aliases` between a store and the barrier and release that signal it, and between the acquire of what
-is to be added and the load (in `load_sum`). Then signals order both as they do everything else.
+Memory ordering. The two addresses of a byte are aliases, and accesses through them belong to different proxies in the
+PTX memory model: a release and an acquire order them only with a `fence.proxy.alias` on the path between them (PTX
+ISA, 8.6, and the CUDA programming guide on virtual aliasing). Here the CTA that makes the multicast access always
+executes the fence next to it: `fence_aliases` between a store and the barrier and release that signal it, and between
+the acquire of what is to be added and the load (in `load_sum`). Signals then order both as they order any other
+access.
 """
 
 import triton
@@ -26,14 +27,14 @@ from mkernel.ops.reduce.partials import pack, unpack
 
 @triton.jit
 def everywhere(context, offset, DTYPE: tl.constexpr):
-    """Pointer to a byte of all ranks' copies of the segment; offsets are divisible by 16."""
+    """Multicast pointer to a byte offset in all ranks' copies of the segment. Offsets must be divisible by 16."""
     return (tl.load(context + MULTICAST) + offset).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def fence_aliases():
-    """Orders this thread's accesses through multicast addresses and those of the same memory through its own. Returns
-    0: what is made to depend on it comes after the fence."""
+    """Order this thread's accesses to the same memory through multicast addresses and through ordinary ones. Returns 0:
+    an instruction that depends on it is executed after the fence."""
     return tl.inline_asm_elementwise(
         "fence.proxy.alias; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -41,7 +42,7 @@ def fence_aliases():
 
 @triton.jit
 def _pieces(slot, BYTES: tl.constexpr):
-    """Addresses of the pieces of 16 bytes that a slot of so many bytes consists of."""
+    """Addresses of the 16-byte pieces of a slot of BYTES bytes."""
     return slot.to(tl.int64) + tl.arange(0, BYTES // 16) * 16
 
 
@@ -53,7 +54,7 @@ def _pieces_behind_fence(slot, BYTES: tl.constexpr):
 
 @triton.jit
 def _words(tile, DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The first, second, third and fourth words of all pieces of a slot that holds the tile."""
+    """The first, second, third and fourth 32-bit words of all pieces of a slot that holds the tile."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PIECES: tl.constexpr = TILE_M * TILE_N * SIZE // 16
     width: tl.constexpr = 64 // DTYPE.primitive_bitwidth  # as in `store_partial`
@@ -72,7 +73,7 @@ def _words(tile, DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def _tile(first, second, third, fourth, DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """What `_words` took apart, as fp32."""
+    """The inverse of `_words`: the tile, as fp32."""
     ELEMENTS: tl.constexpr = TILE_M * TILE_N
     width: tl.constexpr = 64 // DTYPE.primitive_bitwidth  # as in `store_partial`
     pairs: tl.constexpr = width if width <= TILE_N // 8 else TILE_N // 8
@@ -88,11 +89,11 @@ def _tile(first, second, third, fourth, DTYPE: tl.constexpr, TILE_M: tl.constexp
 
 @triton.jit
 def store_everywhere(slot, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """`store_partial` into the slot of all ranks at once: `slot` is a multicast address."""
+    """Like `store_partial`, to the slots of all ranks at once: `slot` is a multicast address."""
     DTYPE: tl.constexpr = slot.dtype.element_ty
     BYTES: tl.constexpr = TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)
     first, second, third, fourth = _words(tile, DTYPE, TILE_M, TILE_N)
-    # the instruction's type does not matter: bits are stored
+    # f32 only because the instruction needs a type: it stores bits
     tl.inline_asm_elementwise(
         "multimem.st.relaxed.sys.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;",
         "=r,l,r,r,r,r", [_pieces(slot, BYTES), first, second, third, fourth],
@@ -104,11 +105,12 @@ def store_everywhere(slot, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 def load_sum(slot, like, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """The sum of the tiles in all ranks' slots, as fp32, after `fence_aliases`: `slot` is a multicast address.
 
-    It must be loaded once: the switch may not add alike a second time. Triton copies instructions to where it wants
-    their result in another layout, whether they are pure or not, and only merges copies of pure ones. So these are
-    called pure, and depend on the fence, which is not: they stay behind it. And `like`, of which the values are not
-    used, is a tile of this shape that the threads hold as they shall hold the sum, the accumulator of the tensor
-    cores: then all copies are alike, and the sum need not go through shared memory, which has no room for it.
+    The sum must be loaded only once, because a second load may add in another order and return other bits. Triton
+    duplicates an instruction, pure or not, where its result is needed in another layout, and merges only duplicates of
+    pure ones. So these instructions are marked pure. They depend on the fence, which is not pure, and thus stay after
+    it. `like` is a tile of the same shape in the layout that the sum should have, that of the tensor cores'
+    accumulator; its values are not used. With it, all duplicates are identical, and the sum need not go through shared
+    memory, which has no room for it.
     """
     DTYPE: tl.constexpr = slot.dtype.element_ty
     BYTES: tl.constexpr = TILE_M * TILE_N * (DTYPE.primitive_bitwidth // 8)

@@ -1,7 +1,7 @@
 """Which tiles a CTA takes, in which order, and who owns them.
 
-CTA c computes tiles c, c + CTAs, c + 2 * CTAs, ...: its rounds 0, 1, 2, ... As many rounds as the node has ranks are a
-block, in which each rank owns one tile.
+CTA c computes tiles c, c + CTAs, c + 2 * CTAs, ... in its rounds 0, 1, 2, ... A block is as many rounds as the node
+has ranks; each rank owns one tile of a block.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mkernel.ops.reduce.operands import tile_corner
 
 
 class Sequence(NamedTuple):
-    """The tiles that a CTA takes: as many as it has rounds."""
+    """The tiles that a CTA takes, one per round."""
 
     length: Any
 
 
 class Taken(NamedTuple):
-    """The tile that a CTA is at: the place in its sequence, the round, the local rank that owns the tile, its number,
-    and where it begins."""
+    """The tile that a CTA is working on: its position in the CTA's sequence, its round, the local rank that owns it,
+    its number, and its upper left corner."""
 
-    place: Any
+    position: Any
     round: Any
     owner: Any
     tile: Any
@@ -36,31 +36,31 @@ class Taken(NamedTuple):
 
 @triton.jit
 def count_rounds(tiles):
-    """How many tiles this CTA has."""
+    """The number of rounds, and so of tiles, of this CTA."""
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0))
 
 
 @triton.jit
-def round_at(place, rounds, local, RANKS_PER_NODE: tl.constexpr):
-    """(round, owner): which of its tiles this CTA takes at a place of its sequence, and the local rank that
-    owns it. In every block each rank owns one tile, which it takes last."""
+def round_at(position, rounds, local, RANKS_PER_NODE: tl.constexpr):
+    """(round, owner) at a position of this CTA's sequence: the round whose tile it takes, and the local rank that owns
+    that tile. In every block, each rank owns one tile, and takes it last."""
     cta = tl.program_id(0)
-    start = place // RANKS_PER_NODE * RANKS_PER_NODE
+    start = position // RANKS_PER_NODE * RANKS_PER_NODE
     size = tl.maximum(tl.minimum(rounds - start, RANKS_PER_NODE), 1)  # the last block may be shorter
     own = (local + RANKS_PER_NODE - cta % RANKS_PER_NODE) % RANKS_PER_NODE
-    within = (own + 1 + place - start) % size
+    within = (own + 1 + position - start) % size
     return start + within, (cta + within) % RANKS_PER_NODE
 
 
 @triton.jit
 def round_of(block, owner, RANKS_PER_NODE: tl.constexpr):
-    """The round of a block in which a local rank owns this CTA's tile."""
+    """The round of a block whose tile the local rank `owner` owns."""
     return block * RANKS_PER_NODE + (owner + RANKS_PER_NODE - tl.program_id(0) % RANKS_PER_NODE) % RANKS_PER_NODE
 
 
 @triton.jit
 def tile_of(product, round):
-    """(tile, row, column): this CTA's tile of a round, and where it begins."""
+    """(tile, row, column): this CTA's tile of a round, and its upper left corner."""
     tile = round * tl.num_programs(0) + tl.program_id(0)
     row, column = tile_corner(product, tile)
     return tile, row, column
@@ -68,20 +68,21 @@ def tile_of(product, round):
 
 @triton.jit
 def slot_number(block):
-    """Which of the tiles that a rank owns this CTA's tile of a block is: the last index of slots and signals."""
+    """The number of this CTA's tile of a block among the tiles that a rank owns: the last index of slots and
+    signals."""
     return block * tl.num_programs(0) + tl.program_id(0)
 
 
 @triton.jit
-def take(comm, call, sequence, place):
-    """The tile at a place of the sequence."""
+def take(comm, call, sequence, position):
+    """The tile at a position of the sequence."""
     local = rank_of(comm.context) % comm.RANKS_PER_NODE
-    round, owner = round_at(place, sequence.length, local, comm.RANKS_PER_NODE)
+    round, owner = round_at(position, sequence.length, local, comm.RANKS_PER_NODE)
     tile, row, column = tile_of(call.product, round)
-    return Taken(place, round, owner, tile, row, column)
+    return Taken(position, round, owner, tile, row, column)
 
 
 @triton.jit
 def locate(call, taken):
-    """Where a tile lies, in the product as in the result."""
+    """Where a tile is, in the product and in the result."""
     return Tile(0, taken.row, call.product.rows, taken.column, call.product.n)

@@ -1,4 +1,4 @@
-"""How a call of matmul_all_reduce is carried out: the tile, the CTAs, and which kernel."""
+"""The plan of a matmul_all_reduce call: the tile, the number of CTAs, and the kernel."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from mkernel.runtime.group import Group
 
 OP = "matmul_all_reduce"
 
-LARGEST_SLICED = 2**24  # bytes: more than one large tile for each CTA of a GPU
+LARGEST_SLICED = 2**24  # bytes of the result: more than one large tile for each CTA of a GPU
 LEAST_COLUMNS = 16  # of a slice
-# ranks: with multicast each takes in its own tiles, too, 1/4 of the result with 4 ranks and 1/2 with 2; that 4 are
-# enough to make up for it follows from what moves, and was not measured
+# Ranks. With multicast, each rank also receives its own tiles: 1/4 of the result with 4 ranks, 1/2 with 2. That this
+# pays off from 4 ranks on follows from the traffic; it was not measured.
 FEWEST_FOR_MULTICAST = 4
 
 
 def why_no_multicast(group: Group, small: bool) -> str | None:
-    """Why the switch does not take part in a call whose result is small, or not; None if it does."""
+    """Why a call does not use multicast; None if it does. `small`: the result is small."""
     if not group.multicast:
         if group.device.type != "cuda":
-            return "there is none between CPUs"
+            return "CPUs have none"
         if group.nodes > 1:
             return "the ranks are on several nodes"
         if len({group.world.gpu_ids[member] for member in group.members}) < group.size:
             return "several ranks share a GPU"
         return (
-            "symmetric memory has none here; it takes processes (torchrun) with a GPU each, and NVSwitch between "
-            "them (`mkernel doctor` tells)"
+            "symmetric memory provides none here; it requires processes (torchrun) with one GPU each, and NVSwitch "
+            "between them (run `mkernel doctor`)"
         )
     if group.size < FEWEST_FOR_MULTICAST:
-        return f"with fewer than {FEWEST_FOR_MULTICAST} ranks each would take in far more than it has to"
+        return f"with fewer than {FEWEST_FOR_MULTICAST} ranks, each would receive far more data than it needs"
     return "the result is small" if small else None
 
 
 def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int] | None:
-    """The tile of a result that is cut into slices: the smallest of which there is one for each CTA; None
-    if there are too many tiles, or the ranks are not 2, 4 or 8 of one node."""
+    """The tile of a result whose tiles are split into slices: the smallest tile with at most one per CTA. None if there
+    are too many tiles, or if the group is not 2, 4 or 8 ranks of one node."""
     gpus = group.gpus_per_node
     if group.nodes > 1 or gpus not in (2, 4, 8) or (config is not None and config.ctas is not None):
         return None
@@ -63,7 +63,7 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
 def cut(
     group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None
 ) -> tuple[int, int, int]:  # fmt: skip
-    """(tile_m, tile_n, CTAs): from what is the same on every rank, since owners and slots follow from them."""
+    """(tile_m, tile_n, CTAs). They determine owners and slots, so they follow from what is the same on every rank."""
     choose = planning.chooser(config)
     most = planning.common_ctas(group)
     sliced = sliced_tile(group, m, n, dtype, config)
@@ -81,10 +81,10 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
     sliced = sliced_tile(group, m, n, call.a.dtype, call.config) is not None
-    how = "every tile is cut into slices, one for each rank: there is one tile for each CTA"
-    missing = why_no_multicast(group, small=sliced or tiles == 0) if try_multicast else "the workspace got none"
+    how = "every tile is split into slices, one for each rank: there is only one tile per CTA"
+    missing = why_no_multicast(group, small=sliced or tiles == 0) if try_multicast else "the workspace has none"
     multicast = missing is None
-    # a sum is loaded once only if the tensor cores say how threads hold it, see multimem.py
+    # `load_sum` must load only once, which needs the accumulator layout of the tensor cores: see multimem.py
     in_switch = multicast and not call.fixed_order and call.a.dtype != torch.float32
     pushed = 2 * elements * (gpus - 1) // gpus
     if multicast:
@@ -102,14 +102,14 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),
     )
     decided = replace(decided, multicast=multicast, in_switch=in_switch)
-    # slices are narrower than the blocks of descriptors
+    # slices are narrower than the descriptors' blocks
     return replace(decided, sliced=True, out_uses_tma=False, residual_uses_tma=False) if sliced else decided
 
 
 def _about_multicast(missing: str | None, in_switch: bool) -> str:
-    """What a plan says of multicast."""
+    """What a plan says about multicast."""
     if missing is not None:
         return f"multicast is not used: {missing}"
     if in_switch:
-        return "the switch adds the parts, in an order of its own, and hands out finished tiles (multicast)"
-    return "the switch hands out finished tiles (multicast); the ranks add the parts themselves, in their order"
+        return "the switch reduces the partials, in an unspecified order, and delivers finished tiles (multicast)"
+    return "the switch delivers finished tiles (multicast); the ranks reduce the partials themselves, in rank order"

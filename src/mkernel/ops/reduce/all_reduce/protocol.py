@@ -1,4 +1,4 @@
-"""The protocol of matmul_all_reduce: what lies in the workspace, and what is signalled. All kernels follow it."""
+"""The protocol of matmul_all_reduce: workspace layout and signals. All its kernels follow it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mkernel.runtime.operands import constants
 
 
 class Exchange(NamedTuple):
-    """What a call keeps in the workspace: see `layout`. What a kernel does not use is None."""
+    """The arrays of a call in its workspace: see `layout`. Those that a kernel does not use are None."""
 
     partial: Any  # Words
     partials: Any  # Slots
@@ -44,19 +44,20 @@ class Exchange(NamedTuple):
     node_sums: Any  # Slots
     finished: Any  # Words
     finished_tiles: Any  # Slots
-    IN_SWITCH: Any  # the switch adds the partials
+    IN_SWITCH: Any  # the switch reduces the partials
 
 
 def layout(group: Group, plan: Plan, call: Sum) -> Layout:
-    """The workspace of a call. Signals hold epochs. A rank's slots are numbered like the tiles that it owns
-    (`slot_number`); each holds a tile, or a slice of one.
+    """The workspace of a call. Signals hold epochs. The slots of a rank are numbered like the tiles that it owns
+    (`slot_number`); each holds a tile, or a slice of one. The rank i + 1 after another one is meant cyclically, within
+    the node.
 
-    partial[place, number]: the slot of `partials` is filled, by the rank that is place + 1 behind its owner. If the
-        switch adds, every rank keeps its own partials: partials[owner, number], and own_partial[0, number] is the
-        owner's signal to itself.
-    node_sum[node, number]: the slot of `node_sums` is filled; that of the own node is sent from there.
-    finished[place, number]: the rank that is place + 1 behind this one has finished its tile. It is in the owner's
-        finished_tiles[0, number]; with multicast in every rank's finished_tiles[owner, number].
+    partial[i, number]: partials[i, number] on the owner holds the partial of the rank i + 1 after the owner. If the
+        switch reduces, every rank keeps its partials in its own memory, in partials[owner, number], and
+        own_partial[0, number] is the owner's signal to itself.
+    node_sum[node, number]: node_sums[node, number] holds that node's sum. A node's own sum is sent from there.
+    finished[i, number]: the rank i + 1 after this one has finished its tile. The tile is in the owner's
+        finished_tiles[0, number]; with multicast, in every rank's finished_tiles[owner, number].
     """
     c, gpus, nodes = plan.config, group.gpus_per_node, group.nodes
     memory = Layout("matmul_all_reduce")
@@ -75,19 +76,19 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
 
 
 def free_of(group: Group, plan: Plan, memory: Layout) -> dict[str, tuple[tuple[int, int], ...] | None]:
-    """What nobody reads any more when this rank's launch is over."""
+    """The buffers, or ranges of them, that nobody reads any more once this rank's launch has ended."""
     free: dict[str, tuple[tuple[int, int], ...] | None] = {"partials": None}
     if "node_sums" in memory:
-        # not this node's: the network may still be reading them
+        # except this node's: the network may still be reading it
         free["node_sums"] = ((0, group.node), (group.node + 1, group.nodes))
     if plan.multicast:
-        # read by their own rank alone. Elsewhere other ranks may still be reading them
+        # only this rank reads them. Without multicast, other ranks may still be reading them
         free["finished_tiles"] = None
     return free
 
 
 def exchange_of(memory: Layout, workspace: Workspace, plan: Plan) -> Exchange:
-    """The workspace of a call, for a kernel."""
+    """The workspace of a call as a kernel argument."""
 
     def structure(name: str) -> Any:
         if name not in memory:
@@ -99,8 +100,8 @@ def exchange_of(memory: Layout, workspace: Workspace, plan: Plan) -> Exchange:
 
 @triton.jit
 def sum_node(comm, exchange, total, block, tile):
-    """This rank's partial of its own tile plus those that the node pushes, once they are here; NaN if the group gave
-    up."""
+    """Wait for the partials that the node pushes for this rank's own tile, and add them to its own; NaN if the group
+    gave up."""
     if comm.RANKS_PER_NODE > 1:
         total += wait_partials(comm, exchange, 0, slot_number(block), tile)
     return add_partials(comm, exchange, total, 0, slot_number(block))
@@ -108,7 +109,7 @@ def sum_node(comm, exchange, total, block, tile):
 
 @triton.jit
 def send_node_sum(comm, exchange, total, block):
-    """Put the node's sum of a tile into its slot, and ask the network to write it to the owners in other nodes."""
+    """Store the node's sum of a tile in its slot, and post requests to write it to the owners in the other nodes."""
     DTYPE: tl.constexpr = exchange.node_sums.DTYPE
     rank = rank_of(comm.context)
     node = rank // comm.RANKS_PER_NODE
@@ -116,16 +117,16 @@ def send_node_sum(comm, exchange, total, block):
     store_partial(segment_of(comm.context, rank, DTYPE) + slot, total, total.shape[0], total.shape[1])
     signal = word_of(exchange.node_sum, comm.epoch, node, slot_number(block)) * 8
     segment = tl.load(comm.context + SEGMENT)
-    place = slot * (DTYPE.primitive_bitwidth // 8)
+    offset = slot * (DTYPE.primitive_bitwidth // 8)
     for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
         peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-        transfer = Transfer(peer, segment, place, segment, place, slot_bytes(exchange.node_sums))
+        transfer = Transfer(peer, segment, offset, segment, offset, slot_bytes(exchange.node_sums))
         post_node_sum(comm, transfer, signal)
 
 
 @triton.jit
 def sum_nodes(comm, exchange, block, tile, M: tl.constexpr, N: tl.constexpr):
-    """The sums of all nodes, added in the order of nodes once they are here; NaN if the group gave up."""
+    """Wait for the sums of all nodes, and add them in node order; NaN if the group gave up."""
     NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
     missing = 0.0
@@ -143,7 +144,7 @@ def sum_nodes(comm, exchange, block, tile, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def prefetch(comm, call, taken):
-    """Ask for what the node pushes for a tile that this rank owns."""
+    """Prefetch the partials that the node pushes for a tile that this rank owns."""
     if comm.RANKS_PER_NODE > 1:
         if taken.owner == rank_of(comm.context) % comm.RANKS_PER_NODE:
             block = taken.round // comm.RANKS_PER_NODE
@@ -154,13 +155,13 @@ def prefetch(comm, call, taken):
 
 @triton.jit
 def finished_slot(comm, exchange, owner, block):
-    """Pointer to the slot in which its owner keeps its finished tile of a block."""
+    """Pointer to the slot in which an owner keeps its finished tile of a block."""
     return slot_at(comm, exchange.finished_tiles, owner, 0, slot_number(block))
 
 
 @triton.jit
 def finish_tile(comm, call, total, tile, block):
-    """Add bias and residual to a sum; store it into the result and, for the rest of the node, into its slot."""
+    """Add bias and residual to a sum; store it in the result and, for the other ranks of the node, in its slot."""
     M: tl.constexpr = total.shape[0]
     HALF: tl.constexpr = total.shape[1] // 2
     slot = finished_slot(comm, call.exchange, rank_of(comm.context), block)
@@ -169,16 +170,16 @@ def finish_tile(comm, call, total, tile, block):
     if comm.RANKS_PER_NODE > 1:
         store_partial(slot, left, M, HALF)
     store_tile(call.result.c, tile, left)
-    beside = move_right(tile, HALF)
-    right = add_to_tile(call.result, beside, right)
+    right_tile = move_right(tile, HALF)
+    right = add_to_tile(call.result, right_tile, right)
     if comm.RANKS_PER_NODE > 1:
         store_partial(slot + M * HALF, right, M, HALF)
-    store_tile(call.result.c, beside, right)
+    store_tile(call.result.c, right_tile, right)
 
 
 @triton.jit
 def copy_finished(result, slot, tile, missing, M: tl.constexpr, N: tl.constexpr):
-    """Copy a finished tile from its slot into the result."""
+    """Copy a finished tile from its slot to the result. `missing` is NaN if the tile never arrived, else 0.0."""
     HALF: tl.constexpr = N // 2
     store_tile(result.c, tile, load_partial(slot, M, HALF) + missing)
     store_tile(result.c, move_right(tile, HALF), load_partial(slot + M * HALF, M, HALF) + missing)
@@ -186,17 +187,17 @@ def copy_finished(result, slot, tile, missing, M: tl.constexpr, N: tl.constexpr)
 
 @triton.jit
 def notify_finished(comm, exchange, block):
-    """Tell the other ranks of the node that this rank's tile of a block is finished."""
-    for i in range(1, comm.RANKS_PER_NODE):
-        place = comm.RANKS_PER_NODE - 1 - i
-        notify_in_loop(signal_at(comm, exchange.finished, peer_behind(comm, i), place, slot_number(block)), comm.epoch)
+    """Signal to the other ranks of the node that this rank's tile of a block is finished."""
+    for offset in range(1, comm.RANKS_PER_NODE):
+        i = comm.RANKS_PER_NODE - 1 - offset
+        notify_in_loop(signal_at(comm, exchange.finished, peer_behind(comm, offset), i, slot_number(block)), comm.epoch)
 
 
 @triton.jit
-def wait_finished(comm, exchange, place, block, tile):
-    """Wait for a tile of the rank that is place + 1 behind this one; 0.0, or NaN if the group gave up."""
+def wait_finished(comm, exchange, i, block, tile):
+    """Wait for a finished tile of the rank i + 1 after this one. Returns 0.0, or NaN if the group gave up."""
     missing = 0.0
-    signal = signal_at(comm, exchange.finished, rank_of(comm.context), place, slot_number(block))
-    if not wait_again(comm.context, signal, comm.epoch, COMPUTE, FINISHED_TILE, peer_behind(comm, 1 + place), tile):
+    signal = signal_at(comm, exchange.finished, rank_of(comm.context), i, slot_number(block))
+    if not wait_again(comm.context, signal, comm.epoch, COMPUTE, FINISHED_TILE, peer_behind(comm, 1 + i), tile):
         missing = float("nan")
     return missing

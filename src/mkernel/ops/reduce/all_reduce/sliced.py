@@ -1,19 +1,19 @@
-"""The kernel of matmul_all_reduce for results of at most one tile for each CTA, in one node: CTAs share tiles out.
+"""The kernel of matmul_all_reduce for small results in one node, with at most one tile per CTA: ranks share each tile.
 
-With so few tiles there is no second one to hide an exchange behind, and large tiles are the ones that read
-the operands least often. So a CTA computes one large tile, and cuts its sum into as many slices of columns as
-the node has ranks; slice i is owned by local rank i:
+With so few tiles there is no second tile whose multiplication could hide an exchange, and large tiles read the
+operands the fewest times. So a CTA computes one large tile and splits it into slices of columns, one for each rank of
+the node; local rank i owns slice i:
 
-- it pushes the slices that others own to them, and adds what they push to its own slice;
-- bias and residual; the finished slice goes into the result, and into a slot of its own;
-- it reads the finished slices of its tile from their owners, and stores them into the result.
+- The CTA pushes the slices that other ranks own to them, and adds the partials that they push to its own slice.
+- It adds bias and residual, and stores the finished slice in the result and in a slot that peers read.
+- It reads the finished slices of its tile from their owners, and stores them in the result.
 
-All CTAs of all ranks do the same amount of everything, where whole tiles would leave the adding to one rank
-in as many as there are. With 4 ranks, 128 x 8192 of k 8192, tiles of 128x256 as a whole took 77 us.
+All CTAs of all ranks do the same amount of work. Whole tiles would leave the reduction of each to a single rank. (With
+4 ranks, 128 x 8192 with k 8192, whole tiles of 128x256 took 77 us.)
 
-Signals, rounding, the order of sums and why buffers are safe: see the package's docstring, with slices for tiles. A
-CTA waits only for its namesakes: for what they push before they wait for anything, and for what they
-finish before they read; so it cannot deadlock, even if a rank's CTAs run one after the other.
+Signals, rounding, the order of sums and the reuse of buffers are described in the package's docstring; read slices for
+tiles. A CTA waits only for CTAs with its own program id: for what they push before they wait for anything, and for
+what they finish before they read. So it cannot deadlock, even if the CTAs of a rank run one after the other.
 """
 
 import triton
@@ -52,7 +52,7 @@ def _slice(values, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _notify_peers(comm, words, tile):
-    """Raise this rank's signal of a tile on every other rank."""
+    """Set this rank's signal of a tile on every other rank."""
     i = tl.arange(0, comm.WORLD_SIZE)
     peers = tl.load(comm.context + TABLE + (rank_of(comm.context) + i) % comm.WORLD_SIZE).to(tl.pointer_type(tl.int64))
     notify_each(peers + word_of(words, comm.epoch, comm.WORLD_SIZE - 1 - i, tile), comm.epoch, i > 0)
@@ -60,19 +60,19 @@ def _notify_peers(comm, words, tile):
 
 @triton.jit
 def _notify_partial(comm, exchange, tile):
-    """Tell every other rank that this rank's partial of its slice is there."""
+    """Signal to every other rank that this rank's partial of its slice has been pushed."""
     _notify_peers(comm, exchange.partial, tile)
 
 
 @triton.jit
 def _notify_finished(comm, exchange, tile):
-    """Tell every other rank that this rank's slice of a tile is finished."""
+    """Signal to every other rank that this rank's slice of a tile is finished."""
     _notify_peers(comm, exchange.finished, tile)
 
 
 @triton.jit
 def _wait_peers(comm, words, tile, KIND: tl.constexpr):
-    """Wait for the signals of a tile of all other ranks; 0.0, or NaN if the group gave up."""
+    """Wait for all other ranks' signals of a tile. Returns 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
     i = tl.arange(0, comm.WORLD_SIZE)
     signals = signal_at(comm, words, rank, i, tile)
@@ -83,7 +83,7 @@ def _wait_peers(comm, words, tile, KIND: tl.constexpr):
 
 @triton.jit
 def _share(comm, exchange, total, tile):
-    """Push the slices of a tile that others own; returns the own one."""
+    """Push the slices of a tile that other ranks own. Returns the slice that this rank owns."""
     COUNT: tl.constexpr = comm.WORLD_SIZE
     rank = rank_of(comm.context)
     mine = tl.zeros((total.shape[0], total.shape[1] // COUNT), tl.float32)
@@ -98,7 +98,8 @@ def _share(comm, exchange, total, tile):
 
 @triton.jit
 def _add_slices(comm, exchange, total, tile):
-    """This rank's own slice plus what the others have pushed. Slices are small enough to be loaded all together."""
+    """Wait for the other ranks' partials of this rank's slice, and add them. All are loaded before the first is added:
+    slices are small enough for that."""
     missing = _wait_peers(comm, exchange.partial, tile, PARTIAL)
     rank = rank_of(comm.context)
     partials = ()
@@ -112,23 +113,23 @@ def _add_slices(comm, exchange, total, tile):
 
 
 @triton.jit
-def _gather(comm, call, place, tile):
-    """Read the finished slices of a tile from their owners, and store them into the result."""
+def _gather(comm, call, location, tile):
+    """Read the finished slices of a tile from their owners, and store them in the result."""
     M: tl.constexpr = call.product.tiling.M
     SLICE: tl.constexpr = call.product.tiling.N // comm.WORLD_SIZE
     HALF: tl.constexpr = SLICE // 2
     rank = rank_of(comm.context)
     missing = _wait_peers(comm, call.exchange.finished, tile, FINISHED_TILE)
-    # all are asked for before the first is stored, so that they come together
+    # issue all loads before the first store, so that their latencies overlap
     finished = ()
     for i in tl.static_range(comm.WORLD_SIZE - 1):
         slot = slot_at(comm, call.exchange.finished_tiles, (rank + 1 + i) % comm.WORLD_SIZE, 0, tile)
         left = load_partial(slot, M, HALF)
         finished = finished + ((left, load_partial(slot + M * HALF, M, HALF)),)  # type: ignore[assignment]
     for i in tl.static_range(comm.WORLD_SIZE - 1):
-        there = (rank + 1 + i) % comm.WORLD_SIZE * SLICE
+        column = (rank + 1 + i) % comm.WORLD_SIZE * SLICE
         for side in tl.static_range(2):
-            store_tile(call.result.c, move_right(place, there + side * HALF), finished[i][side] + missing)
+            store_tile(call.result.c, move_right(location, column + side * HALF), finished[i][side] + missing)
 
 
 @triton.jit
@@ -139,8 +140,8 @@ def _run(comm, call):
     if call.link.PACED:
         begun = clock()
     row, column = tile_corner(call.product, tile)
-    place = Tile(0, row, call.product.rows, column, call.product.n)
-    total = multiply_tile(call.product.a, call.product.b, place, call.product.k, call.product.tiling)
+    location = Tile(0, row, call.product.rows, column, call.product.n)
+    total = multiply_tile(call.product.a, call.product.b, location, call.product.k, call.product.tiling)
     trace(comm.context, TILES, TILE, rank, tile, LAST)
 
     mine = _share(comm, call.exchange, total, tile)
@@ -150,11 +151,11 @@ def _run(comm, call):
     trace(comm.context, TILES, PUSH_CHUNK, rank, tile, LAST)
     _notify_partial(comm, call.exchange, tile)
     mine = _add_slices(comm, call.exchange, mine, tile)
-    finish_tile(comm, call, mine, move_right(place, rank * mine.shape[1]), 0)
+    finish_tile(comm, call, mine, move_right(location, rank * mine.shape[1]), 0)
     trace(comm.context, TILES, REDUCE, rank, tile, LAST)
     _notify_finished(comm, call.exchange, tile)
 
-    _gather(comm, call, place, tile)
+    _gather(comm, call, location, tile)
     trace(comm.context, TILES, GATHER, rank, tile, LAST)
     if call.link.PACED:
         gathered = tl.cast(comm.WORLD_SIZE - 1, tl.int64) * slot_bytes(call.exchange.finished_tiles)

@@ -1,6 +1,6 @@
-"""The kernel of matmul_all_reduce for all but small results: two exchanges, first of partials, then of finished tiles.
+"""The general kernel of matmul_all_reduce: the first exchange moves partials, the second one finished tiles.
 
-See the package's docstring for what a CTA does with a block of tiles, and for why it cannot deadlock.
+The package's docstring describes what a CTA does with a block of tiles, and why it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from mkernel.ops.reduce.protocol import (
 
 @triton.jit
 def _lag(comm):
-    """How many blocks later a tile is finished: the exchange between nodes takes one."""
+    """How many blocks later a block's finished tiles are gathered. The exchange between nodes takes one more."""
     return 2 if comm.WORLD_SIZE > comm.RANKS_PER_NODE else 1
 
 
 @triton.jit
 def _notify_last_finished(comm, exchange, block):
-    """At the beginning of a block, tell the node of the tile that was finished at the end of the block before."""
+    """At the beginning of a block, signal the tile that was finished last, during the previous block."""
     notify_finished(comm, exchange, block - _lag(comm))
 
 
 @triton.jit
 def _finish_later(comm, call, block):
-    """Finish this rank's own tile of a block, whose sums the nodes have exchanged."""
+    """Finish this rank's own tile of an earlier block, for which the nodes have exchanged their sums."""
     own = round_of(block, rank_of(comm.context) % comm.RANKS_PER_NODE, comm.RANKS_PER_NODE)
     tile, row, column = tile_of(call.product, own)
     total = sum_nodes(comm, call.exchange, block, tile, call.product.tiling.M, call.product.tiling.N)
@@ -59,8 +59,8 @@ def _finish_later(comm, call, block):
 
 @triton.jit
 def _gather(comm, call, block, rounds):
-    """Read this CTA's tiles of a block that the other ranks of the node own, and store them into the result.
-    Returns how many bytes that were."""
+    """Read this CTA's tiles of a block that the other ranks of the node own, and store them in the result. Returns the
+    number of bytes read."""
     M: tl.constexpr = call.product.tiling.M
     N: tl.constexpr = call.product.tiling.N
     rank = rank_of(comm.context)
@@ -72,8 +72,8 @@ def _gather(comm, call, block, rounds):
             tile, row, column = tile_of(call.product, round)
             missing = wait_finished(comm, call.exchange, i, block, tile)
             slot = finished_slot(comm, call.exchange, owner, block)
-            place = Tile(0, row, call.product.rows, column, call.product.n)
-            copy_finished(call.result, slot, place, missing, M, N)
+            destination = Tile(0, row, call.product.rows, column, call.product.n)
+            copy_finished(call.result, slot, destination, missing, M, N)
             count += 1
     trace(comm.context, TILES, GATHER, rank, block, LAST)
     return tl.cast(count, tl.int64) * slot_bytes(call.exchange.finished_tiles)
@@ -81,8 +81,8 @@ def _gather(comm, call, block, rounds):
 
 @triton.jit
 def _end_tile(comm, call, sequence, total, taken, progress):
-    """Push a tile that is multiplied, or add what others have pushed; at the end of a block, finish and gather tiles of
-    earlier ones."""
+    """Push the partial of a tile, or reduce what others have pushed. At the end of a block, also finish and gather
+    tiles of earlier blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
     local = rank % RANKS_PER_NODE
@@ -94,9 +94,9 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     if signal != 0:
         notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
-    if (taken.place % RANKS_PER_NODE == 0) & (block >= _lag(comm)):
+    if (taken.position % RANKS_PER_NODE == 0) & (block >= _lag(comm)):
         _notify_last_finished(comm, call.exchange, block)
-    is_pushed = False  # known to the compiler: it fails on code for peers that there are none of, if k is 1
+    is_pushed = False  # a compile-time constant with one rank per node: Triton fails on code for absent peers if k is 1
     if RANKS_PER_NODE > 1:
         is_pushed = taken.owner != local
     if is_pushed:
@@ -111,7 +111,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
         else:
             finish_tile(comm, call, total, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
-    if (taken.place + 1 == sequence.length) | (taken.place % RANKS_PER_NODE == RANKS_PER_NODE - 1):
+    if (taken.position + 1 == sequence.length) | (taken.position % RANKS_PER_NODE == RANKS_PER_NODE - 1):
         if comm.WORLD_SIZE > RANKS_PER_NODE:
             if block >= 1:
                 _finish_later(comm, call, block - 1)
@@ -123,7 +123,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
 
 @triton.jit
 def _drain(comm, call, rounds, progress):
-    """What is left when the last tile is multiplied: the signal that is due, and the tiles of the last blocks."""
+    """What remains after the last multiplication: the pending signal, and the tiles of the last blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
     local = rank_of(comm.context) % RANKS_PER_NODE
     blocks = tl.cdiv(rounds, RANKS_PER_NODE)

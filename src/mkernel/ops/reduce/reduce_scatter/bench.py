@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter beside what it replaces: cuBLAS, then a reduction of the products."""
+"""Benchmark of matmul_reduce_scatter against what it replaces: cuBLAS, then a reduce-scatter of the products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mkernel.runtime.operands import DTYPES
 def measure(
     group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
-    """One shape, k being that of all ranks together; runs on every rank, the same figures come back on each."""
+    """Measure one shape; k is the total over all ranks. Collective; returns the same figures on every rank."""
     device, size = group.device, group.size
     k_local, rows = k // size, m // size
     a, w = draw(group.rank, m, n, k_local, dtype, device)
@@ -49,9 +49,9 @@ def measure(
     out.fill_(float("nan"))
     matmul_reduce_scatter(a, w.t(), out=out, config=config)
     group.synchronize()
-    mine_of = slice(group.rank * rows, (group.rank + 1) * rows)
+    own_rows = slice(group.rank * rows, (group.rank + 1) * rows)
     everyone = group.exchange("inputs", (a, w))
-    exact = sum(x[mine_of].to(device).double() @ y.to(device).double().t() for x, y in everyone)
+    exact = sum(x[own_rows].to(device).double() @ y.to(device).double().t() for x, y in everyone)
     error = (out.double() - exact).abs().max().item()
     worst = worst_of(group.exchange("errors", error))
     bound = bound_of(k, k_local, size, dtype)
@@ -60,7 +60,7 @@ def measure(
 
 
 def _traffic(size: int) -> tuple[float, float]:
-    """As many bytes as all_gather_matmul, in the other direction."""
+    """The same number of bytes as all_gather_matmul, in the opposite direction."""
     block = size // RANKS * size * 2
     return NODES * (GPUS - 1) * block, (NODES - 1) * block
 

@@ -1,22 +1,22 @@
-"""matmul_reduce_scatter for Hopper: the warps of a CTA take turns, so that the tensor cores need not wait.
+"""matmul_reduce_scatter for Hopper: a warp-specialized kernel, so that the tensor cores do not wait for communication.
 
-The protocol, the order of tiles and of sums are the same (protocol.py, order.py), for the ranks of one node; also the
-slots, so ranks may mix the two kernels. What differs is who does it. Each role runs through the CTA's tiles on its own:
+It follows the same protocol, tile order and order of sums (protocol.py, order.py) as kernel.py, for the ranks of one
+node. The slots are the same too, so ranks may mix the two kernels. What differs is the division of labour. Each warp
+role iterates over the CTA's tiles on its own:
 
-- two warpgroups multiply 64 rows of each tile. A tile of another rank's rows they push to that rank,
-  straight from the accumulator; to a tile of the rank's own rows they add the partials of the others, and store
-  it. While one of them does that the other one multiplies.
-- the `load` warp brings the tiles of both operands into shared memory by TMA;
-- the `signal` warp sends the signal of a pushed tile, once both warpgroups have stored it; so the release,
-  which waits until the stores have reached the peer, holds up nobody else;
-- the `await` warp waits for the partials of the rank's own tiles, ahead of time, and brings them into the
-  L2 cache.
+- Two warpgroups multiply 64 rows of each tile each. They push a tile of another rank's rows to that rank, straight
+  from the accumulator. To a tile of the rank's own rows they add the other ranks' partials, and store it. While one
+  warpgroup does that, the other one multiplies.
+- The `load` warp loads the tiles of both operands into shared memory by TMA.
+- The `signal` warp sends the signal of a pushed tile once both warpgroups have stored it. So the release, which waits
+  until the stores have reached the peer, delays no other warp.
+- The `wait` warp waits for the partials of the rank's own tiles ahead of time, and prefetches them into L2.
 
-Why it cannot deadlock: as kernel.py; pushing waits for nothing but this CTA's signal warp, which waits for nobody.
+Why it cannot deadlock: as in kernel.py. Pushing waits only for this CTA's signal warp, which waits for no other rank.
 
-It needs operands that TMA can read, 16-bit elements that travel as they are, the rows of a rank in
-whole tiles, and neither bias nor residual; other calls take the kernel in kernel.py, which is also what the
-simulator runs.
+It requires operands that TMA can read, 16-bit elements that are not converted for transfer, a number of rows per rank
+that is a multiple of the tile height, and neither bias nor residual. Other calls take the kernel in kernel.py, which
+is also the one that the simulator runs.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 from mkernel.runtime.world import Launch
 
-LINE = tl.constexpr(64)  # elements of a line of the cache
+LINE = tl.constexpr(64)  # elements of a cache line
 
 
 class Operands(NamedTuple):
-    """Tensor descriptors: parameters of the kernel, since Triton can not launch one with descriptors in structures."""
+    """Tensor descriptors. Parameters of the kernel: Triton cannot launch one with descriptors in structures."""
 
     a: Any
     b: Any
@@ -60,9 +60,9 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the kernel is told about a call."""
+    """The arguments of the kernel, apart from the matrices."""
 
-    rows: Any  # of one rank
+    rows: Any  # rows of one rank
     n: Any
     k: Any
     exchange: Any  # Exchange
@@ -72,14 +72,16 @@ class Call(NamedTuple):
 
 
 class Pushes(NamedTuple):
-    """Between the warpgroups and the signal warp, for two pushed tiles in turn: stored by both, signalled."""
+    """Barriers between the warpgroups and the signal warp, double buffered: both warpgroups have stored a pushed tile;
+    its signal has been sent."""
 
     stored: Any
     signalled: Any
 
 
 class Arrivals(NamedTuple):
-    """Between the await warp and the warpgroups, for two own tiles in turn: partials are ready, added by both."""
+    """Barriers between the wait warp and the warpgroups, double buffered: the partials of one of the rank's own tiles
+    have arrived; both warpgroups have added them."""
 
     ready: Any
     added: Any
@@ -87,38 +89,38 @@ class Arrivals(NamedTuple):
 
 @triton.jit
 def _count_tiles(call):
-    """How many tiles the rows of one rank have."""
+    """The number of tiles of one rank's rows."""
     return call.rows // TILE_M * tl.cdiv(call.n, TILE_N)
 
 
 @triton.jit
 def _corner(call, tile):
-    """(row, column) at which a tile of a rank's rows begins."""
+    """(row, column) of a tile's upper left corner in a rank's rows."""
     block, column_block = swizzle_tile(tile, call.rows // TILE_M, tl.cdiv(call.n, TILE_N), call.GROUP)
     return block * TILE_M, column_block * TILE_N
 
 
 @triton.jit
-def _count_places(comm, call):
-    """(tiles that this CTA takes, full rounds of each kind, whether one comes before them)."""
+def _count_own_tiles(comm, call):
+    """(number of tiles that this CTA takes, rounds, early): see `deal_tiles`."""
     rounds, early, late = deal_tiles(_count_tiles(call), comm.WORLD_SIZE)
     return rounds * comm.WORLD_SIZE + early + late, rounds, early
 
 
 @triton.jit
-def _tile_at(comm, call, place, rounds, early):
-    """(rank offset, tile) at a place of this CTA's sequence."""
-    _, rank_offset, tile = tile_at(place, _count_tiles(call), rounds, early, comm.WORLD_SIZE, comm.WORLD_SIZE)
+def _tile_at(comm, call, position, rounds, early):
+    """(rank offset, tile) at a position of this CTA's sequence."""
+    _, rank_offset, tile = tile_at(position, _count_tiles(call), rounds, early, comm.WORLD_SIZE, comm.WORLD_SIZE)
     return rank_offset, tile
 
 
 @gluon.jit
 def _load(comm, operands, call, stages):
     rank = rank_of(comm.context)
-    places, rounds, early = _count_places(comm, call)
+    count, rounds, early = _count_own_tiles(comm, call)
     step = 0
-    for place in range(places):
-        rank_offset, tile = _tile_at(comm, call, place, rounds, early)
+    for position in range(count):
+        rank_offset, tile = _tile_at(comm, call, position, rounds, early)
         row, column = _corner(call, tile)
         row += (rank + rank_offset) % comm.WORLD_SIZE * call.rows
         for depth in range(0, call.k, TILE_K):
@@ -136,7 +138,7 @@ def _load(comm, operands, call, stages):
 
 @gluon.constexpr_function
 def slot_layout():
-    """How threads hold a packed half: 16 bytes of a thread beside 16 bytes of the next one, as in the slot."""
+    """The register layout of a packed half: 16 bytes of one thread, then 16 bytes of the next, as in the slot."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
         lane_bases=[[0, 8], [0, 16], [0, 32], [0, 64], [0, 128]],
@@ -148,8 +150,8 @@ def slot_layout():
 
 @gluon.jit
 def _packed(half):
-    """Half of a warpgroup's columns in the order of a slot (see reduce/partials.py): in turns of 8 rows of
-    every 16, by 32 columns. Threads only rename their registers."""
+    """Half of a warpgroup's columns in the order of a slot (see reduce/partials.py): as runs that each hold 8 rows of
+    every 16, and 32 columns. This only renames registers."""
     layout: gl.constexpr = slot_layout()
     split = half.reshape([ROWS // 16, 2, 8, STORED // 32, 4, 4, 2])
     return gl.convert_layout(split.permute(3, 1, 0, 2, 5, 4, 6).reshape([8, 1024]), layout)
@@ -157,42 +159,42 @@ def _packed(half):
 
 @gluon.jit
 def _unpacked(block):
-    """What `_packed` made a block of."""
+    """The inverse of `_packed`."""
     split = block.reshape([STORED // 32, 2, ROWS // 16, 8, 4, 4, 2])
     return split.permute(2, 1, 3, 0, 5, 4, 6).reshape([ROWS, STORED])
 
 
 @gluon.jit
-def _places_in_slot(WARPGROUP: gl.constexpr):
-    """Where the elements of a packed left half lie in a slot: the turns of both warpgroups alternate."""
+def _offsets_in_slot(WARPGROUP: gl.constexpr):
+    """Offsets of the elements of a packed left half in a slot: the runs of the two warpgroups alternate."""
     layout: gl.constexpr = slot_layout()
-    turn = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
+    run = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
     i = gl.expand_dims(gl.arange(0, 1024, gl.SliceLayout(0, layout)), 0)
-    return turn * 2048 + WARPGROUP * 1024 + i
+    return run * 2048 + WARPGROUP * 1024 + i
 
 
 @gluon.jit
 def _store_partial(slot, total, WARPGROUP: gl.constexpr):
-    """Store this warpgroup's rows of a partial into its slot."""
+    """Store this warpgroup's rows of a partial in its slot."""
     slot = gl.multiple_of(slot, 16)
     left, right = total.to(slot.dtype.element_ty).reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
-    i = _places_in_slot(WARPGROUP)
+    i = _offsets_in_slot(WARPGROUP)
     gl.store(slot + i, _packed(left))
     gl.store(slot + TILE_M * STORED + i, _packed(right))
 
 
 @gluon.jit
 def _add_partial(total, slot, WARPGROUP: gl.constexpr):
-    """This warpgroup's rows of a tile, plus those of a partial."""
+    """Add this warpgroup's rows of a partial to those of a tile."""
     slot = gl.multiple_of(slot, 16)
     left, right = total.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
     layout: gl.constexpr = left.type.layout
     total_layout: gl.constexpr = total.type.layout
-    i = _places_in_slot(WARPGROUP)
-    more = gl.load(slot + i)
-    again = gl.load(slot + TILE_M * STORED + i)
-    left += gl.convert_layout(_unpacked(more).to(gl.float32), layout)
-    right += gl.convert_layout(_unpacked(again).to(gl.float32), layout)
+    i = _offsets_in_slot(WARPGROUP)
+    left_partial = gl.load(slot + i)
+    right_partial = gl.load(slot + TILE_M * STORED + i)
+    left += gl.convert_layout(_unpacked(left_partial).to(gl.float32), layout)
+    right += gl.convert_layout(_unpacked(right_partial).to(gl.float32), layout)
     joined = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, TILE_N])
     return gl.convert_layout(joined, total_layout)
 
@@ -200,12 +202,12 @@ def _add_partial(total, slot, WARPGROUP: gl.constexpr):
 @gluon.jit
 def _multiply(comm, c, call, stages, pushes, arrivals, c_stage, WARPGROUP: gl.constexpr):
     rank = rank_of(comm.context)
-    places, rounds, early = _count_places(comm, call)
+    count, rounds, early = _count_own_tiles(comm, call)
     step = 0
     pushed = 0
     summed = 0
-    for place in range(places):
-        rank_offset, tile = _tile_at(comm, call, place, rounds, early)
+    for position in range(count):
+        rank_offset, tile = _tile_at(comm, call, position, rounds, early)
         owner = (rank + rank_offset) % comm.WORLD_SIZE
         since = trace_time(comm.context)
         total, step = multiply_rows(stages, step, call.k, WARPGROUP, call.B_TRANSPOSED)
@@ -221,7 +223,7 @@ def _multiply(comm, c, call, stages, pushes, arrivals, c_stage, WARPGROUP: gl.co
             pushed += 1
         else:
             mbarrier.wait(arrivals.ready.index(summed % 2), (summed // 2) & 1)
-            # partials that never came: the group has given up, and the host will say so
+            # partials may be missing only if the group has given up; the host then raises an error
             total += tl.where(gave_up(comm.context), float("nan"), 0.0)
             for i in range(comm.WORLD_SIZE - 1):
                 total = _add_partial(total, slot_at(comm, call.exchange.partials, rank, i, tile), WARPGROUP)
@@ -237,12 +239,12 @@ def _multiply(comm, c, call, stages, pushes, arrivals, c_stage, WARPGROUP: gl.co
 @gluon.jit
 def _signal(comm, call, pushes):
     rank = rank_of(comm.context)
-    places, rounds, early = _count_places(comm, call)
+    count, rounds, early = _count_own_tiles(comm, call)
     start = clock()
     sent = tl.cast(0, tl.int64)
     pushed = 0
-    for place in range(places):
-        rank_offset, tile = _tile_at(comm, call, place, rounds, early)
+    for position in range(count):
+        rank_offset, tile = _tile_at(comm, call, position, rounds, early)
         if rank_offset != 0:
             owner = (rank + rank_offset) % comm.WORLD_SIZE
             mbarrier.wait(pushes.stored.index(pushed % 2), (pushed // 2) & 1)
@@ -255,14 +257,14 @@ def _signal(comm, call, pushes):
 
 
 @gluon.jit
-def _await(comm, call, arrivals):
+def _wait_ahead(comm, call, arrivals):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rank = rank_of(comm.context)
-    places, rounds, early = _count_places(comm, call)
+    count, rounds, early = _count_own_tiles(comm, call)
     lines = gl.arange(0, call.exchange.partials.SIZE // LINE, layout) * LINE
     summed = 0
-    for place in range(places):
-        rank_offset, tile = _tile_at(comm, call, place, rounds, early)
+    for position in range(count):
+        rank_offset, tile = _tile_at(comm, call, position, rounds, early)
         if rank_offset == 0:
             wait_partials(comm, call.exchange, 0, tile, tile)
             mbarrier.wait(arrivals.added.index(summed % 2), (summed // 2 + 1) & 1)
@@ -310,7 +312,7 @@ def _run(comm, operands, call):
             (_multiply, (comm, c, call, stages, pushes, arrivals, c_stages.index(1), 1)),
             (_load, (comm, operands, call, stages)),
             (_signal, (comm, call, pushes)),
-            (_await, (comm, call, arrivals)),
+            (_wait_ahead, (comm, call, arrivals)),
         ],
         [4, 1, 1, 1],
         [216, 72, 72, 72],
@@ -327,7 +329,7 @@ def matmul_reduce_scatter_hopper_kernel(context, ranks, a, b, c, call):
 
 
 def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch for a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     a, out, c = call.a, call.out, plan.config
     (m, k), (rows, n) = a.shape, out.shape

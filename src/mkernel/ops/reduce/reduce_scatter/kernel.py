@@ -1,4 +1,4 @@
-"""The kernel of matmul_reduce_scatter in Triton: for every shape, every number of nodes, and the simulator."""
+"""The Triton kernel of matmul_reduce_scatter: any shape, any number of nodes; also runs in the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from mkernel.runtime.world import Launch
 
 
 class Sequence(NamedTuple):
-    """The tiles that a CTA takes: how many, of how many that a rank's rows have; see `deal_tiles`."""
+    """The tiles that a CTA takes: their number, the number of tiles in one rank's rows, and what `deal_tiles`
+    returns."""
 
     length: Any
     tiles: Any
@@ -50,7 +51,8 @@ class Sequence(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The tile that a CTA is at, of the rows of `owner`; it begins at (row, column) of them."""
+    """The tile that a CTA is working on: tile number `tile` of the rows of `owner`, with its upper left corner at
+    (row, column) of these rows."""
 
     node_offset: Any
     rank_offset: Any
@@ -61,13 +63,13 @@ class Taken(NamedTuple):
 
 
 @triton.jit
-def _take(comm, call, sequence, place):
-    """The tile at a place of the sequence."""
+def _take(comm, call, sequence, position):
+    """The tile at a position of the sequence."""
     WORLD_SIZE: tl.constexpr = comm.WORLD_SIZE
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
     node_offset, rank_offset, tile = tile_at(
-        place, sequence.tiles, sequence.rounds, sequence.early, WORLD_SIZE, RANKS_PER_NODE
+        position, sequence.tiles, sequence.rounds, sequence.early, WORLD_SIZE, RANKS_PER_NODE
     )  # fmt: skip
     node = rank // RANKS_PER_NODE + node_offset
     owner = node * RANKS_PER_NODE % WORLD_SIZE + (rank + rank_offset) % RANKS_PER_NODE
@@ -77,13 +79,13 @@ def _take(comm, call, sequence, place):
 
 @triton.jit
 def _locate(call, taken):
-    """Where a tile lies in the product."""
+    """Where a tile is in the product."""
     return Tile(taken.owner, taken.row, call.product.rows, taken.column, call.product.n)
 
 
 @triton.jit
 def _prefetch(comm, call, taken):
-    """Ask for what will be added to a tile that this rank sums up."""
+    """Prefetch what will be added to a tile that this rank reduces."""
     if comm.WORLD_SIZE > 1:
         if taken.rank_offset == 0:
             prefetch(
@@ -93,30 +95,30 @@ def _prefetch(comm, call, taken):
 
 @triton.jit
 def _reduce(comm, call, total, taken):
-    """Add what the node has pushed to this rank's partial of a tile; then send the node's sum to its owner, or, if this
-    rank is the owner, add those of the other nodes, and store the result."""
+    """Add the partials that the node has pushed to this rank's partial of a tile. Then send the node's sum to the owner
+    or, if this rank is the owner, add the sums of the other nodes and store the result."""
     first = first_partial(comm, taken.node_offset)
     if comm.RANKS_PER_NODE > 1:
         total += wait_partials(comm, call.exchange, first, taken.tile, taken.tile)
         total = add_partials(comm, call.exchange, total, first, taken.tile)
-    place = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
+    location = Tile(0, taken.row, call.product.rows, taken.column, call.product.n)
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
         if taken.node_offset != 0:
             send_node_sum(comm, call.exchange, total, taken.node_offset, taken.tile)
         else:
             total += wait_node_sums(comm, call.exchange, taken.tile)
-            store_result(call.result, place, add_node_sums(comm, call.exchange, total, taken.tile))
+            store_result(call.result, location, add_node_sums(comm, call.exchange, total, taken.tile))
     else:
-        store_result(call.result, place, total)
+        store_result(call.result, location, total)
 
 
 @triton.jit
 def _end_tile(comm, call, sequence, total, taken, progress):
-    """Push a tile that is multiplied, or reduce it. The signal of the tile before is due by now."""
+    """Push the partial of a tile, or reduce it. First send the pending signal of the previous tile."""
     trace(comm.context, TILES, TILE, taken.owner, taken.tile, LAST)
     signal = progress.signal
     moved = progress.moved
-    is_pushed = False  # known to the compiler on a node of one rank
+    is_pushed = False  # a compile-time constant with one rank per node
     if comm.RANKS_PER_NODE > 1:
         if signal != 0:
             pace_progress(call.link, progress)
@@ -157,7 +159,7 @@ def matmul_reduce_scatter_kernel(context, ranks, a, b, c, residual, call):
 
 
 def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
-    """The launch that carries out a plan. Collective when the workspace must grow."""
+    """The launch for a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     arrived = {name: None for name in ("partials", "node_sums") if name in memory}
     return Launch(
@@ -173,7 +175,7 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
         ),
         options=dict(num_warps=plan.config.warps, num_stages=plan.config.stages),
         variant=variant_of(plan, workspace),
-        # not what is outgoing: the network may still be reading it
+        # except `outgoing`: the network may still be reading it
         uses=memory.uses(workspace, free=arrived),
         inputs=INPUTS,
         results=RESULTS,

@@ -8,36 +8,37 @@ from mkernel.lang.roles import this_cta
 
 @triton.jit
 def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
-    """(rounds, early, late): how many full rounds of each kind of tile this CTA has, and whether it has
-    one more tile of some kind, first of all, or one more of its own rows, last of all.
+    """(rounds, early, late): how many full rounds this CTA has for each rank's rows, and whether it takes one more
+    tile, either before all others (`early`, a tile of other ranks' rows) or after them (`late`, a tile of its own).
 
-    If the tiles that are left over go round once for all kinds together, CTA cta gets one of kind
-    cta // left; kinds are numbered so that no CTA waits for a higher one (see `tile_at`)."""
+    `left` tiles of each rank's rows are left over. If there are enough CTAs to give each at most one leftover tile of
+    all ranks' rows, CTA c takes one of kind c // left. Kinds are numbered such that no CTA waits for one with a higher
+    program id (see `tile_at`)."""
     cta = this_cta()
     ctas = tl.num_programs(0)
     left = tiles % ctas
-    apart = left * WORLD_SIZE <= ctas
-    rounds = tiles // ctas + tl.where(apart, 0, tl.where(cta < left, 1, 0))
-    early = tl.where(apart & (cta < left * (WORLD_SIZE - 1)), 1, 0)
-    late = tl.where(apart & (cta >= left * (WORLD_SIZE - 1)) & (cta < left * WORLD_SIZE), 1, 0)
+    spread = left * WORLD_SIZE <= ctas
+    rounds = tiles // ctas + tl.where(spread, 0, tl.where(cta < left, 1, 0))
+    early = tl.where(spread & (cta < left * (WORLD_SIZE - 1)), 1, 0)
+    late = tl.where(spread & (cta >= left * (WORLD_SIZE - 1)) & (cta < left * WORLD_SIZE), 1, 0)
     return rounds, early, late
 
 
 @triton.jit
-def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
-    """(node offset, rank offset, tile): which tile this CTA takes at a place of its sequence: one of the rows of
-    the rank that is so many nodes and so many local ranks behind this one, cyclically."""
+def tile_at(position, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
+    """(node offset, rank offset, tile) at a position of this CTA's sequence: it takes that tile of the rows of the rank
+    whose node and local rank follow this rank's by these offsets, cyclically."""
     cta = this_cta()
     ctas = tl.num_programs(0)
     PEERS: tl.constexpr = RANKS_PER_NODE - 1
     OTHERS: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE - 1  # nodes
     left = tiles % ctas
     last = tiles - left
-    node_offset = place * 0
-    rank_offset = place * 0
-    tile = place * 0
-    if place < early:
-        # a tile of the last round; kinds: pushed for other nodes, pushed in the node, summed for other nodes
+    node_offset = position * 0
+    rank_offset = position * 0
+    tile = position * 0
+    if position < early:
+        # a leftover tile; kinds, in order: pushed for other nodes, pushed within the node, reduced for other nodes
         kind = cta // tl.maximum(left, 1)
         tile = last + cta % tl.maximum(left, 1)
         if kind < OTHERS * PEERS:
@@ -48,21 +49,21 @@ def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NOD
         else:
             node_offset = 1 + kind - (OTHERS + 1) * PEERS
     else:
-        turn = place - early
-        if turn < rounds * OTHERS * RANKS_PER_NODE:
-            which = turn % max(OTHERS * RANKS_PER_NODE, 1)
-            tile = turn // max(OTHERS * RANKS_PER_NODE, 1) * ctas + cta
+        index = position - early
+        if index < rounds * OTHERS * RANKS_PER_NODE:
+            which = index % max(OTHERS * RANKS_PER_NODE, 1)
+            tile = index // max(OTHERS * RANKS_PER_NODE, 1) * ctas + cta
             if which < OTHERS * PEERS:
                 node_offset = 1 + which // max(PEERS, 1)
                 rank_offset = 1 + which % max(PEERS, 1)
             else:
                 node_offset = 1 + which - OTHERS * PEERS
         else:
-            turn -= rounds * OTHERS * RANKS_PER_NODE
-            if turn < rounds * PEERS:
-                rank_offset = 1 + turn % max(PEERS, 1)
-                tile = turn // max(PEERS, 1) * ctas + cta
+            index -= rounds * OTHERS * RANKS_PER_NODE
+            if index < rounds * PEERS:
+                rank_offset = 1 + index % max(PEERS, 1)
+                tile = index // max(PEERS, 1) * ctas + cta
             else:
-                turn -= rounds * PEERS
-                tile = tl.where(turn < rounds, turn * ctas + cta, last + cta - left * (WORLD_SIZE - 1))
+                index -= rounds * PEERS
+                tile = tl.where(index < rounds, index * ctas + cta, last + cta - left * (WORLD_SIZE - 1))
     return node_offset, rank_offset, tile

@@ -1,4 +1,4 @@
-"""How a call of matmul_reduce_scatter is carried out: the tile, the CTAs, and which kernel."""
+"""The plan of a matmul_reduce_scatter call: the tile, the number of CTAs, and the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OP = "matmul_reduce_scatter"
 
 
 def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
-    """Rows and columns of a tile: from what is the same on every rank, since slots hold whole tiles."""
+    """(tile_m, tile_n). Slots hold whole tiles, so they depend only on what is the same on every rank."""
     choose = planning.chooser(config)
     wanted = planning.common_ctas(group) / group.size
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)

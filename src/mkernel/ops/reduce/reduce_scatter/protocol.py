@@ -1,4 +1,4 @@
-"""The protocol of matmul_reduce_scatter: what lies in the workspace, and what is signalled. Both kernels follow it."""
+"""The protocol of matmul_reduce_scatter: workspace layout and signals. Both kernels follow it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mkernel.runtime.layout import Layout
 
 
 class Exchange(NamedTuple):
-    """What a call keeps in the workspace: see `layout`."""
+    """The arrays of a call in its workspace: see `layout`."""
 
     partial: Any  # Words
     partials: Any  # Slots
-    node_sum: Any  # Words; in one node this and the following are None
+    node_sum: Any  # Words; with one node, this and the following are None
     node_sums: Any  # Slots
     outgoing: Any  # Slots
 
@@ -34,9 +34,10 @@ class Exchange(NamedTuple):
 def layout(group: Group, plan: Plan, dtype: torch.dtype) -> Layout:
     """The workspace of a call. Signals hold epochs.
 
-    partial[i, tile]: the slot of `partials` with the same index is filled; i = `first_partial` + the pusher's place.
-    node_sum[place, tile]: the slot of `node_sums` is filled, by the node that is place + 1 behind this one.
-    outgoing[place, tile]: sums of this node, for the node that is place + 1 behind; the network reads them.
+    partial[first + i, tile]: partials[first + i, tile] holds the partial of the rank i + 1 after this one, cyclically
+        within the node; `first_partial` is `first`, which depends on the node of the tile's owner.
+    node_sum[i, tile]: node_sums[i, tile] holds the sum of the node i + 1 after this one, cyclically.
+    outgoing[i, tile]: this node's sum, for the node i + 1 after this one; the network reads it.
     """
     gpus, others, tiles = group.gpus_per_node, group.nodes - 1, plan.tiles
     elements = plan.config.tile_m * plan.config.tile_n
@@ -51,7 +52,7 @@ def layout(group: Group, plan: Plan, dtype: torch.dtype) -> Layout:
 
 
 def exchange_of(memory: Layout, workspace: Workspace) -> Exchange:
-    """The same for a kernel."""
+    """The workspace of a call as a kernel argument."""
     several = "node_sums" in memory
     return Exchange(
         partial=memory.words_in(workspace, "partial"),
@@ -64,31 +65,31 @@ def exchange_of(memory: Layout, workspace: Workspace) -> Exchange:
 
 @triton.jit
 def first_partial(comm, node_offset):
-    """First index of the partials of rows of the node that is `node_offset` behind."""
+    """First index of the partials for rows of the node `node_offset` after this one."""
     return node_offset * (comm.RANKS_PER_NODE - 1)
 
 
 @triton.jit
 def send_node_sum(comm, exchange, total, node_offset, tile):
-    """Ask the network to write the node's sum of a tile to its owner."""
+    """Store this node's sum of a tile, and post a request to write it to the owner."""
     NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     DTYPE: tl.constexpr = exchange.outgoing.DTYPE
     ELEMENT: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rank = rank_of(comm.context)
     source = slot_of(exchange.outgoing, comm.epoch, node_offset - 1, tile)
     store_partial(segment_of(comm.context, rank, DTYPE) + source, total, total.shape[0], total.shape[1])
-    place = NODES - 1 - node_offset
-    target = slot_of(exchange.node_sums, comm.epoch, place, tile)
+    i = NODES - 1 - node_offset
+    target = slot_of(exchange.node_sums, comm.epoch, i, tile)
     segment = tl.load(comm.context + SEGMENT)
     owner = (rank + node_offset * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-    signal = word_of(exchange.node_sum, comm.epoch, place, tile) * 8
+    signal = word_of(exchange.node_sum, comm.epoch, i, tile) * 8
     transfer = Transfer(owner, segment, source * ELEMENT, segment, target * ELEMENT, slot_bytes(exchange.outgoing))
     post_node_sum(comm, transfer, signal)
 
 
 @triton.jit
 def wait_node_sums(comm, exchange, tile):
-    """Wait for the other nodes' sums of a tile; 0.0, or NaN if the group gave up."""
+    """Wait for the other nodes' sums of a tile. Returns 0.0, or NaN if the group gave up."""
     rank = rank_of(comm.context)
     missing = 0.0
     for i in range(comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1):
@@ -101,7 +102,7 @@ def wait_node_sums(comm, exchange, tile):
 
 @triton.jit
 def add_node_sums(comm, exchange, total, tile):
-    """This node's sum of a tile plus those of the other nodes, which are here."""
+    """Add the other nodes' sums of a tile to this node's. They must have arrived."""
     rank = rank_of(comm.context)
     for i in range(comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1):
         slot = slot_at(comm, exchange.node_sums, rank, i, tile)
@@ -111,7 +112,7 @@ def add_node_sums(comm, exchange, total, tile):
 
 @triton.jit
 def prefetch(comm, exchange, node_offset, tile, M: tl.constexpr, N: tl.constexpr):
-    """Bring what is to be added to this rank's partial of a tile into the cache."""
+    """Prefetch what is to be added to this rank's partial of a tile."""
     prefetch_partials(comm, exchange, first_partial(comm, node_offset), tile, M, N)
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
         for i in range(tl.where(node_offset == 0, comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1, 0)):
