@@ -26,8 +26,8 @@ def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
-    """(node offset, rank offset, tile) at position `place` of this CTA's sequence: it takes that tile of the rows of the
-    rank whose node and local rank follow this rank's by these offsets, cyclically."""
+    """(node offset, rank offset, tile) at position `place` of this CTA's sequence: that tile of the rows of the rank
+    whose node and local rank follow this rank's by these offsets, cyclically."""
     cta = this_cta()
     ctas = tl.num_programs(0)
     PEERS: tl.constexpr = RANKS_PER_NODE - 1
