@@ -140,7 +140,7 @@ def test_compile_shows_what_its_kernel_needs(toy, tmp_path):
     ("arguments", "words"),
     [
         (["--arch", "hopper"], "'hopper' is not an architecture"),
-        (["--arch", "sm_75"], "write sm_80 (A100), sm_90a"),
+        (["--arch", "sm_75"], "use sm_80 (A100), sm_90a"),
         (["--shape", "8x8"], "is not a shape of toy_shift; write count as 1 integers"),
         (["--shape", "8", "--shape", "9", "--ptx", "x.ptx"], "takes one shape, got 2"),
         (["--zigzag"], "toy_shift has no such option"),
