@@ -49,12 +49,12 @@ def notify_all_but_one(comm, rounds, chunk, peer):
 
 
 @triton.jit
-def do_not_notify_entered(context, epoch, rank, GPUS: tl.constexpr):
+def do_not_notify_entered(context, epoch, rank, RANKS_PER_NODE: tl.constexpr):
     pass
 
 
 @triton.jit
-def do_not_post_entered(context, epoch, rank, SIZE: tl.constexpr, GPUS: tl.constexpr):
+def do_not_post_entered(context, epoch, rank, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
     pass
 
 

@@ -49,8 +49,8 @@ def leave_fence_out():
 
 
 @triton.jit
-def finish_epoch_before(context, epoch, SIZE: tl.constexpr):
-    finish(context, epoch - 1, SIZE)
+def finish_epoch_before(context, epoch, WORLD_SIZE: tl.constexpr):
+    finish(context, epoch - 1, WORLD_SIZE)
 
 
 @triton.jit
