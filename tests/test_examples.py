@@ -10,7 +10,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SAYS = {
     "01_all_gather_matmul": [
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (256, 96), largest error" for rank in range(4)),
-        "the network reads it where it is",  # the plan for rows in the symmetric heap
+        "the network reads it directly",  # the plan for rows in the symmetric heap
     ],
     "02_matmul_reduce_scatter": [
         *(f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 96) and (128, 96)" for rank in range(4)),

@@ -454,7 +454,7 @@ def test_zigzag(size):
     parts = run(work, cluster=(1, size))
     assert torch.equal(mk.from_zigzag(parts), sequence)
     assert torch.equal(mk.from_zigzag([part.transpose(0, 2) for part in parts], dim=0), sequence.transpose(0, 2))
-    with pytest.raises(mk.ArgumentError, match="one shape"):
+    with pytest.raises(mk.ArgumentError, match="the same shape"):
         mk.from_zigzag([*parts, sequence[:, :, :1]])
 
 
