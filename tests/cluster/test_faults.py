@@ -82,7 +82,7 @@ def test_lost_in_the_middle_of_a_call(how):
         assert "RankLost rank 2" in output, outputs
 
 
-@pytest.mark.parametrize("between_calls", [True, False])
+@pytest.mark.parametrize("between_calls", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_killed_on_another_machine(between_calls):
     """Its counterpart hears of it from the network, its neighbour from the system, the others from these two."""
     outputs = lost(4, victim=3, gpus_per_node=2, per_machine=2, between_calls=between_calls)

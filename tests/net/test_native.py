@@ -63,6 +63,7 @@ def test_memory_on_a_device(stand_ins):
     run(sanitizer, "cuda", libraries=folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not has_headers(), reason="libibverbs-dev is not installed")
 def test_rdma(stand_ins):
     """With libraries that are a stand-in, so that this runs without a device."""

@@ -95,7 +95,7 @@ def test_tiles_go_from_registers_to_memory_and_back(call, stored, loaded):
 
 
 @pytest.mark.parametrize("in_switch", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)])
 def test_multicast(in_switch, reduce_dtype):
     """The switch gets 16 bytes at a time, straight from registers, and adds every one of them once."""
     made = build(MULTICAST, reduce_dtype=reduce_dtype, fixed_order=not in_switch)
@@ -132,7 +132,14 @@ SPILLED = {("two_level_kernel", "pointers"): 284, ("multicast_kernel", "pointers
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), [("pointers", (128, 256)), ("64x64", (64, 64)), ("128x64", (128, 64)), ("128x128", (128, 128))]
+    ("case", "size"),
+    [
+        ("128x128", (128, 128)),
+        *(
+            pytest.param(case, size, marks=pytest.mark.thorough)
+            for case, size in [("pointers", (128, 256)), ("64x64", (64, 64)), ("128x64", (128, 64))]
+        ),
+    ],
 )
 def test_the_switch_adds_once(case, size):
     """Triton copies an instruction when it likes to; a second sum might have other bits."""
@@ -191,6 +198,7 @@ def test_sizes_of_one(kernel, monkeypatch):
     compile_launch(launch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "capability"), [(SCATTER, 80), (SCATTER, 100), (REDUCE, 100), (MULTICAST, 100)],
     ids=["reduce_scatter on 80", "reduce_scatter on 100", "all_reduce on 100", "multicast on 100"],
