@@ -7,12 +7,13 @@ import time
 
 import pytest
 import torch
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel import demo, estimates, operators
 from mkernel.bench.shapes import parse
 from mkernel.estimates import Simulation, Speed
-from mkernel.workloads import Cost, workload_of
+from mkernel.workloads import Cost
 
 WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 SHOWN = [operator.name for operator in demo.shown_operators()]

@@ -91,11 +91,6 @@ class Workload:
         )
 
 
-def workload_of(op: str) -> Workload:
-    """The workload of an operator; otherwise an error that lists the operators that have one."""
-    return operators.find(op, "workload").load("workload")
-
-
 # -- inputs
 
 

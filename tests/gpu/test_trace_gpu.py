@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel.bench.timing import Stopwatch
 from mkernel.runtime.tracer import Tracer
 from mkernel.tracing.events import events_of
 from mkernel.tracing.links import arrivals
-from mkernel.workloads import workload_of
 
 SHAPE = (16384, 2048, 8192)
 RANKS = 4

@@ -9,11 +9,11 @@ own (`-k moe_ffn`), if they take turns to measure: see `alone` in harness.py.
 import pytest
 import torch
 from harness import alone
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel.runtime import tuned
 from mkernel.tuning import tune
-from mkernel.workloads import workload_of
 
 RANKS = 4
 LINKS = mk.Links(nvlink=450 / RANKS)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.workloads import workload_of
 
 from mkernel.compiling import compile_launch, launched
-from mkernel.workloads import workload_of
 
 ALONE, LARGE = [(1, 1), (2, 1)], [(1, 1), (2, 2)]
 CASES = [

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.operator_calls import cluster_name, run
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel import checking, operators, ops
 from mkernel.compiling import compile_launch, launched
-from mkernel.workloads import workload_of
 
 TRITON = mk.Config(warps=8)  # a configuration that the kernels for Hopper do not have
 

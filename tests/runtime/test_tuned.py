@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import moe_reference, operator_calls, other_users
 from support.other_users import as_root
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel import cache, operators
@@ -20,7 +21,6 @@ from mkernel.compiling import PretendedGpu, pretending
 from mkernel.runtime import tuned
 from mkernel.runtime.tuned import Table, Tunable, bucket
 from mkernel.tuning.spaces import families_of
-from mkernel.workloads import workload_of
 
 WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 PLACE = "some GPU, 1 x 2 ranks of 6 CTAs"

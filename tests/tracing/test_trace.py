@@ -15,6 +15,7 @@ import torch
 import triton
 from rich.console import Console
 from support import operator_calls
+from support.workloads import workload_of
 
 import mkernel as mk
 from mkernel.lang.trace import _has_room
@@ -23,7 +24,6 @@ from mkernel.sim.backend import SimLauncher
 from mkernel.tracing import chrome
 from mkernel.tracing.command import WIDE, bars, show, show_account
 from mkernel.tracing.links import arrivals
-from mkernel.workloads import workload_of
 
 ROOT = Path(__file__).parent.parent.parent
 CASE = operator_calls.Case(25, 24, 24, torch.bfloat16)

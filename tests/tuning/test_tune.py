@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.workloads import workload_of
 from typer.testing import CliRunner
 
 import mkernel as mk
@@ -19,7 +20,6 @@ from mkernel.runtime import tuned
 from mkernel.runtime.config import Config
 from mkernel.tuning import measuring
 from mkernel.tuning.search import Search
-from mkernel.workloads import workload_of
 
 WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 PLACE = "a GPU of paper"
