@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mkernel.net.config import TransportConfig
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
-from mkernel.runtime.processes import ProcessConnector, host_name, introduce
+from mkernel.runtime.processes import ProcessConnector, host_name, introduce, label_of
 from mkernel.runtime.world import Links, exchange_addresses
 from mkernel.sim.backend import InlineLauncher, SimMemory
 from mkernel.sim.scheduler import Options, RealTimeScheduler
@@ -42,6 +42,7 @@ class CpuProcesses:
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         self.links = Links()
+        self.label = label_of(process_group)
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
         self.gpu_ids = list(range(self.size))
         self.devices = {self.rank: torch.device("cpu")}

@@ -30,7 +30,7 @@ from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
-from mkernel.runtime.processes import ProcessConnector, introduce
+from mkernel.runtime.processes import ProcessConnector, introduce, label_of
 from mkernel.runtime.store import SignedStore
 from mkernel.runtime.store_exchange import StoreExchange
 from mkernel.runtime.world import Links
@@ -50,6 +50,7 @@ class CudaProcesses:
         self.size = size = dist.get_world_size(process_group)
         self.rank = rank = dist.get_rank(process_group)
         self.links = Links()
+        self.label = label_of(process_group)
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)

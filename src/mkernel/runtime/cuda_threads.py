@@ -193,6 +193,7 @@ class CudaThreads:
     def __init__(self, nodes: int, gpus_per_node: int, links: Links):
         self.size = size = nodes * gpus_per_node
         self.links = links
+        self.label = "world"
         count = torch.cuda.device_count()
         self.devices = {rank: torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
         self.node_ids = [rank // gpus_per_node for rank in range(size)]

@@ -14,7 +14,7 @@ import torch
 
 from mkernel.lang import context as words
 from mkernel.lang import requests
-from mkernel.runtime import records, tuned
+from mkernel.runtime import group_names, records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.printable import printable
@@ -82,11 +82,14 @@ class Group:
     Calls on a group are collective: every rank makes the same calls in the same order. Before they launch anything, the
     ranks compare their calls: if one calls something else or refuses its arguments, all raise ArgumentError, and the
     group remains usable. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this
-    group.
+    group. `group_name` is a string that stands for the group in graphs of PyTorch.
     """
 
     @torch.inference_mode(False)  # the group will also be used outside of inference mode
-    def __init__(self, world: World, members: Sequence[int], world_rank: int, *, timeout: float, name: Hashable):
+    def __init__(
+        self, world: World, members: Sequence[int], world_rank: int, *, timeout: float, name: Hashable,
+        parent: Group | None = None,
+    ):  # fmt: skip
         self.world = world
         self.members = tuple(members)
         self.world_rank = world_rank
@@ -94,6 +97,7 @@ class Group:
         self.timeout = timeout
         self.rank = self.members.index(world_rank)
         self.topology = Topology.of([world.node_ids[member] for member in self.members])
+        self.group_name = group_names.name_of(self, parent, parent._subgroups[self.members] if parent else 0)
         self.device = world.devices[world_rank]
         self._launcher = world.launcher  # looked up once: every call uses it
         self._process = os.getpid()
@@ -117,6 +121,7 @@ class Group:
         except BaseException as failure:
             self.failed("mk.init", failure)
             raise
+        group_names.add(self)
 
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
@@ -191,7 +196,7 @@ class Group:
         members = tuple(self.members[rank] for rank in ranks)
         self._subgroups[members] = self._subgroups.get(members, 0) + 1
         name = (self.name, members, self._subgroups[members])
-        return Group(self.world, members, self.world_rank, timeout=self.timeout, name=name)
+        return Group(self.world, members, self.world_rank, timeout=self.timeout, name=name, parent=self)
 
     def _check_ranks(self, ranks: Sequence[int]) -> None:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
@@ -523,6 +528,11 @@ def collective(function: Function) -> Function:
             raise
 
     return call  # type: ignore[return-value]
+
+
+def named(name: str) -> Group:
+    """The group with this `group_name` that the calling rank belongs to."""
+    return group_names.find(name, _current.get())
 
 
 def set_current(group: Group | None) -> None:

@@ -254,6 +254,7 @@ class World(Protocol):
 
     size: int
     links: Links
+    label: str  # begins the names of its groups
 
     @property
     def node_ids(self) -> Sequence[int]:

@@ -32,6 +32,7 @@ class SimWorld:
     def __init__(self, nodes: int, gpus_per_node: int, seed: int, options: Options):
         self.size = nodes * gpus_per_node
         self.links = Links()
+        self.label = "world"
         self.node_ids = [rank // gpus_per_node for rank in range(self.size)]
         self.gpu_ids = list(range(self.size))
         self.devices = dict.fromkeys(range(self.size), torch.device("cpu"))
@@ -95,6 +96,7 @@ class SoloWorld:
     def __init__(self) -> None:
         self.size = 1
         self.links = Links()
+        self.label = "world"
         self.node_ids, self.gpu_ids = [0], [0]
         self.devices = {0: torch.device("cpu")}
         self.simulator = simulator = Simulator(1, Scheduler(0, Options()), Options())

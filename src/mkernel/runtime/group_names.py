@@ -1,0 +1,54 @@
+"""Groups by name: operators of torch.library take a group as a string, because a graph can hold no Python object.
+
+A name is the same on all ranks of a group, and contains its shape: graphs that were compiled for one number of ranks
+are never taken for another. Ranks that are threads of one process share names; the current group then says which of
+them is asking.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from mkernel.runtime.errors import MKernelError
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group
+
+_groups: dict[str, list[weakref.ref[Group]]] = {}  # the newest last
+
+
+def name_of(group: Group, parent: Group | None, count: int) -> str:
+    """The name of a group: the `count`-th of these members that `parent` has made, or the group of all ranks."""
+    shape = f"{group.nodes}x{group.gpus_per_node}"
+    if parent is None:
+        return f"{group.world.label}:{shape}"
+    members = ".".join(str(parent.members.index(member)) for member in group.members)
+    return f"{parent.group_name}/{members}#{count}:{shape}"
+
+
+def add(group: Group) -> None:
+    """Let `find` find a group for as long as it lives."""
+    kept = [made for made in _groups.get(group.group_name, []) if made() is not None]
+    _groups[group.group_name] = [*kept, weakref.ref(group)]
+
+
+def find(name: str, current: Group | None) -> Group:
+    """The group of this name that the calling rank belongs to. `current`: the current group of the caller."""
+    found = [group for made in _groups.get(name, []) if (group := made()) is not None]
+    if current is not None:
+        mine = [group for group in found if group.world is current.world and group.world_rank == current.world_rank]
+        found = mine or found
+    if not found:
+        known = sorted(known for known, made in _groups.items() if any(each() is not None for each in made))
+        raise MKernelError(
+            f"there is no group named {name!r} in this process: it was freed, or made in another process. Groups: "
+            f"{', '.join(known) or 'none'}"
+        )
+    ranks = {group.world_rank for group in found if group.world is found[-1].world}
+    if len(ranks) > 1:
+        raise MKernelError(
+            f"the group {name!r} has {len(ranks)} ranks in this process, and this thread is none of them: call "
+            f"operators in the thread of a rank, where mk.spawn has set the current group"
+        )
+    return found[-1]

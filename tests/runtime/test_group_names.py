@@ -1,0 +1,64 @@
+"""Groups by name, as operators of torch.library find them."""
+
+import pytest
+
+import mkernel as mk
+from mkernel.runtime.group import named, set_current
+
+
+def test_every_rank_finds_its_own_group():
+    def program(group):
+        even = group.split(group.rank % 2)
+        again = group.subset([0, 1]) if group.rank < 2 else None
+        assert named(group.group_name) is group
+        assert named(even.group_name) is even
+        assert again is None or named(again.group_name) is again
+        return group.group_name, even.group_name, again and again.group_name
+
+    names = mk.spawn(program, nodes=2, gpus_per_node=2, device="cpu")
+    assert [name for name, _, _ in names] == ["world:2x2"] * 4
+    assert names[0][1] == names[2][1] != names[1][1] == names[3][1]
+    assert names[0][2] == names[1][2] not in (names[0][1], names[1][1])
+
+
+def test_two_groups_of_the_same_ranks_have_two_names():
+    def program(group):
+        first, second = group.subset([0, 1]), group.subset([0, 1])
+        assert first.group_name != second.group_name
+        assert named(first.group_name) is first
+        assert named(second.group_name) is second
+
+    mk.spawn(program, device="cpu")
+
+
+def test_the_shape_is_part_of_the_name():
+    def name(group):
+        return group.group_name
+
+    shapes = [(1, 2), (2, 1), (1, 3)]
+    assert len({mk.spawn(name, nodes=n, gpus_per_node=g, device="cpu")[0] for n, g in shapes}) == 3
+
+
+def test_a_name_outlives_no_group():
+    def program(group):
+        made = group.subset([group.rank])
+        name = made.group_name
+        del made
+        with pytest.raises(mk.MKernelError, match=r"no group named 'world:1x2/\d#1:1x1'.*world:1x2"):
+            named(name)
+
+    mk.spawn(program, device="cpu")
+
+
+def test_whose_group_it_is_must_be_known():
+    def program(group):
+        group.barrier()
+        set_current(None)
+        try:
+            with pytest.raises(mk.MKernelError, match="2 ranks in this process"):
+                named(group.group_name)
+        finally:
+            set_current(group)
+        group.barrier()
+
+    mk.spawn(program, device="cpu")
