@@ -1,0 +1,26 @@
+"""Modules for tensor, sequence, context and expert parallelism, made of this package's operators.
+
+Each module takes the arguments of the plain PyTorch module that it replaces, and has its parameters under the same
+names; a rank holds its shard of them. A checkpoint of the plain module loads, and is sharded on loading.
+"""
+
+from mkernel.nn import functional
+from mkernel.nn.attention import ContextParallelAttention
+from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
+from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts, TopKRouter
+from mkernel.nn.shards import ParallelModule, full_state_dict
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ContextParallelAttention",
+    "ExpertParallelMoE",
+    "ParallelExperts",
+    "ParallelModule",
+    "ParallelQKV",
+    "ParallelSwiGLU",
+    "RowParallelLinear",
+    "TopKRouter",
+    "full_state_dict",
+    "functional",
+]
