@@ -156,12 +156,12 @@ class ParallelModule(nn.Module):
     ) -> None:
         given = dict(state_dict)  # the caller's tensors stay in the caller's dict
         assigned = bool(local_metadata.get("assign_to_params_buffers", False))
-        for name in self.shard_dims:
-            key, parameter = prefix + name, getattr(self, name, None)
-            if parameter is None or key not in given or not isinstance(given[key], torch.Tensor):
+        for name, parameter in self._parameters.items():
+            key = prefix + name
+            if parameter is None or not isinstance(given.get(key), torch.Tensor) or is_dtensor(given[key]):
+                continue  # missing, or sharded already, or nn.Module refuses it
+            if name not in self.shard_dims and not is_dtensor(parameter):
                 continue
-            if is_dtensor(given[key]):
-                continue  # it is sharded already, or nn.Module refuses it
             given[key] = self._shard_to_load(name, given[key], assigned, error_msgs, key)
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
