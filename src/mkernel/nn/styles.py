@@ -95,9 +95,7 @@ class _LinearStyle(ParallelStyle):
             dim = kind.shard_dims.get(parameter_name)
             placement = Replicate() if dim is None else Shard(dim)
             sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(
-                parameter_name, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            )
+            module.register_parameter(parameter_name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         module.__class__ = kind
         module.membership = Membership(group)  # type: ignore[assignment]
         for attribute, value in attributes.items():
