@@ -104,6 +104,7 @@ class Group:
         self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels
         self._exchanges = 0
         self._call: Any = None  # the call that the ranks have agreed on for the next launch
+        self._in_call = False  # a collective function of this rank is running
         self._confirmed = False  # all ranks have confirmed it
         self._different_calls: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
@@ -515,17 +516,37 @@ def _format_call(call: Any) -> str:
 
 def collective(function: Function) -> Function:
     """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
-    fails on the others, too. `group` defaults to the current group."""
+    fails on the others, too. `group` defaults to the current group. A function that another one of them calls leaves
+    it to the outer one to tell the other ranks."""
 
     @functools.wraps(function)
-    def call(*args: Any, group: Group | None = None, **kwargs: Any) -> Any:
+    def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
         group = _resolve(group)
+        if group._in_call:
+            return function(*args, group=group, **kwargs)
+        group._in_call = True
         try:
             group._check_usable()
             return function(*args, group=group, **kwargs)
         except BaseException as failure:
             group.failed(function.__name__, failure)
             raise
+        finally:
+            group._in_call = False
+
+    return call  # type: ignore[return-value]
+
+
+def traceable(function: Function) -> Function:
+    """`collective`, for functions that PyTorch can also trace into a graph. While it does, there is nothing to tell
+    other ranks, and the function is passed the name of its group, because a graph can hold no Python object."""
+    eager = collective(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, group=group_names.name_in_graph(group), **kwargs)
+        return eager(*args, group=group, **kwargs)
 
     return call  # type: ignore[return-value]
 
@@ -538,6 +559,7 @@ def named(name: str) -> Group:
 def set_current(group: Group | None) -> None:
     """Make a group the default of operators, in this thread or task."""
     _current.set(group)
+    group_names.current_name = group.group_name if group is not None else ""
 
 
 def current(group: Group | None = None) -> Group:
@@ -547,8 +569,10 @@ def current(group: Group | None = None) -> Group:
     return group
 
 
-def _resolve(group: Group | None) -> Group:
+def _resolve(group: Any) -> Group:
     group = group if group is not None else _current.get()
+    if isinstance(group, str):
+        group = named(group)
     if group is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
     if not isinstance(group, Group):

@@ -8,7 +8,7 @@ them is asking.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkernel.runtime.errors import MKernelError
 
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
 _groups: dict[str, list[weakref.ref[Group]]] = {}  # the newest last
+current_name = ""  # of the group that was made the current one last; Dynamo recompiles when it changes
+
+
+def name_in_graph(group: Any) -> str:
+    """The name that stands for a group, or for the current group, in a graph that is being traced."""
+    if group is None:
+        if not current_name:
+            raise MKernelError("there is no group yet: call mk.init() before the function is compiled, or pass group=")
+        return current_name
+    return group if isinstance(group, str) else group.group_name
 
 
 def name_of(group: Group, parent: Group | None, count: int) -> str:
@@ -52,3 +62,19 @@ def find(name: str, current: Group | None) -> Group:
             f"operators in the thread of a rank, where mk.spawn has set the current group"
         )
     return found[-1]
+
+
+def size_of(name: str) -> int:
+    """How many ranks the group of this name has: one of ours, or a process group of torch.distributed."""
+    for made in reversed(_groups.get(name, [])):
+        group = made()
+        if group is not None:
+            return group.size
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        try:
+            return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[arg-type]
+        except (RuntimeError, ValueError):
+            pass
+    raise MKernelError(f"there is no group named {name!r} in this process")

@@ -43,119 +43,185 @@ through the workspace costs another copy of m*k elements, so they are read from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mkernel.ops.all_gather_matmul import kernel, protocol
-from mkernel.ops.all_gather_matmul.plan import Plan, chunk_rows, plan
-from mkernel.runtime import planning
+from mkernel.ops import library
+from mkernel.ops.all_gather_matmul import call, registration
+from mkernel.ops.all_gather_matmul.call import TUNABLE, prepare
+from mkernel.ops.all_gather_matmul.plan import Plan, plan
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective, current
-from mkernel.runtime.matmul import check_out, check_product, check_tensor
-from mkernel.runtime.operands import layout, matmul_precision
-from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import current, traceable
 
-TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
+__all__ = ["TUNABLE", "all_gather_matmul", "explain", "prepare"]
 
 
-@collective
+@traceable
 def all_gather_matmul(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
     *,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     return_gathered: bool = False,
+    gather_dim: int = 0,
+    bias: torch.Tensor | None = None,
+    save: str = "sharded",
     config: Config | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Gather every rank's `a` and multiply it by this rank's `b`, overlapped, in one kernel.
 
+    Differentiable in a, b and bias. The gradient of a is a fused GEMM + reduce-scatter, that of b a fused
+    all-gather + GEMM over the gathered rows.
+
     Args:
-        a: [m, k], this rank's rows, in bf16, fp16 or fp32. Shape and dtype must be the same on every rank.
+        a: [..., k], this rank's rows, in bf16, fp16 or fp32. Shape and dtype must be the same on every rank.
             Any strides.
-        b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy.
-        group: the group to gather over; the current group by default.
-        out: [world*m, n], tensor for the result; must not overlap a or b.
-        return_gathered: also return the gathered a, [world*m, k].
+        b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy. Or a list of such
+            matrices, which are multiplied with the same gathered rows; the first is overlapped with the transfers.
+        group: the group to gather over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
+            group; the current group by default.
+        out: tensor for the result; must not overlap a or b. Not for a list of b, and not with gradients.
+        return_gathered: also return the gathered a.
+        gather_dim: the dimension of a that is gathered; not the last one.
+        bias: [n], added to every row of the result. Not for a list of b.
+        save: what the gradient of b keeps: "sharded", this rank's rows, which are gathered again in the backward
+            pass, or "gathered", all rows, which takes world times the memory and saves that transfer.
         config: tiles, chunks and CTAs; None selects defaults.
 
     Returns:
-        [world*m, n], in a's dtype, with the rows in rank order; accumulated in fp32. With return_gathered, a
-        pair (result, gathered a).
+        [..., n], in a's dtype, where gather_dim is world times as long and in rank order; accumulated in fp32. For a
+        list of b, a list. With return_gathered, a pair (result, gathered a).
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
         CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before
             they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    assert group is not None
-    _check(group, a, b, out, config)
-    config = _choose(group, a, b, config)
-    m, k = a.shape
-    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
-    rows = group.size * m
-    if out is None:
-        out = group.world.memory.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
-    gathered = group.world.memory.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
-    if a.numel():
-        group.launch(prepare(group, a, b, out, gathered, config))
+    _check_save(save)
+    if isinstance(b, (list, tuple)):
+        return _several(a, b, group, out, return_gathered, gather_dim, bias, save, config)
+    a, one, bias = library.autocast(a, b, bias)
+    return _one(a, one, bias, group, out, return_gathered, gather_dim, save, config)
+
+
+def _one(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: Any, out: torch.Tensor | None,
+    return_gathered: bool, gather_dim: int, save: str, config: Config | None,
+) -> Any:  # fmt: skip
+    """A call with one b."""
+    if not isinstance(a, torch.Tensor) or (a.dim() == 2 and gather_dim == 0):
+        dim, rows, matrix = 0, a, out
     else:
-        group.confirm()
-        out.zero_()
-    return (out, gathered) if gathered is not None else out
+        dim = library.check_dim("gather_dim", gather_dim, a, "a")
+        rows, matrix = library.as_rows(a, dim), None
+        if out is not None:
+            shape = (*a.shape[:dim], library.size_of(group) * a.shape[dim], *a.shape[dim + 1 : -1], b.shape[-1])
+            matrix = library.out_as_rows(out, shape, dim)
+    _check_bias(bias, rows, b)
+    y, gathered = _run(rows, b, group, matrix, return_gathered, save, config)
+    if bias is not None:
+        y = y + bias if library.needs_gradients(y, bias) or torch.compiler.is_compiling() else y.add_(bias)
+    y = out if out is not None else _unflatten(y, a, dim)
+    return (y, _unflatten(gathered, a, dim)) if return_gathered else y
 
 
-def _check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
-    """Reject invalid arguments. The error names the argument and the rule."""
-    planning.check_given(config)
-    for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
-        check_tensor("all_gather_matmul", group, name, tensor)
-    check_product(a, b)
-    if out is not None:
-        check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
-
-
-def _choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration."""
-    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
-    if given is None and config is not None and config.chunk_rows is None:
-        return replace(config, chunk_rows=chunk_rows(group, a, None))
-    return config
-
-
-def prepare(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
+def _run(
+    a: torch.Tensor, b: torch.Tensor, group: Any, out: torch.Tensor | None, return_gathered: bool, save: str,
     config: Config | None,
-) -> Launch:  # fmt: skip
-    """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = _choose(group, a, b, config)
-    plain = group.heap.find(a) is None
-    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
-    memory = protocol.layout(group.size, a.shape[0], decided, a.dtype)
-    if decided.hopper:
-        from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """A call on matrices: (result, gathered rows if they are returned)."""
+    if not library.needs_dispatcher(a, b, out):
+        return call.all_gather_matmul(a, b, group=group, out=out, return_gathered=return_gathered, config=config)
+    library.refuse_out_with_gradients(out, a, b)
+    name, numbers = library.name_of(group), library.encoded(config)
+    if out is not None:
+        gathered = torch.ops.mkernel.all_gather_matmul_out(a, b, name, return_gathered, numbers, out)
+        return out, gathered if return_gathered else None
+    if return_gathered or (save == "gathered" and library.needs_gradients(b)):
+        y, gathered = torch.ops.mkernel.all_gather_matmul_gathered(a, b, name, numbers)
+        return y, gathered if return_gathered else None
+    return torch.ops.mkernel.all_gather_matmul(a, b, name, numbers), None
 
-        return hopper.launch(group, decided, memory, a, b, out)
-    return kernel.launch(group, decided, memory, a, b, out, gathered)
+
+def _several(
+    a: torch.Tensor, bs: Sequence[torch.Tensor], group: Any, out: Any, return_gathered: bool, gather_dim: int,
+    bias: Any, save: str, config: Config | None,
+) -> Any:  # fmt: skip
+    """A call with a list of b."""
+    if not bs:
+        raise ArgumentError("b is an empty list: pass at least one matrix [k, n]")
+    for name, value in (("out", out), ("bias", bias)):
+        if value is not None:
+            raise ArgumentError(f"{name} cannot be combined with a list of b: call all_gather_matmul for each b")
+    a, *bs = library.autocast(a, *bs)
+    registration.check_list(a, bs)
+    dim = library.check_dim("gather_dim", gather_dim, a, "a")
+    rows = library.as_rows(a, dim)
+    name, numbers = library.name_of(group), library.encoded(config)
+    if library.needs_dispatcher(a, *bs):
+        gathered, ys = torch.ops.mkernel.all_gather_matmul_list(rows, bs, name, save, numbers)
+    else:
+        gathered, ys = registration.multiply_list(rows, bs, name, save, numbers)
+    results = [_unflatten(y, a, dim) for y in ys]
+    return (results, _unflatten(gathered, a, dim)) if return_gathered else results
+
+
+def _unflatten(matrix: torch.Tensor | None, a: torch.Tensor, dim: int) -> Any:
+    """A matrix with gathered rows, in the dimensions of a."""
+    if matrix is None or a.dim() == 2:
+        return matrix
+    rest = a.numel() // max(a.shape[-1] * a.shape[dim], 1)
+    return library.from_rows(matrix, a.shape[:-1], dim, matrix.shape[0] // rest if rest else 0)
+
+
+def _check_save(save: str) -> None:
+    if save not in ("sharded", "gathered"):
+        raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
+
+
+def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.shape[0] != b.shape[1]:
+        shape = tuple(bias.shape) if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise ArgumentError(f"bias must be a vector of {b.shape[1]} elements, one for each column of b; got {shape}")
+    if bias.dtype != a.dtype or bias.device != a.device:
+        raise ArgumentError(
+            f"bias is {bias.dtype} on {bias.device}, but a is {a.dtype} on {a.device}: they must be the same"
+        )
 
 
 def explain(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
     *,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     return_gathered: bool = False,
+    gather_dim: int = 0,
+    bias: torch.Tensor | None = None,
+    save: str = "sharded",
     config: Config | None = None,
 ) -> Plan:
-    """The plan that `all_gather_matmul` would execute with these arguments."""
+    """The plan that `all_gather_matmul` would execute with these arguments; for a list of b, that of the first."""
     group = current(group)
-    _check(group, a, b, out, config)
+    one: Any = b
+    _check_save(save)
+    if isinstance(b, (list, tuple)):
+        registration.check_list(a, b)
+        return explain(a, b[0], group=group, return_gathered=True, gather_dim=gather_dim, save=save, config=config)
+    if isinstance(a, torch.Tensor) and (a.dim() != 2 or gather_dim != 0):
+        dim = library.check_dim("gather_dim", gather_dim, a, "a")
+        a, out = library.as_rows(a, dim), None
+    call.check(group, a, one, out, config)
+    _check_bias(bias, a, one)
     if out is None:
-        out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    chosen = _choose(group, a, b, config)
-    decided = plan(group, a, b, out, return_gathered, chosen)
+        out = torch.empty((group.size * a.shape[0], one.shape[1]), dtype=a.dtype, device=a.device)
+    chosen = call.choose(group, a, one, config)
+    decided = plan(group, a, one, out, return_gathered, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

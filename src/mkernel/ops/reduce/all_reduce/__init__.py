@@ -64,23 +64,21 @@ from typing import Any
 
 import torch
 
-from mkernel.lang.context import Ranks
-from mkernel.ops.reduce import operands
-from mkernel.ops.reduce.all_reduce import plan, protocol
-from mkernel.ops.reduce.all_reduce.plan import OP
-from mkernel.ops.reduce.call import Plan, Sum, call_of, tuned
-from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
+from mkernel.ops import library
+from mkernel.ops.reduce import registration
+from mkernel.ops.reduce.all_reduce import call, plan
+from mkernel.ops.reduce.all_reduce.call import TUNABLE, prepare
+from mkernel.ops.reduce.call import Plan
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, collective, current
-from mkernel.runtime.operands import constants
-from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.group import current, traceable
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+__all__ = ["TUNABLE", "explain", "matmul_all_reduce", "prepare"]
+
+registration.define_all_reduce(call.matmul_all_reduce)
 
 
-@collective
+@traceable
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -88,22 +86,26 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     fixed_order: bool = True,
     config: Config | None = None,
 ) -> torch.Tensor:
     """Multiply `a` by `b` on every rank, and return the sum of all ranks' products on every rank.
 
+    Differentiable in a, b, bias and residual. The result is the same on every rank, and so must be its gradient: the
+    backward pass multiplies locally and moves nothing, as Megatron's row-parallel layers do.
+
     Args:
-        a: [m, k_local], this rank's slice of k. m and the dtype must be the same on every rank; k_local may differ.
-            Any strides.
+        a: [..., k_local], this rank's slice of k. Its other dimensions and the dtype must be the same on every rank;
+            k_local may differ. Any strides.
         b: [k_local, n]. A transposed view (`w.t()`) is read without a copy.
         bias: [n], added to every row of the sum; the same on every rank.
-        residual: [m, n], added to the sum; the same on every rank. It may be `out` itself.
+        residual: [..., n], added to the sum; the same on every rank. It may be `out` itself.
         reduce_dtype: the dtype in which partials travel between ranks: torch.float32, or the dtype of a (default).
-        group: the group to reduce over; the current one by default.
-        out: [m, n], the tensor to write the result to; must not overlap an input.
+        group: the group to reduce over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
+            group; the current group by default.
+        out: [..., n], the tensor to write the result to; must not overlap an input. Not with gradients.
         fixed_order: False lets the NVLink switch reduce the partials where it can (multicast, 4 ranks or more, bf16 and
             fp16), which moves less data. The switch guarantees no order of ranks: the bits are the same on every rank,
             but may differ from run to run, and 16-bit sums are rounded once more. `torch.use_deterministic_algorithms`
@@ -111,7 +113,7 @@ def matmul_all_reduce(
         config: tiles and CTAs; None selects defaults. tile_m, tile_n and ctas must be the same on every rank.
 
     Returns:
-        [m, n], the same bits on every rank. bf16, fp16 or fp32, accumulated in fp32 in a fixed order of ranks
+        [..., n], the same bits on every rank. bf16, fp16 or fp32, accumulated in fp32 in a fixed order of ranks
         (unless `fixed_order` is False): the same inputs give the same bits on every run.
 
     Raises:
@@ -119,79 +121,41 @@ def matmul_all_reduce(
         CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before they are
             done, the next call on the group or `group.synchronize()` raises it.
     """
-    assert group is not None
-    call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
-    m, n = call.out.shape
-    tile_m, tile_n, ctas = plan.cut(group, m, n, a.dtype, call.config)
-    group.agree(
-        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, bias=bias is not None,
-        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas, fixed_order=call.fixed_order,
-    )  # fmt: skip
-    if call.out.numel():
-        group.launch(prepare(group, call))
-    else:
-        group.confirm()
-    return call.out
+    a, b, bias, residual = library.autocast(a, b, bias, residual)
+    if not isinstance(a, torch.Tensor) or a.dim() == 2:
+        return _run(a, b, bias, residual, reduce_dtype, group, out, fixed_order, config)
+    shape = _shape_of(a, b)
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
+    added = None if residual is None else residual.reshape(-1, shape[-1])
+    matrix = library.out_as_rows(out, shape, 0)
+    y = _run(a.reshape(-1, a.shape[-1]), b, bias, added, reduce_dtype, group, matrix, fixed_order, config)
+    return out if out is not None else y.view(shape)
 
 
-def _call_of(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool,
-) -> Sum:  # fmt: skip
-    """Check the arguments and make a `Sum` of them."""
-    if not isinstance(fixed_order, bool):
-        raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
-    call = call_of(
-        TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
-        scatter=False,
-    )  # fmt: skip
-    return replace(call, fixed_order=fixed_order or torch.are_deterministic_algorithms_enabled())
+def _shape_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the result for an a that is no matrix."""
+    if a.dim() == 0:
+        raise ArgumentError("a is a scalar; it must have at least one dimension, [..., k]")
+    return (*a.shape[:-1], b.shape[-1])
 
 
-def _kernel(decided: Plan) -> Any:
-    # imported on demand: most programs need only one of them
-    if decided.sliced:
-        from mkernel.ops.reduce.all_reduce.sliced import sliced_kernel
-
-        return sliced_kernel
-    if decided.multicast:
-        from mkernel.ops.reduce.all_reduce.multicast import multicast_kernel
-
-        return multicast_kernel
-    from mkernel.ops.reduce.all_reduce.two_level import two_level_kernel
-
-    return two_level_kernel
-
-
-def prepare(group: Group, call: Sum) -> Launch:
-    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
-    call = tuned(TUNABLE, group, call)
-    decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
-    memory = protocol.layout(group, decided, call)
-    workspace = memory.workspace(group)
-    if decided.multicast and not workspace.segment.multicast:
-        # the group supports multicast, but no multicast object was available for this segment
-        decided = group.planned((OP, call.key, "no multicast"), lambda: plan.decide(group, call, try_multicast=False))
-        memory = protocol.layout(group, decided, call)
-        workspace = memory.workspace(group)
-    arguments = dict(
-        context=workspace.context,
-        ranks=Ranks(*constants(group.size, group.gpus_per_node)),
-        call=operands.call_of(group, decided, call, 1, protocol.exchange_of(memory, workspace, decided)),
-        **operands.matrices_of(decided, call, 1),
-    )
-    return Launch(
-        op=OP,
-        group=group,
-        kernel=_kernel(decided),
-        grid=decided.config.ctas,
-        arguments=arguments,
-        options=dict(num_warps=decided.config.warps, num_stages=decided.config.stages),
-        variant=variant_of(decided, workspace),
-        uses=memory.uses(workspace, free=protocol.free_of(group, decided, memory)),
-        inputs=INPUTS,
-        results=RESULTS,
-    )
+def _run(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    reduce_dtype: torch.dtype | None, group: Any, out: torch.Tensor | None, fixed_order: bool, config: Config | None,
+) -> torch.Tensor:  # fmt: skip
+    """A call on matrices."""
+    if not library.needs_dispatcher(a, b, bias, residual, out):
+        return call.matmul_all_reduce(
+            a, b, bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group, out=out,
+            fixed_order=fixed_order, config=config,
+        )  # fmt: skip
+    library.refuse_out_with_gradients(out, a, b, bias, residual)
+    arguments = (a, b, bias, residual, library.name_of(group), reduce_dtype, fixed_order, library.encoded(config))
+    if out is None:
+        return torch.ops.mkernel.matmul_all_reduce(*arguments)
+    torch.ops.mkernel.matmul_all_reduce_out(*arguments, out)
+    return out
 
 
 def explain(
@@ -201,16 +165,20 @@ def explain(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     fixed_order: bool = True,
     config: Config | None = None,
 ) -> Plan:
     """The plan of a `matmul_all_reduce` call with these arguments."""
     group = current(group)
-    call = _call_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
-    decided = plan.decide(group, call)
-    reasons = [*decided.reasons, TUNABLE.origin(config, call.config)]
-    if call.fixed_order and not fixed_order:
+    if isinstance(a, torch.Tensor) and a.dim() != 2:
+        out = library.out_as_rows(out, _shape_of(a, b), 0)
+        residual = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        a = a.reshape(-1, a.shape[-1])
+    asked = call.sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
+    decided = plan.decide(group, asked)
+    reasons = [*decided.reasons, TUNABLE.origin(config, asked.config)]
+    if asked.fixed_order and not fixed_order:
         reasons.append("torch.use_deterministic_algorithms is on: partials are added in rank order")
     return replace(decided, reasons=tuple(reasons))

@@ -48,21 +48,25 @@ Rejected alternatives. CTAs that only reduce, pulling from the peers (a prototyp
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mkernel.ops.reduce.call import Plan, Sum, call_of, tuned
-from mkernel.ops.reduce.reduce_scatter import kernel, plan, protocol
-from mkernel.ops.reduce.reduce_scatter.plan import OP
+from mkernel.ops import library
+from mkernel.ops.reduce import registration
+from mkernel.ops.reduce.call import Plan, call_of
+from mkernel.ops.reduce.reduce_scatter import call, plan
+from mkernel.ops.reduce.reduce_scatter.call import TUNABLE, prepare
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective, current
-from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import current, traceable
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+__all__ = ["TUNABLE", "explain", "matmul_reduce_scatter", "prepare"]
+
+registration.define_reduce_scatter(call.matmul_reduce_scatter)
 
 
-@collective
+@traceable
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -70,57 +74,79 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
+    scatter_dim: int = 0,
     config: Config | None = None,
 ) -> torch.Tensor:
     """Multiply `a` by `b` on every rank, add all ranks' products, and return this rank's rows of the sum.
 
+    Differentiable in a, b, bias and residual: one fused all-gather + GEMM gathers the gradient of the result for all
+    of them.
+
     Args:
-        a: [m, k_local], this rank's slice of k. m and the dtype must be the same on every rank, and m divisible by the
-            number of ranks; k_local may differ. Any strides.
+        a: [..., k_local], this rank's slice of k. Its other dimensions and the dtype must be the same on every rank;
+            k_local may differ. Any strides.
         b: [k_local, n]. A transposed view (`w.t()`) is read without a copy.
-        bias: [n], added to every row of the sum; the same on every rank.
-        residual: [m/world, n], added to this rank's rows of the sum. It may be `out` itself.
+        bias: [n], added to every row of the sum; the same on every rank. Its gradient is that of all ranks' rows, so
+            it is the same on every rank, too.
+        residual: added to this rank's rows of the sum, in the shape of the result. It may be `out` itself.
         reduce_dtype: the dtype in which partials travel between ranks: torch.float32, or the dtype of a (default).
-        group: the group to reduce over; the current one by default.
-        out: [m/world, n], the tensor to write the result to; must not overlap an input.
+        group: the group to reduce over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
+            group; the current group by default.
+        out: the tensor to write the result to; must not overlap an input. Not with gradients.
+        scatter_dim: the dimension of the sum that is divided among the ranks; not the last one. Its size must be
+            divisible by the number of ranks.
         config: tiles and CTAs; None selects defaults. tile_m and tile_n must be the same on every rank.
 
     Returns:
-        [m/world, n]: rank r has rows r*m/world to (r+1)*m/world of the sum. bf16, fp16 or fp32, accumulated
-        in fp32 in a fixed order of ranks: the same inputs give the same bits.
+        [..., n], where scatter_dim is divided by the number of ranks: rank r has the r-th part of the sum. bf16, fp16
+        or fp32, accumulated in fp32 in a fixed order of ranks: the same inputs give the same bits.
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
         CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before they are
             done, the next call on the group or `group.synchronize()` raises it.
     """
-    assert group is not None
-    call = call_of(
-        TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
-        scatter=True,
-    )  # fmt: skip
-    rows, n = call.out.shape
-    tile_m, tile_n = plan.tile_of(group, rows, n, a.dtype, call.config)
-    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n)
-    if call.out.numel():
-        group.launch(prepare(group, call))
-    else:
-        group.confirm()
-    return call.out
+    a, b, bias, residual = library.autocast(a, b, bias, residual)
+    if not isinstance(a, torch.Tensor) or (a.dim() == 2 and scatter_dim == 0):
+        return _run(a, b, bias, residual, reduce_dtype, group, out, config)
+    dim, shape = _check_scatter(a, b, scatter_dim, group)
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
+    added = None if residual is None else library.as_rows(residual, dim)
+    matrix = library.out_as_rows(out, shape, dim)
+    y = _run(library.as_rows(a, dim), b, bias, added, reduce_dtype, group, matrix, config)
+    return out if out is not None else library.from_rows(y, a.shape[:-1], dim, shape[dim])
 
 
-def prepare(group: Group, call: Sum) -> Launch:
-    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
-    call = tuned(TUNABLE, group, call)
-    decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
-    memory = protocol.layout(group, decided, call.wire_dtype)
-    if decided.hopper:
-        from mkernel.ops.reduce.reduce_scatter import hopper  # import Gluon only where it is used
+def _check_scatter(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, group: Any) -> tuple[int, tuple[int, ...]]:
+    """The dimension that is divided, counted from 0, and the shape of the result."""
+    dim = library.check_dim("scatter_dim", scatter_dim, a, "a")
+    size = library.size_of(group)
+    if a.shape[dim] % size:
+        raise ArgumentError(
+            f"a has shape {tuple(a.shape)}, whose dimension {dim} cannot be divided evenly among {size} ranks: pad it "
+            f"to {-(-a.shape[dim] // size) * size}, or use matmul_all_reduce"
+        )
+    return dim, (*a.shape[:dim], a.shape[dim] // size, *a.shape[dim + 1 : -1], b.shape[-1])
 
-        return hopper.launch(group, decided, memory, call)
-    return kernel.launch(group, decided, memory, call)
+
+def _run(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    reduce_dtype: torch.dtype | None, group: Any, out: torch.Tensor | None, config: Config | None,
+) -> torch.Tensor:  # fmt: skip
+    """A call on matrices."""
+    if not library.needs_dispatcher(a, b, bias, residual, out):
+        return call.matmul_reduce_scatter(
+            a, b, bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group, out=out, config=config
+        )
+    library.refuse_out_with_gradients(out, a, b, bias, residual)
+    arguments = (a, b, bias, residual, library.name_of(group), reduce_dtype, library.encoded(config))
+    if out is None:
+        return torch.ops.mkernel.matmul_reduce_scatter(*arguments)
+    torch.ops.mkernel.matmul_reduce_scatter_out(*arguments, out)
+    return out
 
 
 def explain(
@@ -130,15 +156,20 @@ def explain(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
+    scatter_dim: int = 0,
     config: Config | None = None,
 ) -> Plan:
     """The plan of a `matmul_reduce_scatter` call with these arguments."""
     group = current(group)
-    call = call_of(
+    if isinstance(a, torch.Tensor) and (a.dim() != 2 or scatter_dim != 0):
+        dim, shape = _check_scatter(a, b, scatter_dim, group)
+        a, out = library.as_rows(a, dim), library.out_as_rows(out, shape, dim)
+        residual = None if residual is None else library.as_rows(residual, dim)
+    asked = call_of(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
         scatter=True,
     )  # fmt: skip
-    decided = plan.decide(group, call)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, call.config)))
+    decided = plan.decide(group, asked)
+    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, asked.config)))

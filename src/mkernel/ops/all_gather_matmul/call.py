@@ -1,0 +1,82 @@
+"""The host side of all_gather_matmul: a call on two-dimensional tensors, its checks, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mkernel.ops.all_gather_matmul import kernel, protocol
+from mkernel.ops.all_gather_matmul.plan import chunk_rows, plan
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group, collective
+from mkernel.runtime.matmul import check_out, check_product, check_tensor
+from mkernel.runtime.operands import layout, matmul_precision
+from mkernel.runtime.tuned import Tunable
+from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
+
+
+@collective
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Any,
+    out: torch.Tensor | None = None,
+    return_gathered: bool = False,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result, and the gathered rows if they are wanted: `mk.all_gather_matmul` of matrices, without gradients."""
+    check(group, a, b, out, config)
+    config = choose(group, a, b, config)
+    m, k = a.shape
+    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
+    rows = group.size * m
+    if out is None:
+        out = group.world.memory.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
+    gathered = group.world.memory.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
+    if a.numel():
+        group.launch(prepare(group, a, b, out, gathered, config))
+    else:
+        group.confirm()
+        out.zero_()
+    return out, gathered
+
+
+def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:
+    """Reject invalid arguments. The error names the argument and the rule."""
+    planning.check_given(config)
+    for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
+        check_tensor("all_gather_matmul", group, name, tensor)
+    check_product(a, b)
+    if out is not None:
+        check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
+
+
+def choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
+    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration."""
+    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if given is None and config is not None and config.chunk_rows is None:
+        return replace(config, chunk_rows=chunk_rows(group, a, None))
+    return config
+
+
+def prepare(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
+    config: Config | None,
+) -> Launch:  # fmt: skip
+    """The launch of a call with valid arguments. Collective if the workspace must grow."""
+    config = choose(group, a, b, config)
+    plain = group.heap.find(a) is None
+    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
+    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
+    memory = protocol.layout(group.size, a.shape[0], decided, a.dtype)
+    if decided.hopper:
+        from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
+
+        return hopper.launch(group, decided, memory, a, b, out)
+    return kernel.launch(group, decided, memory, a, b, out, gathered)

@@ -1,0 +1,223 @@
+"""torch.ops.mkernel.all_gather_matmul and its variants: on matrices, with the group by name.
+
+Gradients of y = AG(a) @ b. The gradient of a is RS(dy @ b^T), our matmul_reduce_scatter. The gradient of b is
+AG(a)^T @ dy. If only this rank's rows were saved, `all_gather_matmul_weight_grad` gathers them again while it
+multiplies; if the gathered rows were saved, it is a local product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mkernel.ops import library
+from mkernel.ops.all_gather_matmul.call import all_gather_matmul
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group_names import size_of
+
+Numbers = Sequence[int] | None  # an encoded configuration
+
+
+def check_list(a: Any, bs: Sequence[Any]) -> None:
+    """Refuse a list of b whose matrices cannot all be multiplied by the rows of a."""
+    for name, tensor in (("a", a), *((f"b[{i}]", b) for i, b in enumerate(bs))):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    for i, b in enumerate(bs):
+        if b.dim() != 2 or b.shape[0] != a.shape[-1] or b.dtype != a.dtype or b.device != a.device:
+            raise ArgumentError(
+                f"b[{i}] is {tuple(b.shape)}, {b.dtype}, on {b.device}: it must be a matrix with {a.shape[-1]} rows, "
+                f"{a.dtype}, on {a.device}, as a is"
+            )
+
+
+# -- on real tensors
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
+    return all_gather_matmul(a, b, group=group, config=library.decoded(config))[0]
+
+
+def _multiply_gathered(
+    a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, gathered = all_gather_matmul(a, b, group=group, return_gathered=True, config=library.decoded(config))
+    assert gathered is not None
+    return y, gathered
+
+
+def _multiply_into(
+    a: torch.Tensor, b: torch.Tensor, group: str, return_gathered: bool, config: Numbers, out: torch.Tensor
+) -> torch.Tensor:
+    given = library.decoded(config)
+    gathered = all_gather_matmul(a, b, group=group, out=out, return_gathered=return_gathered, config=given)[1]
+    return gathered if gathered is not None else a.new_empty(0)
+
+
+def multiply_list(
+    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The first product is overlapped with the transfers; the others are local, of the gathered rows."""
+    first, gathered = _multiply_gathered(a, bs[0], group, config)
+    return gathered, [first, *(gathered @ b for b in bs[1:])]
+
+
+# -- shapes
+
+
+def _fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
+    return a.new_empty(size_of(group) * a.shape[0], b.shape[1])
+
+
+def _fake_gathered(
+    a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(a, b, group, config), a.new_empty(size_of(group) * a.shape[0], a.shape[1])
+
+
+def _fake_into(
+    a: torch.Tensor, b: torch.Tensor, group: str, return_gathered: bool, config: Numbers, out: torch.Tensor
+) -> torch.Tensor:
+    return a.new_empty(size_of(group) * a.shape[0], a.shape[1]) if return_gathered else a.new_empty(0)
+
+
+def _fake_list(
+    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ys = [_fake(a, b, group, config) for b in bs]
+    return a.new_empty(size_of(group) * a.shape[0], a.shape[1]), ys
+
+
+# -- gradients
+
+
+def _row_gradient(dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    return library.registered("matmul_reduce_scatter")(dy, b.t(), None, None, group, None, None)
+
+
+def _weight_gradient(a: torch.Tensor, dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    weight_grad = torch.ops.mkernel.all_gather_matmul_weight_grad
+    return weight_grad(a, dy, library.by_columns(b), group, None)
+
+
+def _gradient_of_gathered(gradient: torch.Tensor, group: str) -> torch.Tensor:
+    """The gradient of a, if somebody has used the gathered rows themselves: a reduce-scatter, as a product."""
+    identity = torch.eye(gradient.shape[1], dtype=gradient.dtype, device=gradient.device)
+    return _row_gradient(library.dense(gradient), identity, group)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, ctx.group, _ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    dy = library.dense(dy)
+    da = _row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
+    db = None
+    if ctx.needs_input_grad[1]:
+        db = _weight_gradient(a, dy, b, ctx.group)
+    return da, db, None, None
+
+
+def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, b, ctx.group, _ = inputs
+    ctx.save_for_backward(output[1], b)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_gathered(ctx: Any, dy: torch.Tensor | None, dgathered: torch.Tensor | None) -> tuple[Any, ...]:
+    gathered, b = ctx.saved_tensors
+    da = db = None
+    if dy is not None:
+        dy = library.dense(dy)
+        da = _row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
+        db = library.weight_gradient(gathered, dy, b) if ctx.needs_input_grad[1] else None
+    if dgathered is not None and ctx.needs_input_grad[0]:
+        more = _gradient_of_gathered(dgathered, ctx.group)
+        da = more if da is None else da + more
+    return da, db, None, None
+
+
+def _save_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, bs, ctx.group, ctx.save, _ = inputs
+    ctx.save_for_backward(output[0] if ctx.save == "gathered" else a, *bs)
+    ctx.shapes = [y.shape for y in output[1]]
+
+
+def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    kept, *bs = ctx.saved_tensors
+    wide = torch.cat([kept.new_zeros(shape) if dy is None else dy for dy, shape in zip(dys, ctx.shapes)], dim=1)
+    da = None
+    if ctx.needs_input_grad[0]:
+        da = _row_gradient(wide, torch.cat([b.t() for b in bs]).t(), ctx.group)
+        if dgathered is not None:
+            da = da + _gradient_of_gathered(dgathered, ctx.group)
+    dbs: list[torch.Tensor | None] = [None] * len(bs)
+    if any(ctx.needs_input_grad[1]):
+        if ctx.save == "gathered":
+            whole = library.weight_gradient(kept, wide, bs[0])
+        else:
+            whole = _weight_gradient(kept, wide, bs[0], ctx.group)
+        dbs = list(whole.split([b.shape[1] for b in bs], dim=1))
+    return da, dbs, None, None, None
+
+
+library.define(
+    "all_gather_matmul",
+    "(Tensor a, Tensor b, str group, int[]? config=None) -> Tensor",
+    _multiply, _fake, save=_save, backward=_backward,
+)  # fmt: skip
+library.define(
+    "all_gather_matmul_gathered",
+    "(Tensor a, Tensor b, str group, int[]? config=None) -> (Tensor, Tensor)",
+    _multiply_gathered, _fake_gathered, save=_save_gathered, backward=_backward_gathered,
+)  # fmt: skip
+library.define(
+    "all_gather_matmul_out",
+    "(Tensor a, Tensor b, str group, bool return_gathered, int[]? config, Tensor(a!) out) -> Tensor",
+    _multiply_into, _fake_into,
+)  # fmt: skip
+library.define(
+    "all_gather_matmul_list",
+    "(Tensor a, Tensor[] bs, str group, str save, int[]? config=None) -> (Tensor, Tensor[])",
+    multiply_list, _fake_list, save=_save_list, backward=_backward_list,
+)  # fmt: skip
+
+
+def _weight_grad(
+    a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str, config: Numbers = None
+) -> torch.Tensor:
+    gathered = _multiply_gathered(a, a.new_empty(a.shape[1], 0), group, None)[1]
+    return (dy.t() @ gathered).t() if by_columns else gathered.t() @ dy
+
+
+def _fake_weight_grad(
+    a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str, config: Numbers = None
+) -> torch.Tensor:
+    k, n = a.shape[1], dy.shape[1]
+    return a.new_empty(n, k).t() if by_columns else a.new_empty(k, n)
+
+
+def _save_weight_grad(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, dy, _, ctx.group, _ = inputs
+    ctx.save_for_backward(a, dy)
+
+
+def _backward_weight_grad(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """For gradients of gradients."""
+    a, dy = ctx.saved_tensors
+    gradient = library.dense(gradient)
+    da = _row_gradient(dy, gradient, ctx.group) if ctx.needs_input_grad[0] else None
+    ddy = torch.ops.mkernel.all_gather_matmul(a, gradient, ctx.group, None) if ctx.needs_input_grad[1] else None
+    return da, ddy, None, None, None
+
+
+library.define(
+    "all_gather_matmul_weight_grad",
+    "(Tensor a, Tensor dy, bool by_columns, str group, int[]? config=None) -> Tensor",
+    _weight_grad, _fake_weight_grad, save=_save_weight_grad, backward=_backward_weight_grad,
+)  # fmt: skip

@@ -1,0 +1,190 @@
+"""What the registrations with torch.library share.
+
+An operator `mk.<name>` is registered as `torch.ops.mkernel.<name>`: schema, implementation, fake implementation and
+gradient. Registered operators take two-dimensional tensors, the group by its name, and the configuration as integers.
+The public functions reshape, cast and choose, and call the registered operator wherever PyTorch must see it: for
+gradients, and while a graph is traced. Otherwise they call its implementation directly, which saves the dispatcher's
+host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import torch
+
+from mkernel import operators
+from mkernel.runtime import group_names
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+
+NAMESPACE = "mkernel"
+DEVICES = ("cpu", "cuda")
+DEFAULT = -1  # a field of a configuration that is None
+
+
+def define(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Register an operator.
+
+    Args:
+        function: computes it on real tensors.
+        fake: returns empty tensors of the results' shapes, strides and dtypes.
+        save, backward: `setup_context` and `backward` of torch.library.register_autograd.
+    """
+    operator = f"{NAMESPACE}::{name}"
+    torch.library.define(operator, schema)
+    torch.library.impl(operator, DEVICES, function)
+    torch.library.register_fake(operator, fake)
+    if backward is not None:
+        torch.library.register_autograd(operator, backward, setup_context=save)
+
+
+def registered(operator: str, variant: str = "") -> Any:
+    """`torch.ops.mkernel.<operator><variant>`, whose package is imported first if nobody has used it yet."""
+    name = operator + variant
+    if not hasattr(torch.ops.mkernel, name):
+        operators.find(operator).load("function")
+    return getattr(torch.ops.mkernel, name)
+
+
+def encoded(config: Config | None) -> list[int] | None:
+    """A configuration, as an argument of a registered operator."""
+    if config is None:
+        return None
+    if not isinstance(config, Config):
+        raise ArgumentError(f"config must be a mk.Config, got {type(config).__name__}")
+    return [DEFAULT if value is None else value for value in astuple(config)]
+
+
+def decoded(numbers: Sequence[int] | None) -> Config | None:
+    """The configuration that `encoded` has encoded."""
+    if numbers is None:
+        return None
+    names = [field.name for field in fields(Config)]
+    if len(numbers) != len(names):
+        raise ArgumentError(f"config must have {len(names)} numbers ({', '.join(names)}), got {len(numbers)}")
+    return Config(**{name: value for name, value in zip(names, numbers) if value != DEFAULT})
+
+
+def name_of(group: Any) -> str:
+    """The name of a group, for registered operators. While a graph is traced, the group is its name already."""
+    return group if isinstance(group, str) else group.group_name
+
+
+def size_of(group: Any) -> int:
+    """How many ranks a group has, which may be given by its name."""
+    return group_names.size_of(group) if isinstance(group, str) else group.size
+
+
+def needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Will somebody ask for the gradient of one of these?"""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def needs_dispatcher(*tensors: Any) -> bool:
+    """Must PyTorch see the operator: to differentiate it, or because a graph is being traced?
+
+    Arguments that the implementation refuses are none of the dispatcher's business: no tensors, and DTensors.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local") for tensor in given):
+        return False
+    return (
+        needs_gradients(*given)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in given)
+    )
+
+
+def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:
+    """As PyTorch does: a result that is written to a given tensor has no gradient."""
+    if out is not None and needs_gradients(out, *tensors):
+        raise ArgumentError(
+            "out cannot be combined with tensors that require grad: leave out the argument out, or call it under "
+            "torch.no_grad()"
+        )
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors, in the dtype of torch.autocast where it is enabled, as torch.mm takes them."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+
+    def cast(tensor: Any) -> Any:
+        eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return tuple(cast(tensor) for tensor in tensors)
+
+
+def check_dim(name: str, dim: Any, tensor: torch.Tensor, what: str) -> int:
+    """A dimension of the rows of a tensor [..., columns], counted from 0."""
+    rows = tensor.dim() - 1
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -tensor.dim() <= dim < tensor.dim():
+        raise ArgumentError(f"{name} must be a dimension of {what}, which has {tensor.dim()} of them; got {dim!r}")
+    if dim % tensor.dim() == rows:
+        raise ArgumentError(
+            f"{name} must not be the last dimension of {what}, shape {tuple(tensor.shape)}: its columns are multiplied"
+        )
+    return dim % tensor.dim()
+
+
+def as_rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """A tensor [..., columns] as a matrix whose rows begin with dimension `dim`; a view wherever there is one."""
+    if tensor.dim() == 2 and dim == 0:
+        return tensor
+    return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
+
+
+def from_rows(matrix: torch.Tensor, leading: Sequence[int], dim: int, size: int) -> torch.Tensor:
+    """The tensor [..., columns] whose `as_rows` is the matrix. leading: the dimensions of its rows before the call;
+    dimension `dim` has become `size`."""
+    if len(leading) == 1:
+        return matrix
+    rest = [*leading[:dim], *leading[dim + 1 :]]
+    return matrix.view(size, *rest, matrix.shape[-1]).movedim(0, dim)
+
+
+def out_as_rows(out: torch.Tensor | None, shape: Sequence[int], dim: int) -> torch.Tensor | None:
+    """A given result of this shape as a matrix, which must be a view of it."""
+    if out is None or (len(shape) == 2 and dim == 0) or not isinstance(out, torch.Tensor):
+        return out
+    if tuple(out.shape) != tuple(shape):
+        raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {tuple(shape)}")
+    moved = out.movedim(dim, 0)
+    try:
+        return moved.view(-1, out.shape[-1])
+    except RuntimeError:
+        raise ArgumentError(
+            f"out, shape {tuple(out.shape)}, strides {out.stride()}, is no matrix of rows in memory: pass one that is "
+            f"contiguous with dimension {dim} first"
+        ) from None
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient in a layout that kernels read fast: autograd also makes expanded and oddly strided ones."""
+    return tensor if 1 in tensor.stride() and 0 not in tensor.stride() else tensor.contiguous()
+
+
+def by_columns(matrix: torch.Tensor) -> bool:
+    """Is a matrix laid out by columns, as `w.t()` is? Its gradient is best laid out likewise."""
+    return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] and matrix.shape[1] > 1
+
+
+def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows.t() @ gradient, laid out as the weight is."""
+    return (gradient.t() @ rows).t() if by_columns(weight) else rows.t() @ gradient

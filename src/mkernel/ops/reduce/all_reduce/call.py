@@ -1,0 +1,111 @@
+"""The host side of matmul_all_reduce: a call on matrices, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mkernel.lang.context import Ranks
+from mkernel.ops.reduce import operands
+from mkernel.ops.reduce.all_reduce import plan, protocol
+from mkernel.ops.reduce.all_reduce.plan import OP
+from mkernel.ops.reduce.call import Plan, Sum, call_of, tuned
+from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, collective
+from mkernel.runtime.operands import constants
+from mkernel.runtime.tuned import Tunable
+from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+
+
+@collective
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    group: Any,
+    out: torch.Tensor | None = None,
+    fixed_order: bool = True,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """`mk.matmul_all_reduce` of matrices, without gradients."""
+    call = sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
+    m, n = call.out.shape
+    tile_m, tile_n, ctas = plan.cut(group, m, n, a.dtype, call.config)
+    group.agree(
+        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, bias=bias is not None,
+        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas, fixed_order=call.fixed_order,
+    )  # fmt: skip
+    if call.out.numel():
+        group.launch(prepare(group, call))
+    else:
+        group.confirm()
+    return call.out
+
+
+def sum_of(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool,
+) -> Sum:  # fmt: skip
+    """Check the arguments and make a `Sum` of them."""
+    if not isinstance(fixed_order, bool):
+        raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
+    call = call_of(
+        TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
+        scatter=False,
+    )  # fmt: skip
+    return replace(call, fixed_order=fixed_order or torch.are_deterministic_algorithms_enabled())
+
+
+def _kernel(decided: Plan) -> Any:
+    # imported on demand: most programs need only one of them
+    if decided.sliced:
+        from mkernel.ops.reduce.all_reduce.sliced import sliced_kernel
+
+        return sliced_kernel
+    if decided.multicast:
+        from mkernel.ops.reduce.all_reduce.multicast import multicast_kernel
+
+        return multicast_kernel
+    from mkernel.ops.reduce.all_reduce.two_level import two_level_kernel
+
+    return two_level_kernel
+
+
+def prepare(group: Group, call: Sum) -> Launch:
+    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
+    call = tuned(TUNABLE, group, call)
+    decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
+    memory = protocol.layout(group, decided, call)
+    workspace = memory.workspace(group)
+    if decided.multicast and not workspace.segment.multicast:
+        # the group supports multicast, but no multicast object was available for this segment
+        decided = group.planned((OP, call.key, "no multicast"), lambda: plan.decide(group, call, try_multicast=False))
+        memory = protocol.layout(group, decided, call)
+        workspace = memory.workspace(group)
+    arguments = dict(
+        context=workspace.context,
+        ranks=Ranks(*constants(group.size, group.gpus_per_node)),
+        call=operands.call_of(group, decided, call, 1, protocol.exchange_of(memory, workspace, decided)),
+        **operands.matrices_of(decided, call, 1),
+    )
+    return Launch(
+        op=OP,
+        group=group,
+        kernel=_kernel(decided),
+        grid=decided.config.ctas,
+        arguments=arguments,
+        options=dict(num_warps=decided.config.warps, num_stages=decided.config.stages),
+        variant=variant_of(decided, workspace),
+        uses=memory.uses(workspace, free=protocol.free_of(group, decided, memory)),
+        inputs=INPUTS,
+        results=RESULTS,
+    )

@@ -1,0 +1,56 @@
+"""The host side of matmul_reduce_scatter: a call on matrices, and its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mkernel.ops.reduce.call import Sum, call_of, tuned
+from mkernel.ops.reduce.reduce_scatter import kernel, plan, protocol
+from mkernel.ops.reduce.reduce_scatter.plan import OP
+from mkernel.runtime.config import Config
+from mkernel.runtime.group import Group, collective
+from mkernel.runtime.tuned import Tunable
+from mkernel.runtime.world import Launch
+
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+
+
+@collective
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    group: Any,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """`mk.matmul_reduce_scatter` of matrices, without gradients."""
+    call = call_of(
+        TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
+        scatter=True,
+    )  # fmt: skip
+    rows, n = call.out.shape
+    tile_m, tile_n = plan.tile_of(group, rows, n, a.dtype, call.config)
+    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n)
+    if call.out.numel():
+        group.launch(prepare(group, call))
+    else:
+        group.confirm()
+    return call.out
+
+
+def prepare(group: Group, call: Sum) -> Launch:
+    """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
+    call = tuned(TUNABLE, group, call)
+    decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
+    memory = protocol.layout(group, decided, call.wire_dtype)
+    if decided.hopper:
+        from mkernel.ops.reduce.reduce_scatter import hopper  # import Gluon only where it is used
+
+        return hopper.launch(group, decided, memory, call)
+    return kernel.launch(group, decided, memory, call)
