@@ -204,7 +204,7 @@ def test_the_shard_of_another_rank_does_not_find_a_group():
     mk.init()
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
-    with pytest.raises(mk.MKernelError, match="call mk.init"):
+    with pytest.raises(mk.MKernelError, match=r"call mk\.init"):
         loaded(torch.zeros(2, FEATURES[0] // 2))
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mkernel.nn.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
-    "ColwiseParallel",
     "ColumnParallelLinear",
+    "ColwiseParallel",
     "ContextParallelAttention",
     "ExpertParallelMoE",
     "ParallelExperts",

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.library import autocast, check_dim
 from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 
 
@@ -58,10 +58,10 @@ def column_parallel_linears(
 ) -> list[torch.Tensor]:
     """`column_parallel_linear` with several weights and the same input: it is gathered once, and its gradient summed
     once."""
-    x, *others = _as_autocast(x, *weights, *biases)
+    x, *others = autocast(x, *weights, *biases)
     weights, biases = others[: len(weights)], others[len(weights) :]
     if sequence_parallel:
-        dim = _sequence_dim(x, sequence_dim)
+        dim = check_dim("sequence_dim", sequence_dim, x, "x")
         if len(weights) == 1:
             return [all_gather_matmul(x, weights[0].t(), bias=biases[0], group=group, gather_dim=dim, save=save)]
         products = all_gather_matmul(x, [weight.t() for weight in weights], group=group, gather_dim=dim, save=save)
@@ -134,11 +134,11 @@ def row_parallel_linear(
         every rank. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
         same loss.
     """
-    x, weight, bias, residual = _as_autocast(x, weight, bias, residual)
+    x, weight, bias, residual = autocast(x, weight, bias, residual)
     if sequence_parallel:
         return matmul_reduce_scatter(
             x, weight.t(), bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group,
-            scatter_dim=_sequence_dim(x, sequence_dim),
+            scatter_dim=check_dim("sequence_dim", sequence_dim, x, "x"),
         )  # fmt: skip
     return matmul_all_reduce(x, weight.t(), bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group)
 
@@ -164,23 +164,3 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad.narrow(-1, ctx.first, ctx.features), None
-
-
-def _sequence_dim(x: torch.Tensor, dim: int) -> int:
-    """`sequence_dim` as a number from 0 on."""
-    found = dim + x.dim() if dim < 0 else dim
-    if not 0 <= found < x.dim() - 1:
-        raise ArgumentError(
-            f"sequence_dim is {dim}, but x has shape {tuple(x.shape)}: it must be one of its dimensions before the "
-            f"last one, which holds the features"
-        )
-    return found
-
-
-def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in the dtype of torch.autocast, where it is on, as for F.linear."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
