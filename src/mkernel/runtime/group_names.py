@@ -33,18 +33,14 @@ def add(group: Group) -> None:
     _groups[group.group_name] = [*kept, weakref.ref(group)]
 
 
-def find(name: str, current: Group | None) -> Group:
-    """The group of this name that the calling rank belongs to. `current`: the current group of the caller."""
+def find(name: str, current: Group | None) -> Group | None:
+    """The group of this name that the calling rank belongs to, or None. `current`: the current group of the caller."""
     found = [group for made in _groups.get(name, []) if (group := made()) is not None]
     if current is not None:
         mine = [group for group in found if group.world is current.world and group.world_rank == current.world_rank]
         found = mine or found
     if not found:
-        known = sorted(known for known, made in _groups.items() if any(each() is not None for each in made))
-        raise MKernelError(
-            f"there is no group named {name!r} in this process: it was freed, or made in another process. Groups: "
-            f"{', '.join(known) or 'none'}"
-        )
+        return None
     ranks = {group.world_rank for group in found if group.world is found[-1].world}
     if len(ranks) > 1:
         raise MKernelError(
@@ -52,3 +48,8 @@ def find(name: str, current: Group | None) -> Group:
             f"operators in the thread of a rank, where mk.spawn has set the current group"
         )
     return found[-1]
+
+
+def known() -> list[str]:
+    """The names of the groups in this process."""
+    return sorted(name for name, made in _groups.items() if any(each() is not None for each in made))
