@@ -9,15 +9,13 @@ import torch
 
 from mkernel import operators
 from mkernel.environment import one_of_several_processes
+from mkernel.runtime import process_groups
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, collective, set_current
 from mkernel.runtime.planning import check_timeout
-from mkernel.runtime.spawn import require_simulator
 
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
-
-ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for no other
 
 
 def init(
@@ -59,21 +57,7 @@ def init(
         raise ArgumentError("process_group was passed, but torch.distributed.init_process_group has not been called")
     if together and torch.distributed.get_rank(process_group) < 0:
         raise ArgumentError("process_group: this process is not one of its ranks; only its ranks may call mk.init")
-    if together and torch.distributed.get_world_size(process_group) > 1:
-        from mkernel.runtime import processes
-
-        group = processes.init(process_group, gpus_per_node, transport, timeout)
-    elif transport != "auto" or gpus_per_node not in (None, 1):
-        raise ArgumentError("transport and gpus_per_node are for groups of several processes")
-    elif torch.cuda.is_available():
-        from mkernel.runtime.cuda_threads import CudaThreads
-        from mkernel.runtime.world import Links
-
-        group = Group(CudaThreads(1, 1, Links()), [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
-    else:
-        with require_simulator():
-            from mkernel.sim.world import single_rank
-        group = single_rank(timeout or ALONE_SECONDS)
+    group = process_groups.make(process_group, transport=transport, timeout=timeout, gpus_per_node=gpus_per_node)
     set_current(group)
     return group
 

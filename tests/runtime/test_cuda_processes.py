@@ -17,9 +17,10 @@ def world_of(monkeypatch):
 
     def make(uuids):
         gpus = [(uuid, 132) for uuid in uuids]
-        exchange = SimpleNamespace(all_gather=lambda *_: gpus, messages=SimpleNamespace(key=b""))
+        exchange = SimpleNamespace(all_gather=lambda *_: gpus, messages=SimpleNamespace(key=b"", number=1))
         monkeypatch.setattr(cuda_processes, "introduce", lambda *_: (exchange, [0] * len(uuids)))
-        monkeypatch.setattr(cuda_processes, "_take_device", lambda: torch.device("cuda", 0))
+        monkeypatch.setattr(cuda_processes, "label_of", lambda *_: "process group 0")
+        monkeypatch.setattr(cuda_processes, "take_device", lambda: torch.device("cuda", 0))
         monkeypatch.setattr(cuda_processes.dist, "get_rank", lambda _: 0)
         monkeypatch.setattr(cuda_processes.dist, "get_world_size", lambda _: len(uuids))
         properties = SimpleNamespace(uuid=uuids[0], multi_processor_count=132, major=9, minor=0)

@@ -9,6 +9,7 @@ host time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from typing import Any
@@ -94,18 +95,28 @@ def needs_gradients(*tensors: torch.Tensor | None) -> bool:
 def needs_dispatcher(*tensors: Any) -> bool:
     """Must PyTorch see the operator: to differentiate it, or because a graph is being traced?
 
-    Arguments that the implementation refuses are none of the dispatcher's business: no tensors, and DTensors.
+    What the implementation refuses is none of the dispatcher's business: no tensors, and tensors without memory.
     """
     if torch.compiler.is_compiling():
         return True
-    given = [tensor for tensor in tensors if tensor is not None]
-    if any(not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local") for tensor in given):
+    if not are_tensors(*tensors) or any(hasattr(tensor, "to_local") for tensor in tensors):  # a DTensor
         return False
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # nobody has a fake tensor without it
     return (
-        needs_gradients(*given)
+        needs_gradients(*tensors)
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in given)
+        or (fake is not None and any(isinstance(tensor, fake.FakeTensor) for tensor in tensors))
     )
+
+
+def are_tensors(*values: Any) -> bool:
+    """Are all of these tensors, or not given?"""
+    return all(value is None or isinstance(value, torch.Tensor) for value in values)
+
+
+def are_operands(a: Any, b: Any, *others: Any) -> bool:
+    """Are these a tensor, a matrix, and other tensors that may be missing? The implementation refuses anything else."""
+    return are_tensors(a, b, *others) and a is not None and b is not None and b.dim() == 2
 
 
 def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:
@@ -119,10 +130,10 @@ def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor |
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors, in the dtype of torch.autocast where it is enabled, as torch.mm takes them."""
-    first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else ""
+    if device not in DEVICES or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(tensor: Any) -> Any:
         eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -134,6 +145,8 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 def check_dim(name: str, dim: Any, tensor: torch.Tensor, what: str) -> int:
     """A dimension of the rows of a tensor [..., columns], counted from 0."""
     rows = tensor.dim() - 1
+    if rows < 1:
+        raise ArgumentError(f"{what} must have at least 2 dimensions, [..., k], got shape {tuple(tensor.shape)}")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -tensor.dim() <= dim < tensor.dim():
         raise ArgumentError(f"{name} must be a dimension of {what}, which has {tensor.dim()} of them; got {dim!r}")
     if dim % tensor.dim() == rows:

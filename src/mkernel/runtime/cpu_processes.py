@@ -42,8 +42,8 @@ class CpuProcesses:
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         self.links = Links()
-        self.label = label_of(process_group)
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
+        self.label = label_of(process_group, self.exchange.messages.number)
         self.gpu_ids = list(range(self.size))
         self.devices = {self.rank: torch.device("cpu")}
         scheduler = RealTimeScheduler(self.rank, Options())

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 from mkernel.net.config import TransportConfig
 from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
 from mkernel.runtime.errors import MKernelError
+from mkernel.runtime.gpus import take_device
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
 from mkernel.runtime.processes import ProcessConnector, introduce, label_of
@@ -46,12 +47,12 @@ class CudaProcesses:
         transport: TransportConfig | str,
         timeout: float,
     ):
-        device = _take_device()
+        device = take_device()
         self.size = size = dist.get_world_size(process_group)
         self.rank = rank = dist.get_rank(process_group)
         self.links = Links()
-        self.label = label_of(process_group)
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
+        self.label = label_of(process_group, self.exchange.messages.number)
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)
         gpus = self.exchange.all_gather(rank, range(size), "devices", "mk.init", mine, timeout)
@@ -189,10 +190,3 @@ class RenumberedStore(dist.Store):
 def shares_of(gpus: Sequence[tuple[str, int]]) -> dict[int, int]:
     """How many CTAs each rank may have, given the UUID and the number of SMs of every rank's GPU."""
     return {rank: max(gpu[1] // gpus.count(gpu), 1) for rank, gpu in enumerate(gpus)}
-
-
-def _take_device() -> torch.device:
-    """The current GPU, or, if that is the first one, which may just be the default, the one numbered LOCAL_RANK."""
-    if torch.cuda.current_device() == 0:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())

@@ -188,14 +188,14 @@ class LoopbackConnector:
 
 
 class CudaThreads:
-    """The world of one process with CUDA, whose ranks are threads."""
+    """The world of one process with CUDA, whose ranks are threads: spread over its GPUs, or all on `device`."""
 
-    def __init__(self, nodes: int, gpus_per_node: int, links: Links):
+    def __init__(self, nodes: int, gpus_per_node: int, links: Links, device: torch.device | None = None):
         self.size = size = nodes * gpus_per_node
         self.links = links
         self.label = "world"
         count = torch.cuda.device_count()
-        self.devices = {rank: torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
+        self.devices = {rank: device or torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
         self.node_ids = [rank // gpus_per_node for rank in range(size)]
         self.gpu_ids = list(self.devices.values())
         enable_peer_access(self.gpu_ids)

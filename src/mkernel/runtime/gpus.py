@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from mkernel.runtime.errors import ArgumentError
@@ -25,3 +27,11 @@ def check_gpu(device: torch.device) -> None:
     else:
         return
     raise ArgumentError(f"device: {name}; {SUPPORTED}, and in the simulator: mk.spawn(..., device='cpu')")
+
+
+def take_device() -> torch.device:
+    """The GPU of this process, made the current one: the current GPU, or, if that is the first one, which may just be
+    the default, the one numbered LOCAL_RANK."""
+    if torch.cuda.current_device() == 0:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())

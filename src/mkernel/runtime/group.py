@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,12 @@ from mkernel.runtime.world import Array, Launch, Part, World
 RING_CAPACITY = 256  # requests; a power of two
 PLANS_KEPT = 1024
 AGREEMENTS_KEPT = 1024
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+GroupLike: TypeAlias = "Group | ProcessGroup | DeviceMesh | str"  # what operators take as a group
 
 Plan = TypeVar("Plan")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -274,6 +280,10 @@ class Group:
         """Has a kernel of this group given up on this rank?"""
         return self._broken is not None
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def check_unseen(self) -> None:
         """`check`, unless it has raised before."""
         if self._broken is None and not self._closed:
@@ -516,23 +526,23 @@ def _format_call(call: Any) -> str:
 
 def collective(function: Function) -> Function:
     """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
-    fails on the others, too. `group` defaults to the current group. A function that another one of them calls leaves
-    it to the outer one to tell the other ranks."""
+    fails on the others, too. `group` is anything that stands for a group (`GroupLike`), and defaults to the current
+    group. A function that another one of them calls leaves it to the outer one to tell the other ranks."""
 
     @functools.wraps(function)
-    def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-        group = _resolve(group)
-        if group._in_call:
-            return function(*args, group=group, **kwargs)
-        group._in_call = True
+    def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
+        resolved = _resolve(group)
+        if resolved._in_call:
+            return function(*args, group=resolved, **kwargs)
+        resolved._in_call = True
         try:
-            group._check_usable()
-            return function(*args, group=group, **kwargs)
+            resolved._check_usable()
+            return function(*args, group=resolved, **kwargs)
         except BaseException as failure:
-            group.failed(function.__name__, failure)
+            resolved.failed(function.__name__, failure)
             raise
         finally:
-            group._in_call = False
+            resolved._in_call = False
 
     return call  # type: ignore[return-value]
 
@@ -543,7 +553,7 @@ def traceable(function: Function) -> Function:
     eager = collective(function)
 
     @functools.wraps(function)
-    def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, group=group_names.name_in_graph(group), **kwargs)
         return eager(*args, group=group, **kwargs)
@@ -552,8 +562,9 @@ def traceable(function: Function) -> Function:
 
 
 def named(name: str) -> Group:
-    """The group with this `group_name` that the calling rank belongs to."""
-    return group_names.find(name, _current.get())
+    """The group with this `group_name` that the calling rank belongs to, or the one of the torch process group of this
+    name."""
+    return _resolve(name)
 
 
 def set_current(group: Group | None) -> None:
@@ -562,19 +573,23 @@ def set_current(group: Group | None) -> None:
     group_names.current_name = group.group_name if group is not None else ""
 
 
-def current(group: Group | None = None) -> Group:
+def current(group: GroupLike | None = None) -> Group:
     """The given group, or the current one. Raises if it is broken or closed."""
-    group = _resolve(group)
-    group._check_usable()
-    return group
+    found = _resolve(group)
+    found._check_usable()
+    return found
 
 
-def _resolve(group: Any) -> Group:
-    group = group if group is not None else _current.get()
-    if isinstance(group, str):
-        group = named(group)
-    if group is None:
+def _resolve(group: GroupLike | None) -> Group:
+    """The Group that the argument of an operator stands for. Collective over the ranks of a process group that is used
+    for the first time."""
+    if isinstance(group, Group):
+        return group
+    present = _current.get()
+    if group is not None:
+        from mkernel.runtime import process_groups  # it makes groups, so it imports this module
+
+        return process_groups.resolve(group, present)
+    if present is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group must be a mk.Group, got {type(group).__name__}")
-    return group
+    return present

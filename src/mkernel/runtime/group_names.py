@@ -25,7 +25,9 @@ def name_in_graph(group: Any) -> str:
         if not current_name:
             raise MKernelError("there is no group yet: call mk.init() before the function is compiled, or pass group=")
         return current_name
-    return group if isinstance(group, str) else group.group_name
+    if isinstance(group, str):
+        return group
+    return (group.get_group() if hasattr(group, "get_group") else group).group_name  # of a DeviceMesh, its process group
 
 
 def name_of(group: Group, parent: Group | None, count: int) -> str:
@@ -43,18 +45,14 @@ def add(group: Group) -> None:
     _groups[group.group_name] = [*kept, weakref.ref(group)]
 
 
-def find(name: str, current: Group | None) -> Group:
-    """The group of this name that the calling rank belongs to. `current`: the current group of the caller."""
+def find(name: str, current: Group | None) -> Group | None:
+    """The group of this name that the calling rank belongs to, or None. `current`: the current group of the caller."""
     found = [group for made in _groups.get(name, []) if (group := made()) is not None]
     if current is not None:
         mine = [group for group in found if group.world is current.world and group.world_rank == current.world_rank]
         found = mine or found
     if not found:
-        known = sorted(known for known, made in _groups.items() if any(each() is not None for each in made))
-        raise MKernelError(
-            f"there is no group named {name!r} in this process: it was freed, or made in another process. Groups: "
-            f"{', '.join(known) or 'none'}"
-        )
+        return None
     ranks = {group.world_rank for group in found if group.world is found[-1].world}
     if len(ranks) > 1:
         raise MKernelError(
@@ -78,3 +76,8 @@ def size_of(name: str) -> int:
         except (RuntimeError, ValueError):
             pass
     raise MKernelError(f"there is no group named {name!r} in this process")
+
+
+def known() -> list[str]:
+    """The names of the groups in this process."""
+    return sorted(name for name, made in _groups.items() if any(each() is not None for each in made))

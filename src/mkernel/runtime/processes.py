@@ -122,10 +122,10 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> float:
     return max(found, default=dist.default_pg_timeout.total_seconds())
 
 
-def label_of(process_group: dist.ProcessGroup | None) -> str:
-    """What torch calls a process group: the same on all of its ranks."""
+def label_of(process_group: dist.ProcessGroup | None, number: int) -> str:
+    """What torch calls a process group: the same on all of its ranks. `number`: which of its worlds it is."""
     group = process_group if process_group is not None else dist.group.WORLD
-    return f"process group {group.group_name}"  # type: ignore[union-attr]
+    return f"process group {group.group_name}" + (f" ({number})" if number > 1 else "")  # type: ignore[union-attr]
 
 
 # The default process group that a forked child has inherited; its connections belong to the parent.

@@ -25,10 +25,11 @@ _worlds: Counter[str] = Counter()  # how many worlds were made of a process grou
 
 
 class SignedStore:
-    """Values that the ranks of a job write for each other. `key` signs them (`runtime/messages.py`)."""
+    """Values that the ranks of a job write for each other. `key` signs them (`runtime/messages.py`). `number`: which of
+    the worlds it is that were made of the process group, from 1."""
 
     def __init__(self, process_group: dist.ProcessGroup | None):
-        self.job = _job_name(process_group)
+        self.job, self.number = _job_name(process_group)
         self.store = dist.PrefixStore(self.job, dist.distributed_c10d._get_default_store())
         self.key = secret.OPEN
         self._last: dict[tuple[int, ...], list[str]] = {}  # members -> names of what this rank wrote for them last
@@ -97,10 +98,11 @@ class SignedStore:
         self._retired.clear()
 
 
-def _job_name(process_group: dist.ProcessGroup | None) -> str:
-    """The prefix of a world's names. All members make the same number of worlds of a process group."""
+def _job_name(process_group: dist.ProcessGroup | None) -> tuple[str, int]:
+    """The prefix of a world's names, and its number. All members make the same number of worlds of a process group."""
     chosen = process_group if process_group is not None else dist.group.WORLD
     assert chosen is not None
     identity = f"{chosen.group_name} {dist.get_process_group_ranks(chosen)}"
     _worlds[identity] += 1
-    return f"mkernel/{hashlib.sha256(identity.encode()).hexdigest()[:32]}/{_worlds[identity]}"
+    number = _worlds[identity]
+    return f"mkernel/{hashlib.sha256(identity.encode()).hexdigest()[:32]}/{number}", number

@@ -114,7 +114,7 @@ def _one(
     return_gathered: bool, gather_dim: int, save: str, config: Config | None,
 ) -> Any:  # fmt: skip
     """A call with one b."""
-    if not isinstance(a, torch.Tensor) or (a.dim() == 2 and gather_dim == 0):
+    if not library.are_operands(a, b, bias, out) or (a.dim() == 2 and gather_dim == 0):
         dim, rows, matrix = 0, a, out
     else:
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
@@ -185,11 +185,11 @@ def _check_save(save: str) -> None:
 
 
 def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor) -> None:
-    if bias is None:
-        return
+    if bias is None or not library.are_operands(a, b):
+        return  # the call refuses a and b
     if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.shape[0] != b.shape[1]:
-        shape = tuple(bias.shape) if isinstance(bias, torch.Tensor) else type(bias).__name__
-        raise ArgumentError(f"bias must be a vector of {b.shape[1]} elements, one for each column of b; got {shape}")
+        got = f"shape {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise ArgumentError(f"bias must be a vector of {b.shape[1]} elements, one for each column of b; got {got}")
     if bias.dtype != a.dtype or bias.device != a.device:
         raise ArgumentError(
             f"bias is {bias.dtype} on {bias.device}, but a is {a.dtype} on {a.device}: they must be the same"
@@ -215,7 +215,7 @@ def explain(
     if isinstance(b, (list, tuple)):
         registration.check_list(a, b)
         return explain(a, b[0], group=group, return_gathered=True, gather_dim=gather_dim, save=save, config=config)
-    if isinstance(a, torch.Tensor) and (a.dim() != 2 or gather_dim != 0):
+    if library.are_operands(a, one, bias, out) and (a.dim() != 2 or gather_dim != 0):
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, out = library.as_rows(a, dim), None
     call.check(group, a, one, out, config)

@@ -122,7 +122,7 @@ def matmul_all_reduce(
             done, the next call on the group or `group.synchronize()` raises it.
     """
     a, b, bias, residual = library.autocast(a, b, bias, residual)
-    if not isinstance(a, torch.Tensor) or a.dim() == 2:
+    if not library.are_operands(a, b, bias, residual, out) or a.dim() == 2:
         return _run(a, b, bias, residual, reduce_dtype, group, out, fixed_order, config)
     shape = _shape_of(a, b)
     if residual is not None and tuple(residual.shape) != shape:
@@ -172,7 +172,7 @@ def explain(
 ) -> Plan:
     """The plan of a `matmul_all_reduce` call with these arguments."""
     group = current(group)
-    if isinstance(a, torch.Tensor) and a.dim() != 2:
+    if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
         out = library.out_as_rows(out, _shape_of(a, b), 0)
         residual = None if residual is None else residual.reshape(-1, residual.shape[-1])
         a = a.reshape(-1, a.shape[-1])

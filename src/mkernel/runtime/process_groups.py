@@ -1,0 +1,142 @@
+"""Groups of torch process groups, each made once and kept.
+
+Whatever takes a `group` takes, beside a Group, what PyTorch programs have at hand: a ProcessGroup, a one-dimensional
+DeviceMesh, or a name, which is how graphs and PyTorch's functional collectives refer to a process group. The group of a
+process group is the one that `mk.init` made of it last. If there is none, the first use makes one, as
+`mk.init(process_group)` does, but leaves the current group as it is. That is collective: all ranks of the process group
+use it at the same point of their program, as they do with its first collective.
+
+Groups are kept here, and not only referenced, because all ranks must find the same one: if garbage collection decided,
+one rank could make a new group while another one still uses the old. A group is kept until its process group is
+destroyed or the group is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mkernel.runtime import group_names
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import take_device
+from mkernel.runtime.group import Group
+from mkernel.runtime.spawn import require_simulator
+
+if TYPE_CHECKING:
+    from mkernel.net.config import TransportConfig
+
+ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for no other
+ACCEPTED = "a mk.Group, a torch ProcessGroup, a one-dimensional DeviceMesh, or the name of a group"
+NOT_A_RANK = "this process is not one of its ranks; only its ranks may use it"
+
+_kept: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # process group -> its group
+_making = threading.RLock()
+
+
+def make(
+    process_group: dist.ProcessGroup | None,
+    *,
+    transport: str | TransportConfig = "auto",
+    timeout: float | None = None,
+    gpus_per_node: int | None = None,
+) -> Group:
+    """A new group of the ranks of a process group, which `resolve` finds from now on. None is the default process
+    group, or this process alone if there is no process group. Collective."""
+    together = dist.is_available() and dist.is_initialized()
+    if together and dist.get_world_size(process_group) > 1:
+        from mkernel.runtime import processes
+
+        group = processes.init(process_group, gpus_per_node, transport, timeout)
+    elif transport != "auto" or gpus_per_node not in (None, 1):
+        raise ArgumentError("transport and gpus_per_node are for groups of several processes")
+    elif torch.cuda.is_available():
+        from mkernel.runtime.cuda_threads import CudaThreads
+        from mkernel.runtime.world import Links
+
+        world = CudaThreads(1, 1, Links(), take_device())
+        group = Group(world, [0], 0, timeout=timeout or ALONE_SECONDS, name="world")
+    else:
+        with require_simulator():
+            from mkernel.sim.world import single_rank
+        group = single_rank(timeout or ALONE_SECONDS)
+    if together:
+        _kept[process_group if process_group is not None else dist.group.WORLD] = group
+    return group
+
+
+def resolve(given: Any, current: Group | None) -> Group:
+    """The Group that the argument of an operator stands for. `current`: the current group of the caller."""
+    if isinstance(given, str):
+        return _named(given, current)
+    if dist.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(given, dist.ProcessGroup):
+            return _group_of(given, current)
+        if isinstance(given, DeviceMesh):
+            return _group_of(_process_group_of(given), current)
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ArgumentError(f"group is what new_group returns to ranks that are not in the group: {NOT_A_RANK}")
+    raise ArgumentError(f"group must be {ACCEPTED}, got {type(given).__name__}")
+
+
+def _named(name: str, current: Group | None) -> Group:
+    found = group_names.find(name, current)
+    if found is not None:
+        return found
+    if dist.is_available() and dist.is_initialized():
+        try:
+            process_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        except RuntimeError:
+            pass
+        else:
+            return _group_of(process_group, current)
+    raise ArgumentError(
+        f"group must be {ACCEPTED}, got the str {name!r}: there is no group named {name!r} in this process, and no "
+        f"process group; it was freed or destroyed, or made in another process. Groups: "
+        f"{', '.join(group_names.known()) or 'none'}"
+    )
+
+
+def _process_group_of(mesh: Any) -> Any:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f"mesh[{names[-1]!r}]" if names else "one with mesh_dim_names, so that mesh['tp'] is a part of it"
+        raise ArgumentError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions{f' {tuple(names)}' if names else ''}, but a group has "
+            f"one: pass a one-dimensional mesh, such as {one}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"group: the DeviceMesh {mesh.mesh.tolist()} does not contain rank {dist.get_rank()}")
+    return mesh.get_group()
+
+
+def _group_of(process_group: Any, current: Group | None) -> Group:
+    if process_group not in dist.distributed_c10d._world.pg_map:
+        _kept.pop(process_group, None)
+        raise ArgumentError(
+            "group is a ProcessGroup that was destroyed, or that init_process_group or new_group did not make"
+        )
+    group = _kept.get(process_group)
+    if group is not None and not group.closed:
+        return group
+    with _making:
+        group = _kept.get(process_group)
+        if group is None or group.closed:
+            _check_caller(process_group, current)
+            group = make(process_group)
+    return group
+
+
+def _check_caller(process_group: Any, current: Group | None) -> None:
+    if current is not None and len(current.world.devices) > 1:
+        raise ArgumentError(
+            "group is a ProcessGroup, whose ranks are processes; here, under mk.spawn, ranks are parts of one process. "
+            "Pass a mk.Group or its group_name, such as those that group.split(...) makes"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ArgumentError(f"group is a ProcessGroup, and {NOT_A_RANK}")
