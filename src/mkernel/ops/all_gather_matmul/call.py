@@ -10,8 +10,9 @@ import torch
 from mkernel.ops.all_gather_matmul import kernel, protocol
 from mkernel.ops.all_gather_matmul.plan import chunk_rows, plan
 from mkernel.runtime import planning
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective
+from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import check_out, check_product, check_tensor
 from mkernel.runtime.operands import layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
