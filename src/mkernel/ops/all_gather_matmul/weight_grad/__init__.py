@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def all_gather_matmul_weight_grad(
     a: torch.Tensor,
     dy: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
@@ -108,7 +109,7 @@ def explain(
     a: torch.Tensor,
     dy: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> Plan:
