@@ -27,9 +27,9 @@ def name_in_graph(group: Any) -> str:
         return current_name
     if isinstance(group, str):
         return group
-    return (
-        group.get_group() if hasattr(group, "get_group") else group
-    ).group_name  # of a DeviceMesh, its process group
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        group = group.get_group()
+    return group.group_name
 
 
 def name_of(group: Group, parent: Group | None, count: int) -> str:
