@@ -21,8 +21,8 @@ def spawn(function, nodes=1, gpus_per_node=2):
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_forward(nodes, gpus, block):
-    mk.spawn(block.check, False, nodes=nodes, gpus_per_node=gpus, device="cpu")
+def test_gradients(nodes, gpus, block):
+    mk.spawn(block.check, True, nodes=nodes, gpus_per_node=gpus, device="cpu")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
