@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -88,7 +89,7 @@ class Group:
     Calls on a group are collective: every rank makes the same calls in the same order. Before they launch anything, the
     ranks compare their calls: if one calls something else or refuses its arguments, all raise ArgumentError, and the
     group remains usable. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this
-    group. `group_name` is a string that stands for the group in graphs of PyTorch.
+    group. `group_name` is a string that stands for the group, as in graphs of PyTorch.
     """
 
     @torch.inference_mode(False)  # the group will also be used outside of inference mode
@@ -279,10 +280,6 @@ class Group:
         """Has a kernel of this group given up on this rank?"""
         return self._broken is not None
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def check_unseen(self) -> None:
         """`check`, unless it has raised before."""
         if self._broken is None and not self._closed:
@@ -296,6 +293,7 @@ class Group:
                 self.heap.close()  # raises, and frees nothing, if the others call something else
                 self._workspaces.clear()
             self._closed = True
+            _process_groups().forget(self)
             self.world.network.disconnect(self)
             self.world.exchange.leave(self)
 
@@ -566,9 +564,14 @@ def _resolve(group: GroupLike | None) -> Group:
         return group
     present = _current.get()
     if group is not None:
-        from mkernel.runtime import process_groups  # it makes groups, so it imports this module
-
-        return process_groups.resolve(group, present)
+        return _process_groups().resolve(group, present)
     if present is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
     return present
+
+
+def _process_groups() -> ModuleType:
+    """The module that makes groups of process groups, and so imports this one."""
+    from mkernel.runtime import process_groups
+
+    return process_groups
