@@ -8,7 +8,6 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -280,6 +279,10 @@ class Group:
         """Has a kernel of this group given up on this rank?"""
         return self._broken is not None
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def check_unseen(self) -> None:
         """`check`, unless it has raised before."""
         if self._broken is None and not self._closed:
@@ -293,7 +296,9 @@ class Group:
                 self.heap.close()  # raises, and frees nothing, if the others call something else
                 self._workspaces.clear()
             self._closed = True
-            _process_groups().forget(self)
+            from mkernel.runtime import process_groups
+
+            process_groups.forget(self)
             self.world.network.disconnect(self)
             self.world.exchange.leave(self)
 
@@ -564,14 +569,9 @@ def _resolve(group: GroupLike | None) -> Group:
         return group
     present = _current.get()
     if group is not None:
-        return _process_groups().resolve(group, present)
+        from mkernel.runtime import process_groups  # it makes groups, so it imports this module
+
+        return process_groups.resolve(group, present)
     if present is None:
         raise MKernelError("there is no group yet: call mk.init() first, or run under mk.spawn(...)")
     return present
-
-
-def _process_groups() -> ModuleType:
-    """The module that makes groups of process groups, and so imports this one."""
-    from mkernel.runtime import process_groups
-
-    return process_groups

@@ -26,6 +26,9 @@ from mkernel.runtime.gpus import take_device
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import require_simulator
 
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
 
@@ -101,8 +104,6 @@ def process_group_of(given: Any, argument: str) -> Any:
         return given
     if isinstance(given, str):
         return _named(given)
-    from torch.distributed.device_mesh import DeviceMesh
-
     if isinstance(given, DeviceMesh):
         return _process_group_of_mesh(given, argument)
     if given is dist.GroupMember.NON_GROUP_MEMBER:
