@@ -9,6 +9,7 @@ host time.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
@@ -160,7 +161,12 @@ def as_rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """A tensor [..., columns] as a matrix whose rows begin with dimension `dim`; a view wherever there is one."""
     if tensor.dim() == 2 and dim == 0:
         return tensor
-    return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
+    return tensor.movedim(dim, 0).reshape(rows_of(tensor), tensor.shape[-1])
+
+
+def rows_of(tensor: torch.Tensor) -> int:
+    """How many rows a tensor [..., columns] has, also if it has no columns."""
+    return math.prod(tensor.shape[:-1])
 
 
 def from_rows(matrix: torch.Tensor, leading: Sequence[int], dim: int, size: int) -> torch.Tensor:
@@ -180,7 +186,7 @@ def out_as_rows(out: torch.Tensor | None, shape: Sequence[int], dim: int) -> tor
         raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {tuple(shape)}")
     moved = out.movedim(dim, 0)
     try:
-        return moved.view(-1, out.shape[-1])
+        return moved.view(rows_of(out), out.shape[-1])
     except RuntimeError:
         raise ArgumentError(
             f"out, shape {tuple(out.shape)}, strides {out.stride()}, is no matrix of rows in memory: pass one that is "
@@ -198,6 +204,11 @@ def by_columns(matrix: torch.Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] and matrix.shape[1] > 1
 
 
-def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows.t() @ gradient, laid out as the weight is."""
-    return (gradient.t() @ rows).t() if by_columns(weight) else rows.t() @ gradient
+def saved_for_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the gradients of a @ b need: b for that of a, a for that of b. What is frozen needs nothing."""
+    return a if b.requires_grad else None, b if a.requires_grad else None
+
+
+def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, by_columns: bool) -> torch.Tensor:
+    """rows.t() @ gradient, laid out by columns if the weight is."""
+    return (gradient.t() @ rows).t() if by_columns else rows.t() @ gradient
