@@ -21,6 +21,8 @@ from mkernel import operators
 from mkernel.runtime import group_names
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.matmul import check_product
+from mkernel.runtime.operands import is_dual
 
 NAMESPACE = "mkernel"
 DEVICES = ("cpu", "cuda")
@@ -49,6 +51,16 @@ def define(
     torch.library.register_fake(operator, fake)
     if backward is not None:
         torch.library.register_autograd(operator, backward, setup_context=save)
+
+
+def check_fake(a: torch.Tensor, b: torch.Tensor) -> None:
+    """For fake implementations: refuse tensors that cannot be multiplied. Not while a graph is compiled: then the
+    implementation refuses them when the graph runs, and tells the other ranks."""
+    if torch._guards.TracingContext.try_get() is None:
+        for name, tensor in (("a", a), ("b", b)):
+            if tensor.dim() != 2:
+                raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+        check_product(a, b)
 
 
 def registered(operator: str, variant: str = "") -> Any:
@@ -96,16 +108,20 @@ def needs_gradients(*tensors: torch.Tensor | None) -> bool:
 def needs_dispatcher(*tensors: Any) -> bool:
     """Must PyTorch see the operator: to differentiate it, or because a graph is being traced?
 
-    What the implementation refuses is none of the dispatcher's business: no tensors, and tensors without memory.
+    What the implementation refuses is none of the dispatcher's business: no tensors, tensors without memory, and dual
+    tensors, whose tangents the dispatcher would drop.
     """
     if torch.compiler.is_compiling():
         return True
     if not are_tensors(*tensors) or any(hasattr(tensor, "to_local") for tensor in tensors):  # a DTensor
         return False
+    if any(tensor is not None and is_dual(tensor) for tensor in tensors):
+        return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # nobody has a fake tensor without it
     return (
         needs_gradients(*tensors)
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # inside of torch.func
         or (fake is not None and any(isinstance(tensor, fake.FakeTensor) for tensor in tensors))
     )
 

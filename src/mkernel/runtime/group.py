@@ -34,6 +34,7 @@ GroupLike: TypeAlias = "Group | ProcessGroup | DeviceMesh | str"  # what operato
 
 Plan = TypeVar("Plan")
 Function = TypeVar("Function", bound=Callable[..., Any])
+FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
 REFUSED = "refused"  # what a rank sends the others instead of a call that it refused, with the reason
 
 _current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
@@ -133,7 +134,8 @@ class Group:
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
         self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
-        self._reasons = self._records.view(-1, records.WORDS)[:, 0]
+        # as numpy sees it: every call reads it, also while PyTorch traces what is done with tensors
+        self._reasons = self._records.view(-1, records.WORDS)[:, 0].numpy()
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
@@ -548,14 +550,17 @@ def collective(function: Function) -> Function:
 
 
 def traceable(function: Function) -> Function:
-    """`collective`, for functions that PyTorch can also trace into a graph. While it does, there is nothing to tell
-    other ranks, and the function is passed the name of its group, because a graph can hold no Python object."""
+    """`collective`, for functions that PyTorch can also trace into a graph, or run on tensors without values. While it
+    does, there is nothing to tell other ranks, and the function is passed the name of its group, because a graph can
+    hold no Python object."""
     eager = collective(function)
 
     @functools.wraps(function)
     def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, group=group_names.name_in_graph(group), **kwargs)
+        if torch._C._get_dispatch_mode(FAKE_MODE) is not None:
+            return function(*args, group=group_names.name_in_graph(group or _current.get()), **kwargs)
         return eager(*args, group=group, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -68,7 +68,8 @@ def multiply_list(
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
-    return a.new_empty(size_of(group) * a.shape[0], b.shape[1])
+    library.check_fake(a, b)
+    return a.new_empty(size_of(group) * a.shape[0], b.shape[-1])
 
 
 def _fake_gathered(
@@ -80,6 +81,7 @@ def _fake_gathered(
 def _fake_into(
     a: torch.Tensor, b: torch.Tensor, group: str, return_gathered: bool, config: Numbers, out: torch.Tensor
 ) -> torch.Tensor:
+    library.check_fake(a, b)
     return a.new_empty(size_of(group) * a.shape[0], a.shape[1]) if return_gathered else a.new_empty(0)
 
 

@@ -94,7 +94,8 @@ def define_reduce_scatter(function: Callable[..., torch.Tensor]) -> None:
         reduce_dtype: Any,
         config: Numbers = None,
     ) -> torch.Tensor:
-        return a.new_empty(a.shape[0] // size_of(group), b.shape[1])
+        library.check_fake(a, b)
+        return a.new_empty(a.shape[0] // size_of(group), b.shape[-1])
 
     def run_into(*arguments: Any) -> None:
         run(*arguments)
@@ -126,7 +127,8 @@ def define_all_reduce(function: Callable[..., torch.Tensor]) -> None:
         a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, group: str, reduce_dtype: Any,
         fixed_order: bool = True, config: Numbers = None,
     ) -> torch.Tensor:  # fmt: skip
-        return a.new_empty(a.shape[0], b.shape[1])
+        library.check_fake(a, b)
+        return a.new_empty(a.shape[0], b.shape[-1])
 
     def run_into(*arguments: Any) -> None:
         run(*arguments)
