@@ -131,7 +131,8 @@ class Group:
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
         self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
-        self._reasons = self._records.view(-1, records.WORDS)[:, 0]
+        # as numpy sees it: every call reads it, also while PyTorch traces what is done with tensors
+        self._reasons = self._records.view(-1, records.WORDS)[:, 0].numpy()
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
