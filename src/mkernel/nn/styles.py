@@ -8,6 +8,9 @@ package's layers, in place, with DTensors as parameters.
 
 Arguments are those of PyTorch's styles of the same names, so a plan changes by its import. What differs: the
 all-gather, reduce-scatter or all-reduce that a layout implies happens in the kernel that multiplies.
+
+torch.compile works with them. With DTensors as inputs of the compiled module, pass dynamic=False: AOTAutograd of torch
+2.13 fails on some graphs with DTensor inputs of symbolic sizes.
 """
 
 from __future__ import annotations
