@@ -62,7 +62,6 @@ def test_gradient_of_all_output_features():
 
         group = mk.init(timeout=WAIT)
         for sequence_parallel in (True, False):
-            plain = torch.nn.Linear(*FEATURES)
             x, grad = values(2, 12, FEATURES[0], seed=1), values(2, 12, FEATURES[1], seed=2)
             torch.manual_seed(1)
             plain = torch.nn.Linear(*FEATURES).double()
@@ -70,7 +69,10 @@ def test_gradient_of_all_output_features():
             module = nn.ColumnParallelLinear(
                 *FEATURES, sequence_parallel=sequence_parallel, sequence_dim=1, gather_output=True
             )
-            for wrapped in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            runs = [module]
+            if sequence_parallel:
+                runs.append(torch.compile(module, fullgraph=True, backend="aot_eager"))
+            for wrapped in runs:
                 module.zero_grad()
                 plain.zero_grad()
                 whole = x.double().requires_grad_()
@@ -106,7 +108,7 @@ def test_autocast_and_what_is_refused():
             (layers(x).float().sum() + replicated(x).float().sum()).backward()
         for parameter in [*layers.parameters(), *replicated.parameters()]:
             assert parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all()
-        with pytest.raises(mk.ArgumentError, match="module contains 0, a ColumnParallelLinear, which sums its gradients"):
+        with pytest.raises(mk.ArgumentError, match="contains 0, a ColumnParallelLinear, which sums its gradients"):
             nn.sum_gradients(layers)
         norm = torch.nn.LayerNorm(8)
         handles = nn.sum_gradients(norm)
