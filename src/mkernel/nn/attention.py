@@ -1,0 +1,94 @@
+"""Attention over a sequence that is divided among the ranks, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mkernel.nn.shards import Membership
+from mkernel.ops.attention import LAYOUTS, ring_attention
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, current
+
+INPUT_LAYOUTS = ("bshd", "bhsd")
+
+
+def refuse_gradients(module: str, op: str, **tensors: torch.Tensor) -> None:
+    """Refuse tensors that require grad in a module whose operator has no backward pass."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise ArgumentError(
+                f"{name} requires grad, but {module} is forward only: mk.{op} has no backward pass. Call the model "
+                f"under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+class ContextParallelAttention(nn.Module):
+    """Attention of this rank's queries over the keys and values of all ranks, in one kernel (`mk.ring_attention`). It
+    has no parameters.
+
+    Forward only: inputs that require grad are refused, because `mk.ring_attention` has no backward pass.
+
+    Args:
+        is_causal, scale: as in `torch.nn.functional.scaled_dot_product_attention`, for the whole sequence.
+        layout: which positions of the sequence a rank holds: "contiguous" or "zigzag", see `mk.ring_attention`.
+        input_layout: the order of dimensions of inputs and output: "bshd" is [batch, seq_local, heads, dim], "bhsd" is
+            [batch, heads, seq_local, dim].
+        group: the group whose ranks share the sequence; None is the current group.
+
+    `forward(query, key, value, cu_seqlens=None)`: query has a multiple of the heads of key and value (grouped-query
+    attention). cu_seqlens are the boundaries of packed documents, see `mk.ring_attention`.
+    """
+
+    def __init__(
+        self, *, is_causal: bool = False, scale: float | None = None, layout: str = "contiguous",
+        input_layout: str = "bshd", group: Any = None,
+    ):  # fmt: skip
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+        if input_layout not in INPUT_LAYOUTS:
+            raise ArgumentError(
+                f"input_layout must be one of {', '.join(map(repr, INPUT_LAYOUTS))}; got {input_layout!r}"
+            )
+        self.is_causal, self.scale, self.layout, self.input_layout = is_causal, scale, layout, input_layout
+        self.membership = Membership(current(group))
+
+    @property
+    def group(self) -> Group:
+        """The group whose ranks share the sequence."""
+        return self.membership.group
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        refuse_gradients("ContextParallelAttention", "ring_attention", query=query, key=key, value=value)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4:
+                order = ("batch, seq_local, heads, dim", "batch, heads, seq_local, dim")
+                raise ArgumentError(
+                    f"{name} must be [{order[INPUT_LAYOUTS.index(self.input_layout)]}], got shape {tuple(tensor.shape)}"
+                )
+        if self.input_layout == "bshd":
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        result = ring_attention(
+            query, key, value, is_causal=self.is_causal, scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1], layout=self.layout, cu_seqlens=cu_seqlens, group=self.group,
+        )  # fmt: skip
+        assert isinstance(result, torch.Tensor)
+        return result.transpose(1, 2) if self.input_layout == "bshd" else result
+
+    def extra_repr(self) -> str:
+        shown = [f"is_causal={self.is_causal}", f"layout={self.layout!r}", f"input_layout={self.input_layout!r}"]
+        if self.scale is not None:
+            shown.append(f"scale={self.scale}")
+        return ", ".join([*shown, f"part {self.membership.rank} of {self.membership.size}"])

@@ -1,0 +1,151 @@
+"""Blocks of a transformer that are made of several linear layers: the gated MLP, and the projections of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mkernel.nn import functional
+from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mkernel.nn.shards import check_divisible, check_positive
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import current
+
+
+def check_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
+    """Refuse heads that cannot be divided among the ranks so that each rank has the keys of its queries."""
+    if num_heads % num_kv_heads:
+        raise ArgumentError(f"num_heads is {num_heads}, which is not a multiple of num_kv_heads ({num_kv_heads})")
+    check_divisible("num_heads", num_heads, size)
+    check_divisible("num_kv_heads", num_kv_heads, size)
+
+
+def _apply_together(x: torch.Tensor, *layers: ColumnParallelLinear) -> list[torch.Tensor]:
+    """The outputs of layers that have the same input, which is gathered once."""
+    first = layers[0]
+    return functional.column_parallel_linears(
+        x, [layer.weight for layer in layers], [layer.bias for layer in layers], group=first.group,
+        sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save,
+    )  # fmt: skip
+
+
+class ParallelSwiGLU(nn.Module):
+    """The gated MLP of Llama and its relatives, down_proj(silu(gate_proj(x)) * up_proj(x)), with its inner features
+    divided among the ranks.
+
+    The parameters have the names of Hugging Face's `LlamaMLP`: `gate_proj.weight`, `up_proj.weight`,
+    `down_proj.weight`. gate_proj and up_proj are `ColumnParallelLinear`s, down_proj is a `RowParallelLinear`. The input
+    is gathered once for both.
+
+    Args:
+        hidden_size: features of the input and the output.
+        intermediate_size: inner features of the whole layer; divisible by the number of ranks.
+        bias: whether the three layers have a bias.
+        group, sequence_parallel, sequence_dim, save, device, dtype: as in `ColumnParallelLinear`.
+        reduce_dtype: as in `RowParallelLinear`.
+
+    Input and output: [..., hidden_size], this rank's part of the sequence; without sequence_parallel, all of it, the
+    same on every rank. `forward(x, residual)` adds a residual in the last kernel.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, *, group: Any = None,
+        sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded",
+        reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        group = current(group)
+        check_divisible("intermediate_size", intermediate_size, group.size)
+        common: dict[str, Any] = dict(
+            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device=device, dtype=dtype
+        )
+        self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, reduce_dtype=reduce_dtype, **common)
+
+    @classmethod
+    def from_linears(
+        cls, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, *, group: Any = None, **options: Any
+    ) -> ParallelSwiGLU:
+        """This rank's shard of a plain MLP that consists of these layers. options: sequence_parallel and the like."""
+        inner = {"gate_proj": gate_proj.out_features, "up_proj": up_proj.out_features}
+        for name, features in inner.items():
+            if features != down_proj.in_features:
+                raise ArgumentError(
+                    f"{name} has {features} output features, but down_proj has {down_proj.in_features} input features: "
+                    f"they must be the same"
+                )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        of_row = {name: options[name] for name in options if name != "save"}
+        of_columns = {name: options[name] for name in options if name != "reduce_dtype"}
+        group = current(group)
+        made.gate_proj = ColumnParallelLinear.from_linear(gate_proj, group=group, **of_columns)
+        made.up_proj = ColumnParallelLinear.from_linear(up_proj, group=group, **of_columns)
+        made.down_proj = RowParallelLinear.from_linear(down_proj, group=group, **of_row)
+        return made
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = _apply_together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up, residual)
+
+
+class ParallelQKV(nn.Module):
+    """The query, key and value projections of attention, with the heads divided among the ranks.
+
+    The parameters have the names of Hugging Face's `LlamaAttention`: `q_proj.weight`, `k_proj.weight`, `v_proj.weight`.
+    The input is gathered once for all three. The projection that follows attention is a `RowParallelLinear` of
+    num_heads*head_dim input features.
+
+    Args:
+        hidden_size: features of the input.
+        num_heads: heads of the queries in the whole layer; divisible by the number of ranks.
+        num_kv_heads: heads of the keys and values, in grouped-query attention; divides num_heads, and is itself
+            divisible by the number of ranks, so that each rank has the keys of its queries. None is num_heads.
+        head_dim: features of a head; None is hidden_size/num_heads.
+        bias: whether the three layers have a bias.
+        group, sequence_parallel, sequence_dim, save, device, dtype: as in `ColumnParallelLinear`.
+
+    Input: [..., hidden_size]. Output: query [..., num_heads/world, head_dim], key and value
+    [..., num_kv_heads/world, head_dim], for the whole sequence.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
+        bias: bool = False, *, group: Any = None, sequence_parallel: bool = True, sequence_dim: int = 0,
+        save: str = "sharded", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ArgumentError(
+                    f"hidden_size is {hidden_size}, which is not a multiple of num_heads ({num_heads}): pass head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        check_positive(head_dim=head_dim)
+        group = current(group)
+        check_heads(num_heads, num_kv_heads, group.size)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        common: dict[str, Any] = dict(
+            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **common)
+        self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
+        self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = (
+            y.unflatten(-1, (-1, self.head_dim)) for y in _apply_together(x, self.q_proj, self.k_proj, self.v_proj)
+        )
+        return query, key, value
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -1,0 +1,166 @@
+"""Linear layers of which every rank has a part, as functions; the modules of this package call them.
+
+All of them are differentiable. A gradient that all ranks contribute to is summed in the backward pass, by the operator
+that also computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.ops.library import autocast, check_dim
+from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
+from mkernel.runtime.group import Group
+
+
+def column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Any = None,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 0,
+    save: str = "sharded",
+) -> torch.Tensor:
+    """A linear layer whose output features are divided among the ranks.
+
+    Args:
+        x: [..., in_features]. With sequence_parallel, this rank's part of the sequence; otherwise the whole input, the
+            same on every rank.
+        weight: [out_features/world, in_features], this rank's rows of the plain layer's weight.
+        bias: [out_features/world].
+        sequence_dim: the dimension of x in which the ranks' parts of the sequence are gathered.
+        save: what the backward pass keeps of the gathered input, see `mk.all_gather_matmul`.
+
+    Returns:
+        [..., out_features/world], for the whole sequence.
+    """
+    return column_parallel_linears(
+        x, [weight], [bias], group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save
+    )[0]
+
+
+def column_parallel_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    group: Any = None,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 0,
+    save: str = "sharded",
+) -> list[torch.Tensor]:
+    """`column_parallel_linear` with several weights and the same input: it is gathered once, and its gradient summed
+    once."""
+    x, *others = autocast(x, *weights, *biases)
+    weights, biases = others[: len(weights)], others[len(weights) :]
+    if sequence_parallel:
+        dim = check_dim("sequence_dim", sequence_dim, x, "x")
+        if len(weights) == 1:
+            return [all_gather_matmul(x, weights[0].t(), bias=biases[0], group=group, gather_dim=dim, save=save)]
+        products = all_gather_matmul(x, [weight.t() for weight in weights], group=group, gather_dim=dim, save=save)
+        return [product if bias is None else product + bias for product, bias in zip(products, biases)]
+    outputs = [F.linear(x.detach(), weight, bias) for weight, bias in zip(weights, biases)]
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return outputs
+    if len(outputs) == 1:
+        return [_SumInputGradient.apply(x, weights[0], outputs[0], group)]
+    # one sum over the ranks for all weights: that of the product with all of them, one below the other
+    return list(_SumInputGradients.apply(x, group, *weights, *outputs))
+
+
+class _SumInputGradient(torch.autograd.Function):
+    """Returns output = x @ weight.t(), which was computed from x without its gradient. In the backward pass, adds the
+    gradient of x: the sum over all ranks of grad @ weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.group = group
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (weight,) = ctx.saved_tensors
+        return matmul_all_reduce(grad, weight, group=ctx.group), None, grad, None
+
+
+class _SumInputGradients(torch.autograd.Function):
+    """The same for several weights and their outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, *weights_and_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(weights_and_outputs) // 2
+        ctx.save_for_backward(*weights_and_outputs[:count])
+        ctx.group = group
+        return tuple([output.view_as(output) for output in weights_and_outputs[count:]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        weights = ctx.saved_tensors
+        summed = matmul_all_reduce(torch.cat(grads, -1), torch.cat(weights), group=ctx.group)
+        return (summed, None, *[None] * len(weights), *grads)
+
+
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    group: Any = None,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """A linear layer whose input features are divided among the ranks.
+
+    Args:
+        x: [..., in_features/world], this rank's features of the whole input.
+        weight: [out_features, in_features/world], this rank's columns of the plain layer's weight.
+        bias: [out_features], the same on every rank; added once.
+        residual: added to the result; it has the shape of the result.
+        sequence_dim: with sequence_parallel, the dimension of x that is divided among the ranks.
+        reduce_dtype: see `mk.matmul_reduce_scatter`.
+
+    Returns:
+        [..., out_features]: with sequence_parallel, this rank's part of the sequence; otherwise all of it, the same on
+        every rank. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
+        same loss.
+    """
+    x, weight, bias, residual = autocast(x, weight, bias, residual)
+    if sequence_parallel:
+        return matmul_reduce_scatter(
+            x, weight.t(), bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group,
+            scatter_dim=check_dim("sequence_dim", sequence_dim, x, "x"),
+        )  # fmt: skip
+    return matmul_all_reduce(x, weight.t(), bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group)
+
+
+def gather_features(x: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """All ranks' features: [..., features/world] -> [..., features], the same on every rank.
+
+    An all-gather of its own, with which nothing overlaps, and a copy into place. The backward pass expects the same
+    gradient on every rank, and takes this rank's features of it, without communication.
+    """
+    return _GatherFeatures.apply(x, group)
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.features, ctx.first = x.shape[-1], group.rank * x.shape[-1]
+        rows = x.reshape(-1, x.shape[-1])
+        # without columns to multiply by, all_gather_matmul only gathers
+        _, gathered = all_gather_matmul(rows.t(), rows.new_empty(rows.shape[0], 0), group=group, return_gathered=True)
+        return gathered.t().reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad.narrow(-1, ctx.first, ctx.features), None

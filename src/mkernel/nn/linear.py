@@ -1,0 +1,189 @@
+"""Linear layers that are divided among the ranks of a group: by their output features, or by their input features."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from mkernel.nn import functional
+from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
+from mkernel.runtime.errors import ArgumentError
+
+Linear = TypeVar("Linear", bound="ParallelLinear")
+
+
+class ParallelLinear(ParallelModule):
+    """What both linear layers share. `in_features` and `out_features` are those of the plain layer.
+
+    A module starts with its shard of the values that `nn.Linear` would have with the same seed, on any number of ranks.
+    Every rank draws all values and keeps its own, so all ranks must use the same seed.
+    """
+
+    divided = ""  # the features that the ranks divide
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(group)
+        check_positive(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        check_divisible(self.divided, getattr(self, self.divided), self.world_size)
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        for name, shape in shapes.items():
+            if name == "bias" and not bias:
+                self.register_parameter("bias", None)
+                continue
+            shard = self.shard_of(name, torch.empty(shape, device="meta"))
+            self.register_parameter(name, nn.Parameter(torch.empty(shard.shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def reset_parameters(self) -> None:
+        """This rank's shard of what `nn.Linear` starts with. Draws as many random numbers as `nn.Linear`."""
+        plain = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=self.weight.device,
+            dtype=self.weight.dtype,
+        )  # fmt: skip
+        self.copy_from({"weight": plain.weight, "bias": plain.bias})
+
+    @classmethod
+    def from_linear(cls: type[Linear], linear: nn.Linear, *, group: Any = None, **options: Any) -> Linear:
+        """This rank's shard of a plain layer, which must have the same values on every rank.
+
+        Args:
+            linear: the plain layer. Its dtype and device are kept; it may be on the meta device.
+            options: sequence_parallel and the like.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise ArgumentError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        has_bias = linear.bias is not None
+        made = cls(linear.in_features, linear.out_features, has_bias, group=group, device="meta", **options)
+        for name in ("weight", *(["bias"] if has_bias else [])):
+            whole = getattr(linear, name)
+            shard = made.shard_of(name, whole.detach()).clone(memory_format=torch.contiguous_format)
+            setattr(made, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
+        return made.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """The plain layer, with the shards of all ranks. Collective: every rank calls it, and gets the whole layer."""
+        has_bias = self.bias is not None
+        plain = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
+        for name in ("weight", *(["bias"] if has_bias else [])):
+            gathered = self.gathered(name)
+            setattr(plain, name, nn.Parameter(gathered, requires_grad=getattr(self, name).requires_grad))
+        return plain.train(self.training)
+
+    def extra_repr(self) -> str:
+        shown = [
+            f"in_features={self.in_features}", f"out_features={self.out_features}", f"bias={self.bias is not None}",
+            f"shard {self.membership.rank} of {self.membership.size}", f"sequence_parallel={self.sequence_parallel}",
+        ]  # fmt: skip
+        if self.sequence_parallel:
+            shown.append(f"sequence_dim={self.sequence_dim}")
+        return ", ".join(shown)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """A linear layer whose output features are divided among the ranks: rank r has rows r*out_features/world to
+    (r+1)*out_features/world-1 of the plain layer's weight, and these elements of its bias.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the plain layer. out_features must
+            be divisible by the number of ranks.
+        group: the group whose ranks share the layer: a `mk.Group`, a process group, a one-dimensional DeviceMesh, or
+            the name of a group. None is the current group.
+        sequence_parallel: True: the input is this rank's part of the sequence. The layer gathers the parts and
+            multiplies them, in one kernel (`mk.all_gather_matmul`); the backward pass scatters the gradient
+            (`mk.matmul_reduce_scatter`). False: the input is the whole sequence, the same on every rank. The layer
+            multiplies it without communication; the backward pass sums the gradient (`mk.matmul_all_reduce`).
+        sequence_dim: the dimension of the input in which the sequence is divided: 0 for [seq, ..., features], 1 or -2
+            for [batch, seq, features].
+        save: what sequence_parallel keeps for the backward pass: "sharded", the input of this rank, which is gathered
+            again for the gradient of the weight; or "gathered", all ranks' input.
+        gather_output: return all output features on every rank, by an all-gather of its own, with which nothing
+            overlaps. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
+            same loss.
+
+    Input: [..., in_features]. Output: [..., out_features/world] for the whole sequence, or [..., out_features] with
+    gather_output.
+    """
+
+    divided = "out_features"
+    shard_dims = {"weight": 0, "bias": 0}  # noqa: RUF012
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
+        sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded", gather_output: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        if save not in ("sharded", "gathered"):
+            raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
+        super().__init__(
+            in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.save, self.gather_output = save, gather_output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.column_parallel_linear(
+            x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
+            sequence_dim=self.sequence_dim, save=self.save,
+        )  # fmt: skip
+        return functional.gather_features(y, group=self.group) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", gather_output=True" if self.gather_output else "")
+
+
+class RowParallelLinear(ParallelLinear):
+    """A linear layer whose input features are divided among the ranks: rank r has columns r*in_features/world to
+    (r+1)*in_features/world-1 of the plain layer's weight. The bias is replicated, and added once.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the plain layer. in_features must
+            be divisible by the number of ranks.
+        group: as in `ColumnParallelLinear`.
+        sequence_parallel: True: the output is this rank's part of the sequence. The layer multiplies, sums over the
+            ranks and scatters, in one kernel (`mk.matmul_reduce_scatter`). False: the output is the whole sequence, the
+            same on every rank (`mk.matmul_all_reduce`).
+        sequence_dim: as in `ColumnParallelLinear`. Its size must be divisible by the number of ranks.
+        reduce_dtype: the dtype in which products travel between ranks: torch.float32, or that of the input (default).
+
+    Input: [..., in_features/world], for the whole sequence: the output of a `ColumnParallelLinear`. Output:
+    [..., out_features]. `forward(x, residual)` also adds a residual, which has the shape of the output, in the same
+    kernel.
+    """
+
+    divided = "in_features"
+    shard_dims = {"weight": 1}  # noqa: RUF012
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
+        sequence_parallel: bool = True, sequence_dim: int = 0, reduce_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(
+            in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.reduce_dtype = reduce_dtype
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return functional.row_parallel_linear(
+            x, self.weight, self.bias, residual, group=self.group, sequence_parallel=self.sequence_parallel,
+            sequence_dim=self.sequence_dim, reduce_dtype=self.reduce_dtype,
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""A mixture-of-experts layer whose experts are divided among the ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from mkernel.nn.attention import refuse_gradients
+from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
+from mkernel.ops.moe import moe_ffn
+from mkernel.ops.moe.arguments import MOST_SLOTS
+from mkernel.runtime.errors import ArgumentError
+
+
+class TopKRouter(nn.Module):
+    """Chooses the experts of each token: the `top_k` largest of softmax(x @ weight.t()), computed in fp32.
+
+    Args:
+        hidden_size: features of a token.
+        num_experts: experts of the whole layer.
+        top_k: experts per token.
+        normalize: divide the weights of a token's experts by their sum, as Mixtral does.
+
+    `forward(x)`, x [tokens, hidden_size], returns (ids [tokens, top_k], weights [tokens, top_k] in fp32).
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        check_positive(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+        if top_k > min(num_experts, MOST_SLOTS):
+            raise ArgumentError(
+                f"top_k is {top_k}; it must be at most num_experts ({num_experts}) and at most {MOST_SLOTS}"
+            )
+        self.hidden_size, self.num_experts, self.top_k, self.normalize = hidden_size, num_experts, top_k, normalize
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear`."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.softmax(x.float() @ self.weight.float().t(), dim=-1)
+        weights, ids = torch.topk(scores, self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"normalize={self.normalize}"
+        )
+
+
+class ParallelExperts(ParallelModule):
+    """The experts of a mixture-of-experts layer, divided among the ranks: rank r has experts r*num_experts/world to
+    (r+1)*num_experts/world-1. Each is a SwiGLU MLP. Arguments as in `ExpertParallelMoE`.
+
+    `gate_up_proj` is [num_experts/world, 2*intermediate_size, hidden_size], gate above up; `down_proj` is
+    [num_experts/world, hidden_size, intermediate_size].
+    """
+
+    shard_dims = {"gate_up_proj": 0, "down_proj": 0}  # noqa: RUF012
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, *, group: Any = None,
+        capacity: int | None = None, max_tokens: int | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(group)
+        check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_divisible("num_experts", num_experts, self.world_size)
+        self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
+        self.capacity, self.max_tokens = capacity, max_tokens
+        mine = num_experts // self.world_size
+        like: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(torch.empty(mine, 2 * intermediate_size, hidden_size, **like))
+        self.down_proj = nn.Parameter(torch.empty(mine, hidden_size, intermediate_size, **like))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each matrix starts as the weight of an `nn.Linear`. Every rank draws those of all experts and keeps its own,
+        so the values do not depend on the number of ranks."""
+        mine = self.num_experts // self.world_size
+        first = self.membership.rank * mine
+        for parameter in (self.gate_up_proj, self.down_proj):
+            bound = parameter.shape[2] ** -0.5
+            drawn = torch.empty_like(parameter[0])
+            for expert in range(self.num_experts):
+                drawn.uniform_(-bound, bound)
+                if first <= expert < first + mine:
+                    parameter[expert - first] = drawn
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums of the results of each token's experts. x: [tokens, hidden_size]."""
+        refuse_gradients(
+            type(self).__name__, "moe_ffn", x=x, weights=weights, gate_up_proj=self.gate_up_proj,
+            down_proj=self.down_proj,
+        )  # fmt: skip
+        return moe_ffn(
+            x, ids, weights, self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2), group=self.group,
+            capacity=self.capacity, max_tokens=self.max_tokens,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"num_experts={self.num_experts}, shard {self.membership.rank} of {self.membership.size}"
+        )
+
+
+class ExpertParallelMoE(nn.Module):
+    """A mixture-of-experts layer: a softmax top-k router, and SwiGLU experts that are divided among the ranks, in one
+    kernel (`mk.moe_ffn`).
+
+    Forward only: parameters or inputs that require grad are refused outside of torch.no_grad(), because `mk.moe_ffn`
+    has no backward pass.
+
+    The parameters have the names and shapes of Hugging Face's Mixtral and Qwen-MoE blocks (transformers 5):
+    `gate.weight` [num_experts, hidden_size], replicated; `experts.gate_up_proj` [num_experts, 2*intermediate_size,
+    hidden_size], gate above up, and `experts.down_proj` [num_experts, hidden_size, intermediate_size], divided by
+    experts.
+
+    Args:
+        hidden_size: features of the input and the output.
+        intermediate_size: inner features of an expert.
+        num_experts: experts of the whole layer; divisible by the number of ranks.
+        top_k: experts per token.
+        normalize: divide the weights of a token's experts by their sum.
+        group: the group whose ranks share the experts; None is the current group.
+        capacity, max_tokens: as in `mk.moe_ffn`.
+
+    Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
+        group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.gate = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, device=device, dtype=dtype)
+        self.experts = ParallelExperts(
+            hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        return self.experts(tokens, *self.gate(tokens)).reshape(x.shape)

@@ -1,0 +1,221 @@
+"""Modules that hold a shard of a plain module's parameters: which group they belong to, and how a checkpoint of the
+plain module becomes this rank's shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mkernel.ops.all_gather_matmul import all_gather_matmul
+from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.runtime.group import Group, current, named
+from mkernel.runtime.operands import DTYPES
+
+GATHERED_BYTES = 64 << 20  # of one call, per rank: what a parameter larger than this is gathered in pieces of
+
+
+class Membership:
+    """The group of a module, and this rank's place in it.
+
+    Copies of a module share its group. A file cannot hold a group: it holds the group's name and this rank's place, and
+    loading finds the group with that name, or else the current one, in which this rank has the same place. If there is
+    none, the module loads and its parameters can be read, but it cannot be called.
+    """
+
+    def __init__(self, group: Group):
+        self._group: Group | None = group
+        self.group_name, self.rank, self.size = group.group_name, group.rank, group.size
+
+    @property
+    def group(self) -> Group:
+        if self._group is None:
+            raise MKernelError(
+                f"this module was loaded from a file as shard {self.rank} of {self.size}, and there was no group in "
+                f"which this process is rank {self.rank} of {self.size}: call mk.init() before torch.load, or build "
+                f"the module again and load its state_dict"
+            )
+        return self._group
+
+    def __deepcopy__(self, memo: Any) -> Membership:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.group_name, self.rank, self.size)
+
+
+def _restored(name: str, rank: int, size: int) -> Membership:
+    """The membership that a file has. The group is that of the process that reads the file, if there is one."""
+    membership = Membership.__new__(Membership)
+    membership.group_name, membership.rank, membership.size = name, rank, size
+    membership._group = None
+    for find in (lambda: named(name), current):
+        try:
+            group = find()
+        except MKernelError:
+            continue
+        if (group.rank, group.size) == (rank, size):
+            membership._group = group
+            break
+    return membership
+
+
+def check_divisible(what: str, number: int, size: int) -> None:
+    """Refuse a number of features or heads that the ranks cannot divide equally."""
+    if number % size:
+        below, above = number - number % size, number + -number % size
+        multiples = f"{below} or {above}" if below else f"{above}"
+        ranks = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0 and divisor < size)
+        raise ArgumentError(
+            f"{what} is {number}, which {size} ranks cannot divide equally: it must be a multiple of {size}, such as "
+            f"{multiples}; {number} can be divided among {ranks} ranks"
+        )
+
+
+def check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter on this rank: of a DTensor, its local tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Is it a DTensor? Does not import torch.distributed.tensor."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters are shards of those of a plain module, under the same names.
+
+    `shard_dims` says in which dimension a parameter is divided among the ranks. Parameters that it does not name are
+    replicated: each rank has them whole, with the same values.
+    """
+
+    shard_dims: Mapping[str, int] = {}
+
+    def __init__(self, group: Any = None):
+        super().__init__()
+        self.membership = Membership(current(group))
+
+    @property
+    def group(self) -> Group:
+        """The group whose ranks share the module."""
+        return self.membership.group
+
+    @property
+    def world_size(self) -> int:
+        return self.membership.size
+
+    def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter of the plain module, as a view."""
+        dim = self.shard_dims.get(name)
+        if dim is None:
+            return whole
+        length = whole.shape[dim] // self.membership.size
+        return whole.narrow(dim, self.membership.rank * length, length)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that a parameter has in the plain module."""
+        shape = list(local_of(getattr(self, name)).shape)
+        dim = self.shard_dims.get(name)
+        if dim is not None:
+            shape[dim] *= self.membership.size
+        return tuple(shape)
+
+    @torch.no_grad()
+    def copy_from(self, whole: Mapping[str, torch.Tensor | None]) -> None:
+        """Copy this rank's shard of each parameter of the plain module."""
+        for name, tensor in whole.items():
+            if tensor is not None:
+                local_of(getattr(self, name)).copy_(self.shard_of(name, tensor))
+
+    @torch.no_grad()
+    def gathered(self, name: str) -> torch.Tensor:
+        """A parameter as the plain module has it: the shards of all ranks. Collective if it is sharded."""
+        parameter = local_of(getattr(self, name)).detach()
+        dim = self.shard_dims.get(name)
+        if dim is None or self.membership.size == 1:
+            return parameter.clone()
+        return all_gather(parameter.movedim(dim, 0), self.group).movedim(0, dim).contiguous()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = dict(state_dict)  # the caller's tensors stay in the caller's dict
+        assigned = bool(local_metadata.get("assign_to_params_buffers", False))
+        for name, parameter in self._parameters.items():
+            key = prefix + name
+            if parameter is None or not isinstance(given.get(key), torch.Tensor) or is_dtensor(given[key]):
+                continue  # missing, or sharded already, or nn.Module refuses it
+            if name not in self.shard_dims and not is_dtensor(parameter):
+                continue
+            given[key] = self._shard_to_load(name, given[key], assigned, error_msgs, key)
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _shard_to_load(
+        self, name: str, value: torch.Tensor, assigned: bool, error_msgs: list[str], key: str
+    ) -> torch.Tensor:
+        """What to load into a parameter: this rank's shard of the plain module's parameter, or a shard as it is."""
+        parameter = getattr(self, name)
+        whole, local = self.whole_shape(name), tuple(local_of(parameter).shape)
+        if tuple(value.shape) == whole:
+            value = self.shard_of(name, value)
+            if assigned:
+                value = value.clone(memory_format=torch.contiguous_format)  # a view would keep all shards in memory
+        elif tuple(value.shape) != local:
+            error_msgs.append(
+                f"size mismatch for {key}: the checkpoint has {tuple(value.shape)}; it must be {whole}, as in the "
+                f"plain module, or {local}, the shard of rank {self.membership.rank} of {self.membership.size}."
+            )
+            return parameter  # the error is reported once, with both shapes
+        if is_dtensor(parameter):
+            from torch.distributed.tensor import DTensor
+
+            value = DTensor.from_local(
+                value.to(local_of(parameter).device), parameter.device_mesh, parameter.placements, run_check=False
+            )
+        return value
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state_dict of the plain module: shards are gathered. Collective: every rank calls it, and gets all of it.
+
+    `torch.save` it on one rank; the plain module loads it, and so does a parallel module on any number of ranks.
+    """
+    state = dict(module.state_dict())
+    for prefix, child in module.named_modules():
+        if isinstance(child, ParallelModule):
+            for name in child.shard_dims:
+                key = f"{prefix}.{name}" if prefix else name
+                if key in state:
+                    state[key] = child.gathered(name)
+    return state
+
+
+def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:
+    """All ranks' shards, along the first dimension. Collective; for set-up, since nothing overlaps with it."""
+    rows = shard.reshape(shard.shape[0], -1)
+    if rows.dtype not in DTYPES:
+        parts = group.exchange("all_gather of a shard", rows.cpu())
+        return torch.cat([part.to(shard.device) for part in parts]).reshape(-1, *shard.shape[1:])
+    step = max(GATHERED_BYTES // max(rows[:1].nbytes, 1), 1)
+    whole = rows.new_empty(group.size, *rows.shape)
+    no_columns = rows.new_empty((rows.shape[1], 0), device=group.device)
+    for begin in range(0, rows.shape[0], step):
+        piece = rows[begin : begin + step].to(group.device)
+        _, gathered = all_gather_matmul(piece, no_columns, group=group, return_gathered=True)
+        whole[:, begin : begin + step] = gathered.view(group.size, *piece.shape)
+    return whole.reshape(-1, *shard.shape[1:])

@@ -1,0 +1,185 @@
+"""Blocks, attention and mixture of experts in the simulator, beside plain modules in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.nn_reference import WORLDS, PlainQKV, PlainSwiGLU, assert_near, values
+
+import mkernel as mk
+from mkernel import nn
+
+SEQUENCE, HIDDEN, INNER = 12, 24, 36
+
+
+def part(group, whole, dim, sequence_parallel=True):
+    return whole.chunk(group.size, dim)[group.rank] if sequence_parallel else whole
+
+
+def spawn(function, nodes=1, gpus_per_node=2):
+    return mk.spawn(function, nodes=nodes, gpus_per_node=gpus_per_node, device="cpu")
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_swiglu(nodes, gpus, sequence_parallel, bias):
+    plain = PlainSwiGLU(HIDDEN, INNER, bias)
+    x, residual = values(2, SEQUENCE, HIDDEN, seed=1), values(2, SEQUENCE, HIDDEN, seed=2)
+    state = plain.state_dict()
+    with torch.no_grad():
+        exact = plain.double()(x.double())
+
+    def on_rank(group):
+        module = nn.ParallelSwiGLU(HIDDEN, INNER, bias, sequence_parallel=sequence_parallel, sequence_dim=1)
+        module.load_state_dict(state)
+        mine = part(group, x, 1, sequence_parallel)
+        added = part(group, residual, 1, sequence_parallel)
+        with torch.no_grad():
+            y, with_residual = module(mine), module(mine, added)
+        assert_near(y, part(group, exact, 1, sequence_parallel))
+        assert_near(with_residual, part(group, exact + residual, 1, sequence_parallel))
+
+    spawn(on_rank, nodes, gpus)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_qkv(nodes, gpus, sequence_parallel):
+    heads, kv_heads, dim = 24, 12, 4
+    plain = PlainQKV(HIDDEN, heads, kv_heads, dim, bias=True)
+    x = values(SEQUENCE, 2, HIDDEN, seed=1)
+    state = plain.state_dict()
+    with torch.no_grad():
+        exact = plain.double()(x.double())
+
+    def on_rank(group):
+        module = nn.ParallelQKV(HIDDEN, heads, kv_heads, dim, bias=True, sequence_parallel=sequence_parallel)
+        module.load_state_dict(state)
+        with torch.no_grad():
+            results = module(part(group, x, 0, sequence_parallel))
+        for result, whole, name in zip(results, exact, ("query", "key", "value"), strict=True):
+            assert_near(result, part(group, whole, -2), name)  # this rank's heads, for the whole sequence
+
+    spawn(on_rank, nodes, gpus)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("input_layout", ["bshd", "bhsd"])
+def test_attention(nodes, gpus, layout, input_layout):
+    length, heads, kv_heads, dim = 24, 4, 2, 64
+    query = values(2, heads, length, dim, seed=1)
+    key, value = values(2, kv_heads, length, dim, seed=2), values(2, kv_heads, length, dim, seed=3)
+    exact = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True, enable_gqa=True, scale=0.2
+    )
+
+    def on_rank(group):
+        def mine(whole):
+            local = mk.to_zigzag(whole) if layout == "zigzag" else part(group, whole, 2)
+            return local.transpose(1, 2) if input_layout == "bshd" else local
+
+        module = nn.ContextParallelAttention(is_causal=True, scale=0.2, layout=layout, input_layout=input_layout)
+        assert not list(module.parameters())
+        assert_near(module(mine(query), mine(key), mine(value)), mine(exact))
+
+    spawn(on_rank, nodes, gpus)
+
+
+def test_attention_of_packed_documents():
+    x = values(1, 2, 16, 64, seed=1)
+    exact = torch.cat([F.scaled_dot_product_attention(each, each, each) for each in x.double().split([5, 11], 2)], 2)
+
+    def on_rank(group):
+        module = nn.ContextParallelAttention(input_layout="bhsd")
+        mine = part(group, x, 2)
+        assert_near(module(mine, mine, mine, cu_seqlens=[0, 5, 16]), part(group, exact, 2))
+
+    spawn(on_rank)
+
+
+class PlainExperts(torch.nn.Module):
+    """Each token through each of its experts, one after the other."""
+
+    def forward(self, x, ids, weights, gate_up, down):
+        y = torch.zeros_like(x)
+        for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
+            expert = ids[token, slot]
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            y[token] += weights[token, slot] * (down[expert] @ (F.silu(gate) * up))
+        return y
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_mixture_of_experts(nodes, gpus, normalize):
+    experts, k = 12, 3
+    state = {
+        "gate.weight": values(experts, HIDDEN, seed=1),
+        "experts.gate_up_proj": values(experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5,
+        "experts.down_proj": values(experts, HIDDEN, INNER, seed=3) * INNER**-0.5,
+    }
+    wide = {name: value.double() for name, value in state.items()}
+
+    def on_rank(group):
+        module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, normalize=normalize)
+        module.load_state_dict(state)
+        assert module.experts.down_proj.shape == (experts // group.size, HIDDEN, INNER)
+        x = values(2, 3 + group.rank, HIDDEN, seed=10 + group.rank)  # each rank has other tokens, and not as many
+        with torch.no_grad():
+            y = module(x)
+        tokens = x.double().flatten(0, 1)
+        scores = torch.softmax(tokens @ wide["gate.weight"].t(), -1)
+        weights, ids = scores.topk(k)
+        if normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        exact = PlainExperts()(tokens, ids, weights, wide["experts.gate_up_proj"], wide["experts.down_proj"])
+        assert_near(y, exact.reshape(x.shape))
+        full = nn.full_state_dict(module)
+        assert all(torch.equal(full[name], state[name]) for name in state)
+
+    spawn(on_rank, nodes, gpus)
+
+
+def test_experts_start_alike_on_any_number_of_ranks():
+    def on_rank(group):
+        torch.manual_seed(5)
+        return nn.ExpertParallelMoE(8, 16, 4, 2).state_dict(), torch.rand(1)
+
+    ((one, drawn),) = spawn(on_rank, 1, 1)
+    for rank, (shard, drawn_there) in enumerate(spawn(on_rank, 2, 2)):
+        assert torch.equal(drawn, drawn_there)
+        assert torch.equal(shard["gate.weight"], one["gate.weight"])
+        for name in ("experts.gate_up_proj", "experts.down_proj"):
+            assert torch.equal(shard[name], one[name][rank : rank + 1])
+            assert len(one[name].unique()) > 0.9 * one[name].numel()  # no two experts are alike
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (
+            lambda: nn.ContextParallelAttention(),
+            lambda: [torch.zeros(1, 4, 1, 64, requires_grad=True)] * 3,
+            "query requires grad, but ContextParallelAttention is forward only: mk.ring_attention has no backward pass",
+        ),
+        (
+            lambda: nn.ExpertParallelMoE(8, 8, 2, 1),
+            lambda: [torch.zeros(4, 8)],
+            "weights requires grad, but ParallelExperts is forward only: mk.moe_ffn has no backward pass",
+        ),
+        (
+            lambda: nn.ContextParallelAttention(),
+            lambda: [torch.zeros(4, 1, 64)] * 3,
+            "query must be [batch, seq_local, heads, dim], got shape (4, 1, 64)",
+        ),
+    ],
+)
+def test_what_is_refused(make, given, message):
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError) as error:
+            make()(*given())
+        return str(error.value)
+
+    for text in spawn(on_rank):
+        assert message in text
