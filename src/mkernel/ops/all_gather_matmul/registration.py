@@ -146,6 +146,7 @@ def _save_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, bs, ctx.group, ctx.save, _ = inputs
     ctx.save_for_backward(output[0] if ctx.save == "gathered" else a, *bs)
     ctx.shapes = [y.shape for y in output[1]]
+    ctx.set_materialize_grads(False)
 
 
 def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -183,7 +184,8 @@ library.define(
 )  # fmt: skip
 library.define(
     "all_gather_matmul_list",
-    "(Tensor a, Tensor[] bs, str group, str save, int[]? config=None) -> (Tensor, Tensor[])",
+    # no default: PyTorch leaves out arguments that are their default, and gradients of lists must match the arguments
+    "(Tensor a, Tensor[] bs, str group, str save, int[]? config) -> (Tensor, Tensor[])",
     multiply_list, _fake_list, save=_save_list, backward=_backward_list,
 )  # fmt: skip
 
