@@ -9,8 +9,8 @@ Each rank holds a part of every sequence (sequence parallelism), and a slice of 
 parallelism): some heads of attention, some inner features of the MLP. Four operators a layer communicate, each in
 the kernel that also multiplies:
 
-    norm -> q, k, v: all_gather_matmul -> attention, local -> output: matmul_reduce_scatter + residual
-    norm -> gate, up: all_gather_matmul -> SwiGLU, local   -> down:   matmul_reduce_scatter + residual
+    norm -> q, k, v: all_gather_matmul -> attention, local -> output: matmul_reduce_scatter
+    norm -> gate, up: all_gather_matmul -> SwiGLU, local   -> down:   matmul_reduce_scatter
 
 The plain model, which every rank trains beside it for comparison, has the same code and other layers. The losses of
 both must agree at every step.
@@ -30,7 +30,7 @@ import mkernel.nn
 VOCABULARY, HIDDEN, INNER, LAYERS = 64, 64, 128, 2
 HEADS, KV_HEADS = 8, 4  # grouped-query attention: two heads share the keys of one; both are divided among the ranks
 BATCH, LENGTH = 2, 32  # sequences, and tokens of each
-STEPS, SIMULATED_STEPS, LEARNING_RATE = 20, 2, 0.01
+STEPS, SIMULATED_STEPS, LEARNING_RATE = 20, 2, 0.003
 
 
 # 1. The layers that differ. Plain ones for one device: the names of their parameters are those of the parallel ones.
@@ -45,11 +45,6 @@ class QKV(nn.Module):
         return [layer(x).unflatten(-1, (-1, HIDDEN // HEADS)) for layer in (self.q_proj, self.k_proj, self.v_proj)]
 
 
-class Output(nn.Linear):
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + residual
-
-
 class SwiGLU(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +52,8 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(HIDDEN, INNER, bias=False)
         self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) + residual
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 # 2. The model. With a group, it is this rank's shard; activations are [batch, this rank's tokens, hidden].
@@ -67,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
         if group is None:
-            self.qkv, self.output, self.mlp = QKV(), Output(HIDDEN, HIDDEN, bias=False), SwiGLU()
+            self.qkv, self.output, self.mlp = QKV(), nn.Linear(HIDDEN, HIDDEN, bias=False), SwiGLU()
         else:
             shared = dict(group=group, sequence_dim=1)
             self.qkv = mk.nn.ParallelQKV(HIDDEN, HEADS, KV_HEADS, **shared)
@@ -80,8 +75,8 @@ class Block(nn.Module):
         heads = F.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        x = self.output(heads.transpose(1, 2).flatten(2), x)
-        return self.mlp(self.mlp_norm(x), x)
+        x = x + self.output(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
@@ -155,7 +150,7 @@ def on_rank(group: mk.Group, steps: int, dtype: torch.dtype) -> str:
         losses.append((sum(group.exchange("loss", float(loss.detach()))), float(expected.detach())))
 
     # 6. The check.
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     difference = max(abs(loss - expected) for loss, expected in losses)
     for step, (loss, expected) in enumerate(losses):
         assert abs(loss - expected) <= tolerance * expected, f"step {step}: loss {loss}, without ranks {expected}"
