@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mkernel.doctor import diagnose
     from mkernel.operators import Operator, register
     from mkernel.ops.all_gather_matmul import all_gather_matmul
+    from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
     from mkernel.ops.attention import ring_attention
     from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
     from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
@@ -52,6 +53,7 @@ _MODULES = {
     "Operator": "operators",
     "register": "operators",
     "all_gather_matmul": "ops.all_gather_matmul",
+    "all_gather_matmul_weight_grad": "ops.all_gather_matmul.weight_grad",
     "ring_attention": "ops.attention",
     "from_zigzag": "ops.attention.sequences",
     "to_zigzag": "ops.attention.sequences",
@@ -99,6 +101,7 @@ __all__ = [
     "WaitRecord",
     "__version__",
     "all_gather_matmul",
+    "all_gather_matmul_weight_grad",
     "diagnose",
     "empty",
     "explain",

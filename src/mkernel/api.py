@@ -10,8 +10,9 @@ import torch
 from mkernel import operators
 from mkernel.environment import one_of_several_processes
 from mkernel.runtime import process_groups
+from mkernel.runtime.collective import collective
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, collective, set_current
+from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.planning import check_timeout
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from support.forked_processes import torchrun
 
 import mkernel as mk
 from mkernel.lang.context import MULTICAST, TABLE
+from mkernel.lang.partials import load_partial, store_partial
 from mkernel.ops.reduce.all_reduce import plan as all_reduce_plan
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
-from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.runtime.cuda import DeviceMemory
 
 pytestmark = pytest.mark.usefixtures("limited")

@@ -7,8 +7,8 @@ import triton.language as tl
 
 import mkernel as mk
 from mkernel.lang.context import rank_of, segment_of
+from mkernel.lang.partials import load_partial, store_partial
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, load_sum, store_everywhere
-from mkernel.ops.reduce.partials import load_partial, store_partial
 
 from .harness import launch, simulate, workspace_of
 

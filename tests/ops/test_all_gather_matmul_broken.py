@@ -31,9 +31,9 @@ from mkernel.lang.layout import word_of
 from mkernel.lang.requests import Transfer, notify_proxy, post, write_words
 from mkernel.lang.roles import INTRA, SEND
 from mkernel.lang.signals import ARRIVED, wait
-from mkernel.ops.all_gather_matmul import kernel, protocol
-from mkernel.ops.all_gather_matmul.kernel import _copy_chunk
+from mkernel.ops.all_gather_matmul import kernel, protocol, transfer
 from mkernel.ops.all_gather_matmul.protocol import notify_chunk, wait_chunk
+from mkernel.ops.all_gather_matmul.transfer import copy_chunk
 
 NODE = Gathers((1, 2))
 NETWORK = Gathers((2, 1))
@@ -89,7 +89,7 @@ def notify_before_copy(comm, call, chunk, origin, peers):
     for i in range(1, comm.RANKS_PER_NODE):
         peer = base + (rank + i) % comm.RANKS_PER_NODE
         notify_chunk(comm, call.gather, peer, chunk.source, chunk.index)
-    _copy_chunk(comm, call, chunk, origin, peers)
+    copy_chunk(comm, call, chunk, origin, peers)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def post_before_copy(comm, call, chunk, origin, peers):
         peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
         whole = Transfer(peer, segment, source, segment, source, chunk.rows * call.gather.k * element)
         post(comm.context, whole, signal, comm.epoch, SEND)
-    _copy_chunk(comm, call, chunk, origin, peers)
+    copy_chunk(comm, call, chunk, origin, peers)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ BROKEN = {
     "intra passes rows on before they are here": Broken(TWO_LEVELS, {protocol.wait_chunk: wait_in_compute_only}),
     "the epoch does not advance": Broken(NODE, EPOCH_STAYS),
     # rule 2: data first, then signal
-    "a signal before its data": Broken(NODE, {kernel._copy_chunk: notify_before_copy}),
+    "a signal before its data": Broken(NODE, {transfer.copy_chunk: notify_before_copy}),
     "a request before its words": Broken(NETWORK, {requests.write_request: turn_before_words}),
-    "a request before its rows are staged": Broken(NETWORK, {kernel._copy_chunk: post_before_copy}),
+    "a request before its rows are staged": Broken(NETWORK, {transfer.copy_chunk: post_before_copy}),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no release before the network": Broken(NETWORK, RELAXED_NOTIFY),
     "no barrier before the release": Broken(NODE, NO_BARRIER),

@@ -11,8 +11,9 @@ from support.operator_calls import DTYPES, Canary, Guards, assert_same, run
 from support.reduce_reference import SMALL, Sum, call, choose
 
 import mkernel as mk
+from mkernel.lang import partials
 from mkernel.lang.context import Comm, rank_of
-from mkernel.ops.reduce import partials, protocol
+from mkernel.ops.reduce import protocol
 from mkernel.ops.reduce.all_reduce import multicast, multimem
 from mkernel.ops.reduce.all_reduce import protocol as all_reduce
 from mkernel.ops.reduce.all_reduce.multicast import _finish_everywhere, _keep, _notify_everywhere, _slot_everywhere

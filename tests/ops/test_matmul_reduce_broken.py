@@ -31,6 +31,7 @@ import mkernel as mk
 from mkernel.lang import gemm, layout, requests, roles
 from mkernel.lang.context import SEGMENT, Comm, rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify_in_loop, wait_again
@@ -42,7 +43,6 @@ from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.all_reduce.protocol import notify_finished, sum_nodes, wait_finished
 from mkernel.ops.reduce.all_reduce.two_level import _lag
 from mkernel.ops.reduce.kinds import PARTIAL
-from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.ops.reduce.protocol import (
     peer_behind,
     post_node_sum,

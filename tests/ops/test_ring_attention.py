@@ -12,7 +12,8 @@ from support.attention_reference import Case, assert_attention, call, exact, pla
 from support.operator_calls import DTYPES, SENTINEL, Guards, assert_same, cluster_name, run
 
 import mkernel as mk
-from mkernel.ops.attention import PACKED_PLANS_KEPT, prepare
+from mkernel.ops.attention import prepare
+from mkernel.ops.attention.run import PACKED_PLANS_KEPT
 
 SMALL = mk.Config(tile_m=16, tile_n=16)
 MASKS = [(False, "contiguous"), (True, "contiguous"), (True, "zigzag"), (False, "zigzag")]

@@ -10,11 +10,11 @@ import mkernel as mk
 from mkernel.lang.context import SEGMENT, current_epoch, rank_of, segment_of
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.hints import waited_for
+from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.signals import ARRIVED, ENTERED, finish, notify, notify_each, wait, wait_all, wait_peers
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
-from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.runtime.operands import descriptor
 from mkernel.runtime.world import Launch
 

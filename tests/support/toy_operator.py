@@ -15,7 +15,8 @@ from mkernel.lang.layout import row_of, single_word_of, word_of
 from mkernel.lang.roles import COMPUTE, INTRA
 from mkernel.lang.signals import ENTERED, finish, notify, wait
 from mkernel.operators import Operator, Option, Signal
-from mkernel.runtime.group import collective, current
+from mkernel.runtime.collective import collective
+from mkernel.runtime.group import current
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 from mkernel.runtime.tuned import Tunable

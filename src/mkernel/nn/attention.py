@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from mkernel.nn.shards import Membership
-from mkernel.ops.attention import LAYOUTS, ring_attention
+from mkernel.ops.attention import ring_attention
+from mkernel.ops.attention.run import LAYOUTS
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 

@@ -50,6 +50,15 @@ def define(
         torch.library.register_autograd(operator, backward, setup_context=save)
 
 
+def no_backward(op: str) -> Callable[..., Any]:
+    """The gradient of an operator without a backward pass. Without it, PyTorch would give none and say nothing."""
+
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArgumentError(f"{op} has no backward pass: call it under torch.no_grad(), or pass detached tensors")
+
+    return backward
+
+
 def registered(operator: str, variant: str = "") -> Any:
     """`torch.ops.mkernel.<operator><variant>`, whose package is imported first if nobody has used it yet."""
     name = operator + variant
@@ -117,6 +126,16 @@ def are_tensors(*values: Any) -> bool:
 def are_operands(a: Any, b: Any, *others: Any) -> bool:
     """Are these a tensor, a matrix, and other tensors that may be missing? The implementation refuses anything else."""
     return are_tensors(a, b, *others) and a is not None and b is not None and b.dim() == 2
+
+
+def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """For operators without a backward pass."""
+    for name, tensor in tensors.items():
+        if needs_gradients(tensor):
+            raise ArgumentError(
+                f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
 
 
 def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:

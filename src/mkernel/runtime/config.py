@@ -16,6 +16,7 @@ class Config:
     chunk_rows: rows that are transferred with one signal.
     copy_bytes: bytes that a copying CTA has in flight.
     steps: how much of the keys and values of other ranks is buffered; one step is what one rank has.
+    passes, held_tiles: in how many passes over the gathered rows each CTA computes its first `held_tiles` tiles.
     """
 
     tile_m: int | None = None
@@ -31,6 +32,8 @@ class Config:
     chunk_rows: int | None = None
     copy_bytes: int | None = None
     steps: int | None = None
+    passes: int | None = None
+    held_tiles: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,5 @@ class Settings:
     chunk_rows: int
     copy_bytes: int
     steps: int = 0
+    passes: int = 1
+    held_tiles: int = 0

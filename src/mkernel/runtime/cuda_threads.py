@@ -265,7 +265,9 @@ def spawn(
         try:
             device = world.devices[rank]
             torch.cuda.set_device(device)
-            with torch.cuda.stream(torch.cuda.Stream(device)):
+            # PyTorch runs the backward passes of a device in one thread, where ranks that share the device would wait
+            # for each other for ever; without its threads, a backward pass runs in the thread that asks for it.
+            with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(torch.cuda.Stream(device)):
                 group = Group(world, everyone, rank, timeout=timeout, name="world")
                 set_current(group)
                 results[rank] = function(group, *args)

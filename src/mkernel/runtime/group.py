@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 GroupLike: TypeAlias = "Group | ProcessGroup | DeviceMesh | str"  # what operators take as a group
 
 Plan = TypeVar("Plan")
-Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSED = "refused"  # what a rank sends the others instead of a call that it refused, with the reason
 
 _current: contextvars.ContextVar[Group | None] = contextvars.ContextVar("mkernel_group", default=None)
@@ -524,47 +522,10 @@ def _format_call(call: Any) -> str:
     return f"{what}(" + ", ".join(f"{name}={value}" for name, value in values) + ")"
 
 
-def collective(function: Function) -> Function:
-    """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
-    fails on the others, too. `group` is anything that stands for a group (`GroupLike`), and defaults to the current
-    group. A function that another one of them calls leaves it to the outer one to tell the other ranks."""
-
-    @functools.wraps(function)
-    def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
-        resolved = _resolve(group)
-        if resolved._in_call:
-            return function(*args, group=resolved, **kwargs)
-        resolved._in_call = True
-        try:
-            resolved._check_usable()
-            return function(*args, group=resolved, **kwargs)
-        except BaseException as failure:
-            resolved.failed(function.__name__, failure)
-            raise
-        finally:
-            resolved._in_call = False
-
-    return call  # type: ignore[return-value]
-
-
-def traceable(function: Function) -> Function:
-    """`collective`, for functions that PyTorch can also trace into a graph. While it does, there is nothing to tell
-    other ranks, and the function is passed the name of its group, because a graph can hold no Python object."""
-    eager = collective(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, group=group_names.name_in_graph(group), **kwargs)
-        return eager(*args, group=group, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
 def named(name: str) -> Group:
     """The group with this `group_name` that the calling rank belongs to, or the one of the torch process group of this
     name."""
-    return _resolve(name)
+    return resolve(name)
 
 
 def set_current(group: Group | None) -> None:
@@ -575,12 +536,12 @@ def set_current(group: Group | None) -> None:
 
 def current(group: GroupLike | None = None) -> Group:
     """The given group, or the current one. Raises if it is broken or closed."""
-    found = _resolve(group)
+    found = resolve(group)
     found._check_usable()
     return found
 
 
-def _resolve(group: GroupLike | None) -> Group:
+def resolve(group: GroupLike | None) -> Group:
     """The Group that the argument of an operator stands for. Collective over the ranks of a process group that is used
     for the first time."""
     if isinstance(group, Group):

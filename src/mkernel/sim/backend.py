@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from greenlet import greenlet
 
 from mkernel.runtime.group import RING_CAPACITY, Group
 from mkernel.runtime.network import poll_drained
@@ -173,7 +172,6 @@ class InlineLauncher:
         launch.group.confirm()
         scheduler = self._simulator.scheduler
         with deferred() as scheduler.poll_interrupt:
-            scheduler.hub = greenlet.getcurrent()
             running = RunningLaunch(self._simulator, rank, launch)
             self.execution.start(running, DEFAULT_STREAM)
             try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
     from types import FrameType
 
-    from mkernel.sim.scheduler import Task
+    from mkernel.sim.tasks import Task
 
 Request = TypeVar("Request")
 

@@ -18,8 +18,9 @@ from mkernel.sim.interpreter import kernel_arguments, python_function
 from mkernel.sim.memory import Keeps
 from mkernel.sim.order import NOTHING, Clock, joined
 from mkernel.sim.races import Actor
-from mkernel.sim.scheduler import CtaTask, Task
+from mkernel.sim.scheduler import CtaTask
 from mkernel.sim.shadow import SPENT, Access
+from mkernel.sim.tasks import Task
 
 DEFAULT_STREAM = "default"
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32

@@ -20,7 +20,8 @@ from mkernel.runtime.errors import SimulatorError
 from mkernel.sim.memory import Memory
 from mkernel.sim.order import NOTHING, Clock, Thread, joined
 from mkernel.sim.races import NETWORK, Actor
-from mkernel.sim.scheduler import Scheduler, Task
+from mkernel.sim.scheduler import Scheduler
+from mkernel.sim.tasks import Task
 
 AT_ONCE = 8  # requests in flight per proxy
 REQUESTS = 32  # of a proxy that the race detector distinguishes: the newest ones and those in flight

@@ -2,7 +2,8 @@
 
 One task runs at a time. Another one may run at every atomic operation of a CTA, every read of the clock and every
 blocking call in the Python code of a rank. `sim/choices.py` picks the next task, from a seed or by the name of a
-schedule: the same seed or name gives the same order, so any failure can be replayed.
+schedule: the same seed or name gives the same order, so any failure can be replayed. CTAs and proxies are greenlets of
+the thread that runs the scheduler. The Python code of each rank has a thread of its own (`sim/rank_thread.py`).
 
 A CTA that waits sleeps until one of the words that it polls, or the clock, has changed; the Python code of a rank and
 proxies sleep until something has happened that they may wait for. So waiting costs nothing. When no task can run, late
@@ -13,6 +14,7 @@ alive never times out.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from greenlet import greenlet
 from triton._C.libtriton import interpreter as _native
 
@@ -31,6 +32,7 @@ from mkernel.sim.memory import DESCRIPTOR, PLAIN, Memory
 from mkernel.sim.order import Cta
 from mkernel.sim.races import Races
 from mkernel.sim.replacements import check_replacements
+from mkernel.sim.tasks import HostTask, Task
 
 FIRST_TICK = 1_000  # nanoseconds the clock advances when nothing else can happen; doubled each time ...
 LONGEST_TICK = 2**40  # ... up to this, 18 minutes
@@ -77,88 +79,6 @@ class Options:
     races: bool = True
     schedule: str | None = None
     replace: Mapping[Any, Any] = field(default_factory=dict)
-
-
-class Task:
-    """Something that the scheduler runs, step by step."""
-
-    asleep = False  # it cannot run until it is woken
-    seen_nothing_new: Any = ()  # if this is not None, `ready` says whether it can run
-    label = ""  # in the names of schedules: the rank and what the task is
-    number = 0  # in the order in which tasks are added
-
-    def __init__(self, scheduler: Scheduler, rank: int, name: str):
-        self.scheduler = scheduler
-        self.rank = rank
-        self.name = name
-        self.greenlet = greenlet(self._start, parent=scheduler.hub)
-        self.failure: BaseException | None = None
-        self.done = False
-
-    def _start(self) -> None:
-        try:
-            self.run()
-        except BaseException as failure:
-            self.failure = failure
-        self.done = True
-
-    def run(self) -> None:
-        raise NotImplementedError
-
-    def ready(self) -> bool:
-        """Can it run now? Only called while it is not asleep."""
-        return True
-
-    def wake(self) -> None:
-        """Something has happened that it may have waited for."""
-        self.asleep = False
-
-    def resume(self) -> None:
-        self.greenlet.switch()
-
-    def where(self) -> str:
-        """What the task waits for, in readable form."""
-        return self.name
-
-
-class HostTask(Task):
-    """The Python code of a rank."""
-
-    def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], Any]):
-        super().__init__(scheduler, rank, f"rank {rank}, Python")
-        self.label = f"{rank}.host"
-        self.function = function
-        self.result: Any = None
-        self.condition: Callable[[], bool] = lambda: True
-        self.deadline = float("inf")
-        self.waits_for = ""
-        self.grad_enabled = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-
-    def run(self) -> None:
-        with torch.inference_mode(self.inference):
-            torch.set_grad_enabled(self.grad_enabled)
-            self.result = self.function()
-
-    def ready(self) -> bool:
-        ready = self.scheduler.clock >= self.deadline or self.condition()
-        self.asleep = not ready
-        return ready
-
-    def wait_until(self, condition: Callable[[], bool], waits_for: str, seconds: float = float("inf")) -> bool:
-        """Let others run until the condition holds. Return False if the timeout expires first."""
-        self.condition, self.waits_for = condition, waits_for
-        self.deadline = self.scheduler.clock + seconds * 1e9
-        # torch keeps this per thread, and all ranks share one
-        grad_enabled = torch.is_grad_enabled()
-        with torch.inference_mode(False):
-            self.scheduler.hub.switch()
-        torch.set_grad_enabled(grad_enabled)
-        self.condition, self.deadline = (lambda: True), float("inf")
-        return condition()
-
-    def where(self) -> str:
-        return f"{self.name} waits for {self.waits_for}"
 
 
 class CtaTask(Task):
@@ -415,6 +335,7 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.late = dict(options.late)
         self.hub = greenlet.getcurrent()
+        self._removed: list[Task] = []  # by the Python code of ranks
         self._added = 0
         self._tick, self._ticks = FIRST_TICK, 0
         self._progress_at_tick = -1
@@ -493,17 +414,16 @@ class Scheduler:
         self.tasks.append(task)
 
     def remove(self, task: Task) -> None:
-        """End a task without running any more of its code."""
+        """End a task without running any more of its code. Called by the Python code of a rank."""
+        host = self.current_host()
         self.tasks.remove(task)
         task.wake()  # removes its watches
-        if not task.greenlet.dead:
-            task.greenlet.throw()
+        self._removed.append(task)  # only the thread of a greenlet can end it
+        host.thread.wait()
 
     def current_host(self) -> HostTask:
-        current = greenlet.getcurrent()
         for task in self.tasks:
-            if task.greenlet is current:
-                assert isinstance(task, HostTask)
+            if isinstance(task, HostTask) and task.thread.is_current():
                 return task
         raise RuntimeError("this must be called from the Python code of a rank")
 
@@ -529,6 +449,8 @@ class Scheduler:
             task = self.choices.pick(ready, self.options.slow)
             self.steps += 1
             task.resume()
+            while self._removed:
+                self._removed.pop().end()
             if task.done:
                 self.tasks.remove(task)
                 on_done(task)
@@ -558,8 +480,12 @@ class Scheduler:
 
     def close(self) -> None:
         """End all remaining tasks without running any of their code."""
-        for task in list(self.tasks):
-            self.remove(task)
+        with contextlib.ExitStack() as ends:  # Ctrl-C may interrupt one of them, but not those behind it
+            ends.callback(self.tasks.clear)
+            ends.callback(self._removed.clear)
+            for task in reversed(self.tasks + self._removed):
+                ends.callback(task.wake)  # removes its watches
+                ends.callback(task.end)
 
 
 class RealTimeScheduler(Scheduler):

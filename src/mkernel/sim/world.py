@@ -19,8 +19,9 @@ from mkernel.sim.exchange import SimExchange, SoloExchange
 from mkernel.sim.progress import Line
 from mkernel.sim.races import Races
 from mkernel.sim.replacements import check_reached
-from mkernel.sim.scheduler import HostTask, Options, Scheduler
+from mkernel.sim.scheduler import Options, Scheduler
 from mkernel.sim.simulator import Simulator
+from mkernel.sim.tasks import HostTask
 
 MUCH_MEMORY = 256 << 20  # bytes of a simulated cluster that are worth a garbage collection
 _left_behind: list[int] = []  # bytes of the clusters that were simulated last
@@ -137,11 +138,7 @@ def spawn(
         return run
 
     try:
-        with (  # restored when the last rank has ended
-            torch.set_grad_enabled(torch.is_grad_enabled()),
-            torch.inference_mode(torch.is_inference_mode_enabled()),
-        ):
-            results = world.run([of(rank) for rank in everyone])
+        results = world.run([of(rank) for rank in everyone])
     except Exception as failure:
         check_reached(world.options.replace, world.scheduler.replaced, failure)
         schedule = world.options.schedule

@@ -53,9 +53,10 @@ from mkernel.ops import library
 from mkernel.ops.all_gather_matmul import call, registration
 from mkernel.ops.all_gather_matmul.call import TUNABLE, prepare
 from mkernel.ops.all_gather_matmul.plan import Plan, plan
+from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import current, traceable
+from mkernel.runtime.group import current
 
 __all__ = ["TUNABLE", "all_gather_matmul", "explain", "prepare"]
 

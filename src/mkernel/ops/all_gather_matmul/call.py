@@ -10,8 +10,9 @@ import torch
 from mkernel.ops.all_gather_matmul import kernel, protocol
 from mkernel.ops.all_gather_matmul.plan import chunk_rows, plan
 from mkernel.runtime import planning
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective
+from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import check_out, check_product, check_tensor
 from mkernel.runtime.operands import layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
@@ -74,7 +75,7 @@ def prepare(
     plain = group.heap.find(a) is None
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
-    memory = protocol.layout(group.size, a.shape[0], decided, a.dtype)
+    memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype)
     if decided.hopper:
         from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
 

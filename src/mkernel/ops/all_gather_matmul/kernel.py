@@ -12,19 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import SEGMENT, Comm, Ranks, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import Peers, pace, push_rows
-from mkernel.lang.device import acquire_for_descriptors, clock
+from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
+from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.gemm import multiply_tile, store_tile
-from mkernel.lang.layout import parity, row_of, word_of
+from mkernel.lang.layout import parity, row_of
 from mkernel.lang.matrix import Block, Matrix, Strides, Tile, Tiling
 from mkernel.lang.order import arrival_order, swizzle_tile
-from mkernel.lang.requests import Transfer, wait_sent
-from mkernel.lang.roles import INTRA, SEND, Share, other_tiles_of, own_tiles_of, this_cta
+from mkernel.lang.roles import Share, other_tiles_of, own_tiles_of, this_cta
 from mkernel.lang.signals import finish
-from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, TILE, TILES, trace, trace_time
+from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
-from mkernel.ops.all_gather_matmul.protocol import Chunk, Gather, notify_chunk, post_chunk, wait_chunk, wait_rows
+from mkernel.ops.all_gather_matmul.protocol import wait_rows
+from mkernel.ops.all_gather_matmul.transfer import InHeap, gather_of, in_heap, send_rows, spread_rows
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor, named_constants
@@ -57,104 +56,6 @@ class Operands(NamedTuple):
     gathered: Any  # the rows of all ranks, in the workspace: one part per half
     b: Any
     c: Any  # the result: one part per rank
-
-
-class InHeap(NamedTuple):
-    """Where own rows are in the symmetric heap, if they are sent from there."""
-
-    segment: Any
-    offset: Any  # in elements
-
-
-@triton.jit
-def _copy_chunk(comm, call, chunk, origin, peers):
-    """Copy a `Chunk` to its offset in the workspaces of some ranks. origin: the `Block` that holds its rows."""
-    if call.FLAT:
-        push_rows(
-            comm.context, Block(origin.data, 0, 1), Block(chunk.offset, 0, 1), 1, chunk.rows * call.gather.k, peers,
-            1, call.COPY_ELEMENTS,
-        )  # fmt: skip
-    else:
-        target = Block(chunk.offset, call.gather.rows.row_stride, 1)
-        COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
-        push_rows(comm.context, origin, target, chunk.rows, call.gather.k, peers, call.COPY_ROWS, COLUMNS)
-
-
-@triton.jit
-def _send(comm, call, in_heap, first, step):
-    """Stage this rank's rows in its own workspace, and post them to its counterparts in the other nodes."""
-    gather = call.gather
-    rank = rank_of(comm.context)
-    segment = tl.load(comm.context + SEGMENT)
-    element: tl.constexpr = call.a.data.dtype.element_ty.primitive_bitwidth // 8
-    ticket = tl.full((), -1, tl.int64)
-    # Whatever Triton hoists out of this loop, or out of the loop of `_intra`, stays in registers through all tiles.
-    # Compiled for Ampere, this spilled 320 bytes instead of 48.
-    for chunk in tl.range(first, gather.chunks, step, disable_licm=True):
-        since = trace_time(comm.context)
-        row = chunk * gather.chunk_rows
-        rows = tl.minimum(gather.m - row, gather.chunk_rows)
-        offset = row_of(gather.rows, comm.epoch, rank * gather.m + row)
-        source_segment = in_heap.segment
-        source = (in_heap.offset + row.to(tl.int64) * call.a.row_stride) * element
-        if not call.DIRECT:
-            source_segment = segment
-            source = offset * element
-            start = call.a.data + row.to(tl.int64) * call.a.row_stride
-            own = Block(start, call.a.row_stride, call.a.column_stride)
-            _copy_chunk(comm, call, Chunk(rank, chunk, rows, offset), own, Peers(rank, 0, 1, 1))
-            notify_chunk(comm, gather, rank, rank, chunk)
-        signal = word_of(gather.arrived, comm.epoch, rank, chunk) * 8
-        for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
-            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
-            transfer = Transfer(peer, source_segment, source, segment, offset * element, size)
-            ticket = post_chunk(comm, transfer, signal)
-        trace(comm.context, SEND, SEND_CHUNK, rank, chunk, since)
-    if call.DIRECT:
-        # the caller may overwrite a as soon as the launch has finished, so the network must have read it by then
-        if ticket >= 0:
-            wait_sent(comm.context, ticket, SEND)
-
-
-@triton.jit
-def _intra(comm, call, first, step):
-    """Push this rank's rows to its node, then those of its counterparts in other nodes as they arrive."""
-    gather = call.gather
-    rank = rank_of(comm.context)
-    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-    local = rank % comm.RANKS_PER_NODE
-    DTYPE: tl.constexpr = call.a.data.dtype.element_ty
-    PEERS: tl.constexpr = comm.RANKS_PER_NODE - 1
-    workspace = segment_of(comm.context, rank, DTYPE)
-    start = clock()
-    sent = tl.full((), 0, tl.int64)
-    chunks = gather.chunks * (comm.WORLD_SIZE // comm.RANKS_PER_NODE)
-    for item in tl.range(first, chunks, step, disable_licm=True):
-        chunk = item % gather.chunks
-        source_rank = (rank + item // gather.chunks * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-        row = chunk * gather.chunk_rows
-        rows = tl.minimum(gather.m - row, gather.chunk_rows)
-        offset = row_of(gather.rows, comm.epoch, source_rank * gather.m + row)
-        source = call.a.data + row.to(tl.int64) * call.a.row_stride
-        row_stride = tl.cast(call.a.row_stride, tl.int64)
-        column_stride = tl.cast(call.a.column_stride, tl.int64)
-        if source_rank != rank:
-            wait_chunk(comm, gather, source_rank, chunk, INTRA)
-            source = workspace + offset
-            row_stride = tl.cast(gather.rows.row_stride, tl.int64)
-            column_stride = tl.cast(1, tl.int64)
-        since = trace_time(comm.context)
-        _copy_chunk(
-            comm, call, Chunk(source_rank, chunk, rows, offset), Block(source, row_stride, column_stride),
-            Peers(base, local + 1, comm.RANKS_PER_NODE, PEERS),
-        )  # fmt: skip
-        if call.gather.PACED:
-            sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
-        trace(comm.context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
-        for i in range(1, comm.RANKS_PER_NODE):
-            notify_chunk(comm, gather, base + (local + i) % comm.RANKS_PER_NODE, source_rank, chunk)
 
 
 @triton.jit
@@ -253,9 +154,9 @@ def _run(comm, call, operands, in_heap):
     cta = this_cta()
     helpers: tl.constexpr = call.SENDERS + call.INTRAS
     if cta < call.SENDERS:
-        _send(comm, call, in_heap, cta, call.SENDERS)
+        send_rows(comm, call, in_heap, cta, call.SENDERS)
     if (cta >= call.SENDERS) & (cta < helpers):
-        _intra(comm, call, cta - call.SENDERS, call.INTRAS)
+        spread_rows(comm, call, cta - call.SENDERS, call.INTRAS)
 
     tiles = tl.cdiv(call.gather.m, call.tiling.M) * tl.cdiv(call.n, call.tiling.N)
     before = tiles * 0
@@ -300,39 +201,32 @@ def launch(
     n = b.shape[1]
     c, size, element = plan.config, group.size, a.element_size()
     rows = memory.buffer_in(workspace, "rows")
-    found = group.heap.find(a) if plan.access.direct else None
-    paced = group.world.links.nvlink is not None and c.intra_ctas > 0
-    rate = (group.world.links.nvlink or 0) / max(c.intra_ctas, 1)  # GB/s of one copying CTA
-
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
     own: Any = a
     gathered: Any = data
     result: Any = out
-    if plan.access.descriptors:
+    if plan.access.rows.descriptors:
         block = [1, c.tile_m, c.tile_k]
-        own = None if plan.access.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
+        own = None if plan.access.rows.staged else descriptor(a, [1, m, k], [0, a.stride(0), 1], block)
         gathered = descriptor(data, [2, size * m, k], [rows.half, rows.row_stride, 1], block)
     if plan.access.out_uses_tma:
         result = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
         gathered_out=Block(gathered_out, gathered_out.stride(0) if gathered_out is not None else 0, 1),
-        gather=Gather(
-            m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
-            round(2**20 / rate) if paced else 0, *constants(paced),
-        ),
+        gather=gather_of(group, memory, workspace, a, c),
         n=n,
         join_tiles=c.join_tiles,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         **named_constants(
-            SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.staged, DIRECT=plan.access.direct,
-            FLAT=plan.access.flat, GATHERED_OUT=gathered_out is not None,
+            SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.rows.staged, DIRECT=plan.access.rows.direct,
+            FLAT=plan.access.rows.flat, GATHERED_OUT=gathered_out is not None,
             COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // element,
         ),
     )  # fmt: skip
     strides = Operands(
-        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.access.descriptors, False)),
-        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.access.descriptors, False)),
+        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.access.rows.descriptors, False)),
+        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.access.rows.descriptors, False)),
         b=plan.access.right.strides(b),
         c=Strides(m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.access.out_uses_tma, False)),
     )
@@ -351,8 +245,7 @@ def launch(
             c=result,
             strides=strides,
             call=call,
-            heap_segment=found[0].number if found else 0,
-            heap_offset=found[1] // element if found else 0,
+            **in_heap(group, a, plan.access.rows.direct),
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers

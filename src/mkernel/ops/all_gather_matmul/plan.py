@@ -15,36 +15,27 @@ from mkernel.runtime.operands import describable, has_descriptors, matmul_precis
 
 
 @dataclass(frozen=True)
-class Access:
-    """How the kernel accesses the tensors of a call."""
+class RowAccess:
+    """How kernels access the rows that are gathered."""
 
     descriptors: bool  # the device has TMA
     staged: bool  # the rank's own rows are copied into the workspace and read there
-    right: RhsLayout
-    out_uses_tma: bool
     row_stride: int  # of rows in the workspace
     flat: bool  # chunks are contiguous, both in a and in the workspace
     direct: bool  # the network reads a directly, without staging
 
     @staticmethod
-    def of(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Access:
+    def of(group: Group, a: torch.Tensor) -> RowAccess:
         k, element = a.shape[1], a.element_size()
         descriptors = has_descriptors(group.device)
         staged = not describable(a) if descriptors else a.stride(1) != 1
         row_stride = -(-k * element // 16) * 16 // element
         flat = a.is_contiguous() and row_stride == k
-        return Access(
-            descriptors=descriptors,
-            staged=staged,
-            right=RhsLayout.of(b, descriptors),
-            out_uses_tma=descriptors and describable(out),
-            row_stride=row_stride,
-            flat=flat,
-            direct=group.nodes > 1 and flat and not staged and group.heap.find(a) is not None,
-        )
+        direct = group.nodes > 1 and flat and not staged and group.heap.find(a) is not None
+        return RowAccess(descriptors, staged, row_stride, flat, direct)
 
     def reasons(self, nodes: int) -> list[str]:
-        reasons = planning.reasons_of_access(self.descriptors, dict(b=self.right.uses_tma, out=self.out_uses_tma))
+        reasons = []
         if self.staged:
             reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
         if nodes > 1:
@@ -53,6 +44,24 @@ class Access:
                 where = "is in the symmetric heap: the network reads it directly"
             reasons.append(f"a {where}")
         return reasons
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the kernel accesses the tensors of a call."""
+
+    rows: RowAccess
+    right: RhsLayout
+    out_uses_tma: bool
+
+    @staticmethod
+    def of(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Access:
+        rows = RowAccess.of(group, a)
+        return Access(rows, RhsLayout.of(b, rows.descriptors), rows.descriptors and describable(out))
+
+    def reasons(self, nodes: int) -> list[str]:
+        uses_tma = dict(b=self.right.uses_tma, out=self.out_uses_tma)
+        return [*planning.reasons_of_access(self.rows.descriptors, uses_tma), *self.rows.reasons(nodes)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +96,14 @@ def plan(
         and n > 128
         and access.right.uses_tma
         and access.out_uses_tma
-        and not (access.staged or return_gathered)
+        and not (access.rows.staged or return_gathered)
     )
     settings, reasons = (_on_hopper if on_hopper else _portable)(group, a, n, access, config)
-    planning.check_tile(settings, a.dtype, access.descriptors and access.right.uses_tma)
+    planning.check_tile(settings, a.dtype, access.rows.descriptors and access.right.uses_tma)
     planning.check(
         settings,
         max_ctas=group.world.launcher.ctas(group.world_rank),
-        least_send=1 if group.nodes > 1 or access.staged else 0,
+        least_send=1 if group.nodes > 1 or access.rows.staged else 0,
         least_intra=1 if group.gpus_per_node > 1 and not on_hopper else 0,
     )
     return Plan(
@@ -143,7 +152,7 @@ def _portable(
     network = group.world.links.network * 1e9 if group.world.links.network else planning.NETWORK_RATE
     network_seconds = (nodes - 1) * m * k * element / network
 
-    send_ctas = pick("send_ctas", 1 if nodes > 1 or access.staged else 0)
+    send_ctas = pick("send_ctas", 1 if nodes > 1 or access.rows.staged else 0)
     # copies should take no longer than the slower of compute and network
     longest = max(compute_seconds, network_seconds)
     rate = planning.push_rate(gpus - 1)
@@ -154,7 +163,7 @@ def _portable(
     on_gpu = group.device.type == "cuda"
     done = math.ceil(max(push_seconds, network_seconds) / max(tile_seconds, 1e-9)) + 1 if on_gpu else 1
     # CTAs that forward rows from other nodes are busy to the end if the network takes longer than the compute
-    joining = helpers > 0 and not access.staged and (network_seconds <= compute_seconds or not on_gpu)
+    joining = helpers > 0 and not access.rows.staged and (network_seconds <= compute_seconds or not on_gpu)
     join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if joining else 0)
     settings = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", defaults.tile_k),

@@ -1,8 +1,8 @@
-"""The protocol of all_gather_matmul: the contents of the workspace, and its signals. Both kernels follow it."""
+"""The protocol of all_gather_matmul: the contents of the workspace, and its signals. All kernels follow it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,19 +15,18 @@ from mkernel.lang.roles import COMPUTE, SEND
 from mkernel.lang.signals import ARRIVED, notify, wait
 from mkernel.runtime.layout import Layout
 
-if TYPE_CHECKING:
-    from mkernel.ops.all_gather_matmul.plan import Plan
 
-
-def layout(size: int, m: int, plan: Plan, dtype: torch.dtype) -> Layout:
-    """The workspace of a call.
+def layout(
+    size: int, m: int, chunks: int, row_stride: int, dtype: torch.dtype, op: str = "all_gather_matmul"
+) -> Layout:  # fmt: skip
+    """The workspace of a call: m rows of each rank, in chunks; they are `row_stride` elements apart.
 
     arrived[source, chunk]: this chunk of the source's rows is in this workspace. It holds the epoch.
     rows: the rows of all ranks, in rank order.
     """
-    memory = Layout("all_gather_matmul")
-    memory.signals("arrived", size, plan.chunks)
-    memory.buffer("rows", dtype, size * m, plan.access.row_stride)
+    memory = Layout(op)
+    memory.signals("arrived", size, chunks)
+    memory.buffer("rows", dtype, size * m, row_stride)
     return memory
 
 

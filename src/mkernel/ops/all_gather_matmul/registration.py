@@ -14,6 +14,7 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.all_gather_matmul.call import all_gather_matmul
+from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group_names import size_of
 
@@ -193,8 +194,8 @@ library.define(
 def _weight_grad(
     a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str, config: Numbers = None
 ) -> torch.Tensor:
-    gathered = _multiply_gathered(a, a.new_empty(a.shape[1], 0), group, None)[1]
-    return (dy.t() @ gathered).t() if by_columns else gathered.t() @ dy
+    out = _fake_weight_grad(a, dy, by_columns, group, config) if by_columns else None
+    return all_gather_matmul_weight_grad(a, dy, group=group, out=out, config=library.decoded(config))
 
 
 def _fake_weight_grad(

@@ -70,40 +70,30 @@ number on to each other. Waiting for one chunk after the other: see `poll_all_ar
 
 Where to read on: mask.py (which keys a row sees), protocol.py (the workspace and its signals), transfer.py
 (send and intra), softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
-kernel). On the host: sequences.py, schedule.py and plan.py (decisions before the launch), call.py and
-launch.py (arguments of the kernels).
+kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
+launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in PyTorch's graphs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mkernel.ops.attention import protocol
-from mkernel.ops.attention.launch import launch
-from mkernel.ops.attention.plan import Plan, plan, tiles_of
-from mkernel.ops.attention.sequences import documents_of
-from mkernel.runtime import planning
+from mkernel.ops import library
+from mkernel.ops.attention import registration, run
+from mkernel.ops.attention.plan import Plan, plan
+from mkernel.ops.attention.run import TUNABLE, prepare
+from mkernel.ops.attention.sequences import Documents, documents_of
+from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import PLANS_KEPT, Group, collective, current
-from mkernel.runtime.matmul import check_out, check_tensor
-from mkernel.runtime.operands import DTYPES, matmul_precision
-from mkernel.runtime.operands import layout as layout_of
-from mkernel.runtime.tuned import Tunable
-from mkernel.runtime.world import Launch
+from mkernel.runtime.group import current
 
-HEAD_DIMS = (64, 96, 128, 256)
-LAYOUTS = ("contiguous", "zigzag")
-PACKED_PLANS_KEPT = 32  # the plan of a packed sequence holds 16 bytes of device memory per row
-TUNABLE = Tunable(
-    "ring_attention", agreed=("batch", "heads", "kv_heads", "length", "dim", "causal", "zigzag"), own=(), shared=()
-)
+__all__ = ["TUNABLE", "explain", "prepare", "ring_attention"]
 
 
-@collective
+@traceable
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,13 +103,15 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
-    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens: Documents = None,
     return_lse: bool = False,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Attention of this rank's queries over the keys and values of all ranks, in one kernel.
+
+    Forward only: tensors that require grad are refused.
 
     Args:
         query: [batch, heads, seq_local, dim], this rank's part of the sequence; dim is 64, 96, 128 or 256.
@@ -136,7 +128,8 @@ def ring_attention(
             same on every rank; a document may span ranks. A position sees only its own document. The host
             reads them: a tensor on a GPU costs a synchronization.
         return_lse: also return the log-sum-exp of the scores of each row.
-        group: the group that holds the sequence; the current group by default.
+        group: the group that holds the sequence: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name
+            of a group; the current group by default.
         out: tensor for the result; must not overlap query, key or value.
         config: tiles, chunks, CTAs, and `steps`, the size of the buffer for other ranks' keys and values.
 
@@ -149,118 +142,18 @@ def ring_attention(
         CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before
             they are done, the next call on the group or `group.synchronize()` raises it.
     """
-    assert group is not None
-    _check(group, query, key, value, out, layout, enable_gqa, scale, config)
-    documents = documents_of(group, cu_seqlens, query.shape[2])
-    config = _choose(group, query, key, bool(is_causal), layout, documents, config)
-    tiles = tiles_of(group, query, key, config)
-    group.agree(
-        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
-        layout=layout, cu_seqlens=documents, tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
-    )  # fmt: skip
-    if out is None:
-        out = group.world.memory.empty(group.world_rank, query.shape, query.dtype)
-    lse = group.world.memory.empty(group.world_rank, query.shape[:3], torch.float32) if return_lse else None
-    if query.numel():
-        group.launch(prepare(group, query, key, value, out, lse, bool(is_causal), scale, layout, documents, config))
+    query, key, value = library.autocast(query, key, value)
+    lse: torch.Tensor | None
+    if library.needs_dispatcher(query, key, value, out):
+        library.refuse_gradients("ring_attention", query=query, key=key, value=value, out=out)
+        arguments = (query, key, value, is_causal, scale, enable_gqa, layout, registration.as_tensor(cu_seqlens))
+        result, lse = registration.call(arguments, return_lse, group, config, out)
     else:
-        group.confirm()
-    return (out, lse) if lse is not None else out
-
-
-def _check(
-    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None,
-    layout: str, enable_gqa: bool, scale: float | None, config: Config | None,
-) -> None:  # fmt: skip
-    """Reject invalid arguments. The error names the argument and the rule."""
-    planning.check_given(config)
-    for name in ("tile_k", "group_m", "join_tiles"):
-        if config is not None and getattr(config, name) is not None:
-            raise ArgumentError(f"config.{name} does not apply to ring_attention: leave it unset")
-    if config is not None and config.steps == 0:
-        raise ArgumentError("config.steps must be at least 1; got 0")
-    given = dict(query=query, key=key, value=value) | ({} if out is None else dict(out=out))
-    for name, tensor in given.items():
-        if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
-            raise ArgumentError(f"{name} must be [batch, heads, seq_local, dim], got shape {tuple(tensor.shape)}")
-        check_tensor("ring_attention", group, name, tensor, dimensions=4)
-        if query.dtype not in DTYPES:
-            raise ArgumentError(f"query has dtype {query.dtype}; supported: {', '.join(str(d) for d in DTYPES)}")
-        if tensor.dtype != query.dtype:
-            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
-    batch, heads, length, dim = query.shape
-    if dim not in HEAD_DIMS:
-        raise ArgumentError(
-            f"query has head dimension {dim}; supported head dimensions: {', '.join(map(str, HEAD_DIMS))}. "
-            f"Pad query, key and value with zeros to one of these, and pass scale={dim}**-0.5"
-        )
-    if key.shape != value.shape:
-        raise ArgumentError(f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: shapes must be the same")
-    if (key.shape[0], key.shape[2], key.shape[3]) != (batch, length, dim):
-        raise ArgumentError(
-            f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch, seq_local and dim must be the same"
-        )
-    if key.shape[1] != heads:
-        if not enable_gqa:
-            raise ArgumentError(
-                f"query has {heads} heads and key has {key.shape[1]}: these must be the same, unless enable_gqa=True"
-            )
-        if key.shape[1] == 0 or heads % key.shape[1]:
-            raise ArgumentError(f"query has {heads} heads, which is not a multiple of key's {key.shape[1]}")
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
-    if layout == "zigzag" and length % 2:
-        raise ArgumentError(
-            f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces"
-        )
-    if group.size * length >= 2**31:
-        raise ArgumentError(f"the sequence has {group.size * length} positions; the limit is {2**31 - 1}")
-    if scale is not None and not (
-        isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
-    ):
-        raise ArgumentError(
-            f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative scale, negate query"
-        )
-    if out is not None:
-        check_out(out, tuple(query.shape), "as query", query.dtype, dict(query=query, key=key, value=value))
-
-
-def _choose(
-    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
-    documents: tuple[int, ...] | None, given: Config | None,
-) -> Config | None:  # fmt: skip
-    """The configuration of a call: the same on every rank, because it depends only on arguments that are the same on
-    every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration."""
-    if documents is not None:
-        return given
-    batch, heads, length, dim = query.shape
-    return TUNABLE.choose(
-        group, query.dtype, given, batch=batch, heads=heads, kv_heads=key.shape[1], length=length, dim=dim,
-        causal=is_causal, zigzag=layout == "zigzag",
-    )  # fmt: skip
-
-
-def prepare(
-    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor | None, is_causal: bool, scale: float | None, layout: str,
-    documents: tuple[int, ...] | None, config: Config | None,
-) -> Launch:  # fmt: skip
-    """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = _choose(group, query, key, is_causal, layout, documents, config)
-    layouts = tuple(layout_of(tensor) for tensor in (query, key, value, out))
-    plan_key = ("ring_attention", layouts, is_causal, layout, config, matmul_precision(query.dtype))
-    decided = group.planned(
-        # documents may change with every call, and such a plan owns device memory: use it on one stream only
-        (*plan_key, documents, group.world.launcher.stream_key(group.world_rank) if documents is not None else None),
-        lambda: plan(group, query, key, value, out, is_causal, layout, documents, config),
-        kept=PLANS_KEPT if documents is None else PACKED_PLANS_KEPT,
-    )
-    group.keep_if_captured(decided)
-    memory = protocol.layout(decided, query.shape[3], query.dtype)
-    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    # to the kernel, documents are data; and a plan with documents must not live as long as the binary
-    variant = (plan_key, documents is not None, decided.config, lse is not None)
-    return launch(group, decided, memory, query, key, value, out, lse, scale, variant)
+        result, lse = run.ring_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
+            cu_seqlens=cu_seqlens, return_lse=return_lse, group=group, out=out, config=config,
+        )  # fmt: skip
+    return (result, lse) if return_lse else result
 
 
 def explain(
@@ -272,17 +165,17 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
-    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens: Documents = None,
     return_lse: bool = False,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> Plan:
     """The plan that `ring_attention` would execute with these arguments."""
     group = current(group)
-    _check(group, query, key, value, out, layout, enable_gqa, scale, config)
+    run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    chosen = _choose(group, query, key, bool(is_causal), layout, documents, config)
+    chosen = run.choose(group, query, key, bool(is_causal), layout, documents, config)
     decided = plan(group, query, key, value, out, bool(is_causal), layout, documents, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -14,6 +14,8 @@ import torch
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
+Documents = torch.Tensor | Sequence[int] | None  # boundaries of packed documents, as callers pass them
+
 
 @dataclass(frozen=True)
 class Sequences:

@@ -40,7 +40,7 @@ it can receive. The *status* says whether the routing of a call can be carried o
 
 from mkernel.ops.moe.combine import moe_combine
 from mkernel.ops.moe.dispatch_matmul import moe_dispatch_matmul
-from mkernel.ops.moe.ffn import moe_ffn
 from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.layer import moe_ffn
 
 __all__ = ["Handle", "moe_combine", "moe_dispatch_matmul", "moe_ffn"]

@@ -56,9 +56,10 @@ from mkernel.ops.moe.protocol import (
 from mkernel.ops.moe.reduction import Combine, collect_chunk, combine_order, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
 from mkernel.runtime import planning
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, collective, current
+from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, constants, layout

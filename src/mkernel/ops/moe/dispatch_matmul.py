@@ -92,8 +92,9 @@ from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of, tab
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, sized
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective, current
+from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable

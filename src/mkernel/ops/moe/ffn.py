@@ -109,9 +109,10 @@ from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.ops.moe.tile_order import interleaved, interleaved_until
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, collective, current
+from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import constants, layout, matmul_precision
@@ -463,37 +464,13 @@ def moe_ffn(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any,
     capacity: int | None = None,
     max_tokens: int | None = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """A mixture-of-experts layer in one kernel: dispatch tokens to their experts, apply SwiGLU there, combine.
-
-    Args:
-        x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
-        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered across ranks in rank
-            order. Negative ids are dropped.
-        topk_weights: [tokens, k], floating point: the weights of the experts.
-        w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts. Their number may differ between
-            ranks and may be 0. A transposed view of [experts, 2*inter, hidden] is read without a copy.
-        w_down: [experts, inter, hidden], likewise.
-        group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
-            expert on this rank.
-        out: [tokens, hidden], where to put the result; must not overlap an input.
-
-    Returns:
-        [tokens, hidden] in x's type. Products are accumulated in fp32. Activations, the experts' results, and sums that
-        leave a rank or a node are rounded to x's type. The same input gives the same bits. A token whose ids were all
-        dropped gets zeros.
-
-    Raises:
-        ArgumentError: before anything is launched.
-        CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
-        CommTimeout: a peer did not arrive within the group's timeout.
-    """
-    assert group is not None
+    """`mk.moe_ffn`, without PyTorch's dispatcher."""
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     if out is None:
@@ -546,7 +523,7 @@ def explain(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
     out: torch.Tensor | None = None,

@@ -23,8 +23,8 @@ has left e-2, the last epoch to use this half: its slots have been read, everyth
 and nothing of that parity is in flight. No entry signal is needed.
 
 Where to read on: call.py (the host side of a call), operands.py (the kernel arguments), protocol.py (partials within a
-node), partials.py (how a tile is laid out in a slot), epilogue.py (bias and residual). Then an operator's package: its
-docstring, order.py (which CTA computes which tile, and when), protocol.py (its workspace and signals), and its
+node), lang/partials.py (how a tile is laid out in a slot), epilogue.py (bias and residual). Then an operator's package:
+its docstring, order.py (which CTA computes which tile, and when), protocol.py (its workspace and signals), and its
 kernels.
 """
 

@@ -11,11 +11,11 @@ import triton.language as tl
 
 from mkernel.lang.context import rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify, notify_in_loop, wait_again
 from mkernel.ops.reduce.kinds import PARTIAL
-from mkernel.ops.reduce.partials import load_partial, prefetch_partial, store_partial
 
 
 @triton.jit

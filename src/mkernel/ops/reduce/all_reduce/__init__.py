@@ -69,9 +69,10 @@ from mkernel.ops.reduce import registration
 from mkernel.ops.reduce.all_reduce import call, plan
 from mkernel.ops.reduce.all_reduce.call import TUNABLE, prepare
 from mkernel.ops.reduce.call import Plan
+from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import current, traceable
+from mkernel.runtime.group import current
 
 __all__ = ["TUNABLE", "explain", "matmul_all_reduce", "prepare"]
 

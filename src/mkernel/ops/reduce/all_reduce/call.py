@@ -13,9 +13,10 @@ from mkernel.ops.reduce.all_reduce import plan, protocol
 from mkernel.ops.reduce.all_reduce.plan import OP
 from mkernel.ops.reduce.call import Plan, Sum, call_of, tuned
 from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, collective
+from mkernel.runtime.group import Group
 from mkernel.runtime.operands import constants
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch

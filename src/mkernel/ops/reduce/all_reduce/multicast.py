@@ -39,6 +39,7 @@ from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import slot_of
 from mkernel.lang.matrix import Tile
+from mkernel.lang.partials import store_partial
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.all_reduce.multimem import everywhere, fence_aliases, load_sum, store_everywhere
@@ -53,7 +54,6 @@ from mkernel.ops.reduce.all_reduce.protocol import (
 from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
 from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due
 from mkernel.ops.reduce.operands import count_tiles, with_matrices
-from mkernel.ops.reduce.partials import store_partial
 from mkernel.ops.reduce.protocol import (
     notify_partial,
     push_partial,

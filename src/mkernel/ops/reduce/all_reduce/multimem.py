@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import MULTICAST
-from mkernel.ops.reduce.partials import pack, unpack
+from mkernel.lang.partials import pack, unpack
 
 
 @triton.jit

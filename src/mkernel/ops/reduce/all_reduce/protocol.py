@@ -11,6 +11,7 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify_in_loop, wait_again
@@ -18,7 +19,6 @@ from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
 from mkernel.ops.reduce.kinds import FINISHED_TILE, PARTIAL
-from mkernel.ops.reduce.partials import load_partial, store_partial
 from mkernel.ops.reduce.protocol import (
     add_partials,
     peer_behind,

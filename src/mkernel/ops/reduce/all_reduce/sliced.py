@@ -25,6 +25,7 @@ from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.layout import word_of
 from mkernel.lang.matrix import Tile
+from mkernel.lang.partials import load_partial
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, notify_each, wait_peers
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
@@ -32,7 +33,6 @@ from mkernel.ops.reduce.all_reduce.protocol import finish_tile
 from mkernel.ops.reduce.epilogue import halves, move_right
 from mkernel.ops.reduce.kinds import FINISHED_TILE, PARTIAL
 from mkernel.ops.reduce.operands import tile_corner, with_matrices
-from mkernel.ops.reduce.partials import load_partial
 from mkernel.ops.reduce.protocol import push_partial, signal_at, slot_at, slot_bytes
 
 

@@ -57,9 +57,10 @@ from mkernel.ops.reduce import registration
 from mkernel.ops.reduce.call import Plan, call_of
 from mkernel.ops.reduce.reduce_scatter import call, plan
 from mkernel.ops.reduce.reduce_scatter.call import TUNABLE, prepare
+from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import current, traceable
+from mkernel.runtime.group import current
 
 __all__ = ["TUNABLE", "explain", "matmul_reduce_scatter", "prepare"]
 

@@ -9,8 +9,9 @@ import torch
 from mkernel.ops.reduce.call import Sum, call_of, tuned
 from mkernel.ops.reduce.reduce_scatter import kernel, plan, protocol
 from mkernel.ops.reduce.reduce_scatter.plan import OP
+from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.group import Group, collective
+from mkernel.runtime.group import Group
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 

@@ -150,7 +150,7 @@ def slot_layout():
 
 @gluon.jit
 def _packed(half):
-    """Half of a warpgroup's columns in the order of a slot (see reduce/partials.py): as runs that each hold 8 rows of
+    """Half of a warpgroup's columns in the order of a slot (see lang/partials.py): as runs that each hold 8 rows of
     every 16, and 32 columns. This only renames registers."""
     layout: gl.constexpr = slot_layout()
     split = half.reshape([ROWS // 16, 2, 8, STORED // 32, 4, 4, 2])

@@ -10,12 +10,12 @@ import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
+from mkernel.lang.partials import load_partial, prefetch_partial, store_partial
 from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import wait_again
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.kinds import PARTIAL
-from mkernel.ops.reduce.partials import load_partial, prefetch_partial, store_partial
 from mkernel.ops.reduce.protocol import post_node_sum, prefetch_partials, signal_at, slot_at, slot_bytes
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout

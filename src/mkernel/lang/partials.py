@@ -1,12 +1,12 @@
-"""Partial tiles: how a rank's contribution to a tile is laid out on its way to the rank that reduces the tile.
+"""Partial tiles: how a contribution to a tile is laid out in memory, usually for the rank that reduces the tile.
 
-A partial travels as one contiguous block, a *slot* of TILE_M * TILE_N elements, so the network needs one request for
-it. The writer and the reader hold the tile in the same register layout, that of the tensor cores' accumulator: a
-thread has pairs of adjacent columns of two rows that are 8 rows apart. The slot keeps the elements in thread order: 16
-bytes of one thread, then 16 bytes of the next. So a tile moves between the accumulator and memory in the widest
-accesses available, without an exchange between threads through shared memory. (A row-major slot would need 64 KB of
-shared memory for a 128x256 tile, and a barrier on either side.) The order is well defined for other accumulator
-layouts too, those of older or newer tensor cores; Triton then moves the elements between threads.
+A partial is one contiguous block, a *slot* of TILE_M * TILE_N elements, so the network needs one request for it. The
+writer and the reader hold the tile in the same register layout, that of the tensor cores' accumulator: a thread has
+pairs of adjacent columns of two rows that are 8 rows apart. The slot keeps the elements in thread order: 16 bytes of
+one thread, then 16 bytes of the next. So a tile moves between the accumulator and memory in the widest accesses
+available, without an exchange between threads through shared memory. (A row-major slot would need 64 KB of shared
+memory for a 128x256 tile, and a barrier on either side.) The order is well defined for other accumulator layouts too,
+those of older or newer tensor cores; Triton then moves the elements between threads.
 """
 
 import triton

@@ -1,0 +1,244 @@
+"""The plan of an all_gather_matmul_weight_grad call: tiles, chunks, CTAs per role, and which tiles are computed in
+passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mkernel.ops.all_gather_matmul.plan import RowAccess
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import describable, matmul_precision
+
+OP = "all_gather_matmul_weight_grad"
+MOST_PASSES = 6
+MOST_HELD = 8  # tiles per CTA; of 128 x 256 elements each, 132 CTAs hold 135 MiB
+# Bytes/s at which a CTA stores and loads its partials: its share of an H200's memory bandwidth. Not measured.
+PARTIAL_RATE = 4.8e12 / 132
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the kernel accesses the tensors of a call."""
+
+    rows: RowAccess
+    dy_uses_tma: bool
+    out_uses_tma: bool
+    transposed: bool  # tiles are tiles of out.t(), whose rows are contiguous
+
+    @staticmethod
+    def of(group: Group, a: torch.Tensor, dy: torch.Tensor, out: torch.Tensor) -> Access:
+        rows = RowAccess.of(group, a)
+        transposed = out.stride(0) < out.stride(1)
+        if rows.descriptors and describable(out) != describable(out.t()):
+            transposed = describable(out.t())
+        return Access(
+            rows=rows,
+            dy_uses_tma=rows.descriptors and describable(dy),
+            out_uses_tma=rows.descriptors and describable(out.t() if transposed else out),
+            transposed=transposed,
+        )
+
+    def reasons(self, nodes: int) -> list[str]:
+        uses_tma = dict(dy=self.dy_uses_tma, out=self.out_uses_tma)
+        reasons = planning.reasons_of_access(self.rows.descriptors, uses_tma)
+        if self.transposed:
+            reasons.append("out is column-major: the tiles are those of its transpose")
+        return [*reasons, *self.rows.reasons(nodes)]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    access: Access
+    chunks: int
+    precision: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c = self.config
+        head = (
+            f"{OP}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs "
+            f"({c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done), "
+            f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
+        )
+        if c.passes > 1:
+            head += f"; each CTA computes its first {c.held_tiles} tiles in {c.passes} passes"
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The times of a call, in seconds, and what they depend on."""
+
+    ranks: int
+    tiles: int
+    tile_seconds: float  # to compute a tile
+    partial_seconds: float  # to store its partial and load it again
+    pushed: int  # bytes over NVLink
+    push_rate: float  # bytes/s of one CTA
+    link: float  # bytes/s of the link
+    network_seconds: float
+
+    def arrived(self, copiers: int) -> float:
+        """When the last rows arrive."""
+        pushed = self.pushed / min(self.push_rate * copiers, self.link) if copiers else 0.0
+        return max(pushed, self.network_seconds)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who computes what: the result of a search. seconds: the estimated duration."""
+
+    seconds: float
+    copiers: int
+    passes: int
+    held: int
+    join_tiles: int
+
+
+def plan(group: Group, a: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, config: Config | None) -> Plan:
+    """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
+    access = Access.of(group, a, dy, out)
+    uses_tma = access.rows.descriptors and access.dy_uses_tma
+    settings, reasons = _settings(group, a, dy.shape[1], access, config)
+    planning.check_tile(settings, a.dtype, uses_tma)
+    planning.check(
+        settings,
+        max_ctas=group.world.launcher.ctas(group.world_rank),
+        least_send=1 if group.nodes > 1 or access.rows.staged else 0,
+        least_intra=1 if group.gpus_per_node > 1 else 0,
+    )
+    return Plan(
+        config=settings,
+        access=access,
+        chunks=math.ceil(a.shape[0] / settings.chunk_rows),
+        precision=matmul_precision(a.dtype),
+        reasons=(*access.reasons(group.nodes), *reasons),
+    )
+
+
+def _settings(
+    group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None
+) -> tuple[Settings, list[str]]:
+    """The settings of a call, and the reasons for the number of CTAs that copy and of passes."""
+    k = a.shape[1]
+    pick = planning.chooser(config)
+    rows, columns = (n, k) if access.transposed else (k, n)  # of the matrix that the tiles are tiles of
+    uses_tma = access.rows.descriptors and access.dy_uses_tma and access.out_uses_tma
+    defaults = planning.default_tiles(group.device, a.dtype, columns, uses_tma)
+    tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
+    tiles = math.ceil(rows / tile_m) * math.ceil(columns / tile_n)
+    most = pick("ctas", group.world.launcher.ctas(group.world_rank))
+    send_ctas = pick("send_ctas", 1 if group.nodes > 1 or access.rows.staged else 0)
+    problem = _problem(group, a, tiles, tile_m, tile_n)
+    on_gpu = group.device.type == "cuda"
+    found = _search(problem, most, send_ctas, group.gpus_per_node > 1, config) if on_gpu else _simulated(group)
+    intra_ctas = pick("intra_ctas", found.copiers)
+    helpers = send_ctas + intra_ctas
+    fewest = max(tiles - found.join_tiles * helpers, 1) + helpers if helpers else planning.fewest_ctas(tiles, most)
+    chunk = chunk_rows(group, a, config)
+    places = (group.size - 1) * math.ceil(a.shape[0] / chunk)
+    settings = Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", defaults.tile_k),
+        group_m=pick("group_m", defaults.group_m), stages=pick("stages", defaults.stages),
+        warps=pick("warps", defaults.warps), ctas=pick("ctas", min(most, fewest)),
+        send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=min(pick("join_tiles", found.join_tiles), tiles),
+        chunk_rows=chunk, copy_bytes=pick("copy_bytes", defaults.copy_bytes),
+        passes=min(pick("passes", found.passes), places + 1), held_tiles=max(pick("held_tiles", found.held), 1),
+    )  # fmt: skip
+    if group.size == 1:
+        return settings, []
+    arrived, computed = problem.arrived(intra_ctas), tiles * problem.tile_seconds / max(settings.ctas - helpers, 1)
+    return settings, [
+        f"{intra_ctas} CTAs push {problem.pushed} bytes over NVLink: the last rows are estimated to arrive after "
+        f"{arrived * 1e3:.3g} ms, and {tiles} tiles to take {computed * 1e3:.3g} ms"
+    ]
+
+
+def _problem(group: Group, a: torch.Tensor, tiles: int, tile_m: int, tile_n: int) -> Problem:
+    m, k = a.shape
+    nodes, gpus, links = group.nodes, group.gpus_per_node, group.world.links
+    element = a.element_size()
+    network = links.network * 1e9 if links.network else planning.NETWORK_RATE
+    return Problem(
+        ranks=group.size,
+        tiles=tiles,
+        tile_seconds=2 * tile_m * tile_n * m * group.size / planning.CTA_RATE[a.dtype],
+        partial_seconds=2 * 4 * tile_m * tile_n / PARTIAL_RATE,
+        pushed=(gpus - 1) * nodes * m * k * element,
+        push_rate=planning.push_rate(gpus - 1),
+        link=links.nvlink * 1e9 if links.nvlink else planning.NVLINK_RATE,
+        network_seconds=(nodes - 1) * m * k * element / network,
+    )
+
+
+def _simulated(group: Group) -> Schedule:
+    """What the simulator runs: a little of everything."""
+    several = group.size > 1
+    return Schedule(0.0, 1 if group.gpus_per_node > 1 else 0, 3 if several else 1, 2, 1 if several else 0)
+
+
+def _search(problem: Problem, ctas: int, senders: int, copies: bool, config: Config | None) -> Schedule:
+    """The fastest schedule, by estimate."""
+    pick = planning.chooser(config)
+    if problem.ranks == 1 or not problem.tiles:
+        return Schedule(0.0, 1 if copies else 0, 1, 1, 0)
+    useful = min(math.ceil(problem.link / problem.push_rate), max(ctas // 4, 1))
+    several = range(1, useful + 1) if copies else range(1)
+    found: Iterator[Schedule] = (
+        _estimate(problem, ctas, senders, copiers, passes, held)
+        for copiers in several
+        for passes in range(1, MOST_PASSES + 1)
+        for held in range(1, MOST_HELD + 1 if passes > 1 else 2)
+        if pick("intra_ctas", copiers) == copiers or not 1 <= pick("intra_ctas", copiers) <= useful
+        if pick("passes", passes) == passes or pick("passes", passes) > MOST_PASSES
+        if pick("held_tiles", held) == held or pick("held_tiles", held) > MOST_HELD or passes == 1
+    )
+    return min(found, key=lambda schedule: schedule.seconds)
+
+
+def _estimate(problem: Problem, ctas: int, senders: int, copiers: int, passes: int, held: int) -> Schedule:
+    """The duration of a schedule, if rows arrive at a steady rate. A compute CTA computes `held` tiles in passes, each
+    of which begins when its rows have arrived, and the others afterwards."""
+    helpers = senders + copiers
+    compute = max(ctas - helpers, 1)
+    arrived = problem.arrived(copiers)
+    tile = problem.tile_seconds
+    busy = math.ceil(arrived / tile)  # tiles that a CTA could have computed until then
+    rounds = max(math.ceil(problem.tiles / (compute + helpers)), 1)
+    while compute * rounds + helpers * max(rounds - busy, 0) < problem.tiles:
+        rounds += 1
+    held = min(held, rounds)
+    own = 1 / problem.ranks
+    time = arrived + held * tile
+    if passes > 1:
+        time = held * own * tile
+        for which in range(1, passes):
+            time = max(time, arrived * which / (passes - 1))
+            time += held * ((1 - own) / (passes - 1) * tile + problem.partial_seconds)
+    return Schedule(time + (rounds - held) * tile, copiers, passes, held, max(rounds - busy, 0))
+
+
+def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
+    """Rows per chunk, a multiple of the rows of a step. Depends only on what is the same on every rank, so that all
+    ranks use the same value."""
+    given = config or Config()
+    defaults = planning.default_tiles(group.device, a.dtype, 0, True)
+    step = given.tile_k or defaults.tile_k
+    if given.chunk_rows is not None:
+        if given.chunk_rows % step:
+            raise ArgumentError(
+                f"config.chunk_rows is {given.chunk_rows}, but must be a multiple of tile_k, {step}: a step reads "
+                f"tile_k rows of one chunk"
+            )
+        return given.chunk_rows
+    return math.ceil(planning.rows_per_chunk(a.shape[0], defaults.tile_m) / step) * step

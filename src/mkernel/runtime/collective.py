@@ -1,0 +1,64 @@
+"""Functions that all ranks of a group call together."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from mkernel.runtime import group_names
+from mkernel.runtime.group import GroupLike, resolve
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def collective(function: Function) -> Function:
+    """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
+    fails on the others, too. `group` is anything that stands for a group (`GroupLike`), and defaults to the current
+    group. A function that another one of them calls leaves it to the outer one to tell the other ranks."""
+
+    def run(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
+        resolved = resolve(group)
+        if resolved._in_call:
+            return function(*args, group=resolved, **kwargs)
+        resolved._in_call = True
+        try:
+            resolved._check_usable()
+            return function(*args, group=resolved, **kwargs)
+        except BaseException as failure:
+            resolved.failed(function.__name__, failure)
+            raise
+        finally:
+            resolved._in_call = False
+
+    untraced: Any = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
+        if untraced is not None:
+            return untraced(*args, **kwargs)
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:  # nobody compiles anything
+            return run(*args, **kwargs)
+        untraced = dynamo.disable(run, reason=f"{function.__name__} runs between graphs")
+        return untraced(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def traceable(function: Function) -> Function:
+    """`collective`, for functions that PyTorch can also trace into a graph. While it does, there is nothing to tell
+    other ranks, and the function is passed the name of its group, because a graph can hold no Python object."""
+    eager = collective(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, group=group_names.name_in_graph(group), **kwargs)
+        return eager(*args, group=group, **kwargs)
+
+    return call  # type: ignore[return-value]
