@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mkernel.nn import functional
 from mkernel.nn.attention import ContextParallelAttention
 from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
-from mkernel.nn.gradients import all_reduce_gradients, replicated_parameters
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts, TopKRouter
+from mkernel.nn.replicated import sum_gradients
 from mkernel.nn.shards import ParallelModule, full_state_dict
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "TopKRouter",
-    "all_reduce_gradients",
     "full_state_dict",
     "functional",
-    "replicated_parameters",
+    "sum_gradients",
 ]
 
 
