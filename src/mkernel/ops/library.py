@@ -9,6 +9,7 @@ host time.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
@@ -20,6 +21,8 @@ from mkernel import operators
 from mkernel.runtime import group_names
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.matmul import check_product
+from mkernel.runtime.operands import is_dual
 
 NAMESPACE = "mkernel"
 DEVICES = ("cpu", "cuda")
@@ -48,6 +51,16 @@ def define(
     torch.library.register_fake(operator, fake)
     if backward is not None:
         torch.library.register_autograd(operator, backward, setup_context=save)
+
+
+def check_fake(a: torch.Tensor, b: torch.Tensor) -> None:
+    """For fake implementations: refuse tensors that cannot be multiplied. Not while a graph is compiled: then the
+    implementation refuses them when the graph runs, and tells the other ranks."""
+    if torch._guards.TracingContext.try_get() is None:
+        for name, tensor in (("a", a), ("b", b)):
+            if tensor.dim() != 2:
+                raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+        check_product(a, b)
 
 
 def no_backward(op: str) -> Callable[..., Any]:
@@ -104,16 +117,20 @@ def needs_gradients(*tensors: torch.Tensor | None) -> bool:
 def needs_dispatcher(*tensors: Any) -> bool:
     """Must PyTorch see the operator: to differentiate it, or because a graph is being traced?
 
-    What the implementation refuses is none of the dispatcher's business: no tensors, and tensors without memory.
+    What the implementation refuses is none of the dispatcher's business: no tensors, tensors without memory, and dual
+    tensors, whose tangents the dispatcher would drop.
     """
     if torch.compiler.is_compiling():
         return True
     if not are_tensors(*tensors) or any(hasattr(tensor, "to_local") for tensor in tensors):  # a DTensor
         return False
+    if any(tensor is not None and is_dual(tensor) for tensor in tensors):
+        return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # nobody has a fake tensor without it
     return (
         needs_gradients(*tensors)
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # inside of torch.func
         or (fake is not None and any(isinstance(tensor, fake.FakeTensor) for tensor in tensors))
     )
 
@@ -179,7 +196,12 @@ def as_rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """A tensor [..., columns] as a matrix whose rows begin with dimension `dim`; a view wherever there is one."""
     if tensor.dim() == 2 and dim == 0:
         return tensor
-    return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
+    return tensor.movedim(dim, 0).reshape(rows_of(tensor), tensor.shape[-1])
+
+
+def rows_of(tensor: torch.Tensor) -> int:
+    """How many rows a tensor [..., columns] has, also if it has no columns."""
+    return math.prod(tensor.shape[:-1])
 
 
 def from_rows(matrix: torch.Tensor, leading: Sequence[int], dim: int, size: int) -> torch.Tensor:
@@ -199,7 +221,7 @@ def out_as_rows(out: torch.Tensor | None, shape: Sequence[int], dim: int) -> tor
         raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {tuple(shape)}")
     moved = out.movedim(dim, 0)
     try:
-        return moved.view(-1, out.shape[-1])
+        return moved.view(rows_of(out), out.shape[-1])
     except RuntimeError:
         raise ArgumentError(
             f"out, shape {tuple(out.shape)}, strides {out.stride()}, is no matrix of rows in memory: pass one that is "
@@ -217,6 +239,11 @@ def by_columns(matrix: torch.Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] and matrix.shape[1] > 1
 
 
-def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows.t() @ gradient, laid out as the weight is."""
-    return (gradient.t() @ rows).t() if by_columns(weight) else rows.t() @ gradient
+def saved_for_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the gradients of a @ b need: b for that of a, a for that of b. What is frozen needs nothing."""
+    return a if b.requires_grad else None, b if a.requires_grad else None
+
+
+def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, by_columns: bool) -> torch.Tensor:
+    """rows.t() @ gradient, laid out by columns if the weight is."""
+    return (gradient.t() @ rows).t() if by_columns else rows.t() @ gradient

@@ -12,6 +12,7 @@ import torch
 from mkernel.runtime import group_names
 from mkernel.runtime.group import GroupLike, resolve
 
+FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -51,14 +52,17 @@ def collective(function: Function) -> Function:
 
 
 def traceable(function: Function) -> Function:
-    """`collective`, for functions that PyTorch can also trace into a graph. While it does, there is nothing to tell
-    other ranks, and the function is passed the name of its group, because a graph can hold no Python object."""
+    """`collective`, for functions that PyTorch can also trace into a graph, or run on tensors without values. While it
+    does, there is nothing to tell other ranks, and the function is passed the name of its group, because a graph can
+    hold no Python object."""
     eager = collective(function)
 
     @functools.wraps(function)
     def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, group=group_names.name_in_graph(group), **kwargs)
+        if torch._C._get_dispatch_mode(FAKE_MODE) is not None:
+            return function(*args, group=group_names.name_in_graph(resolve(None) if group is None else group), **kwargs)
         return eager(*args, group=group, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -86,7 +86,7 @@ class Group:
     Calls on a group are collective: every rank makes the same calls in the same order. Before they launch anything, the
     ranks compare their calls: if one calls something else or refuses its arguments, all raise ArgumentError, and the
     group remains usable. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this
-    group. `group_name` is a string that stands for the group in graphs of PyTorch.
+    group. `group_name` is a string that stands for the group, as in graphs of PyTorch.
     """
 
     @torch.inference_mode(False)  # the group will also be used outside of inference mode
@@ -131,7 +131,8 @@ class Group:
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
         self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
-        self._reasons = self._records.view(-1, records.WORDS)[:, 0]
+        # as numpy sees it: every call reads it, also while PyTorch traces what is done with tensors
+        self._reasons = self._records.view(-1, records.WORDS)[:, 0].numpy()
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
@@ -295,6 +296,9 @@ class Group:
                 self.heap.close()  # raises, and frees nothing, if the others call something else
                 self._workspaces.clear()
             self._closed = True
+            from mkernel.runtime import process_groups
+
+            process_groups.forget(self)
             self.world.network.disconnect(self)
             self.world.exchange.leave(self)
 

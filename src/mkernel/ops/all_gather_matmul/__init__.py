@@ -123,12 +123,13 @@ def _one(
         if out is not None:
             shape = (*a.shape[:dim], library.size_of(group) * a.shape[dim], *a.shape[dim + 1 : -1], b.shape[-1])
             matrix = library.out_as_rows(out, shape, dim)
-    _check_bias(bias, rows, b)
+    _check_bias(bias, rows, b, out)
     y, gathered = _run(rows, b, group, matrix, return_gathered, save, config)
     if bias is not None:
-        y = y + bias if library.needs_gradients(y, bias) or torch.compiler.is_compiling() else y.add_(bias)
-    y = out if out is not None else _unflatten(y, a, dim)
-    return (y, _unflatten(gathered, a, dim)) if return_gathered else y
+        traced = library.needs_gradients(y, bias) or torch.compiler.is_compiling()
+        y = y + bias if traced and out is None else y.add_(bias)
+    y = out if out is not None else _unflatten(y, a, dim, group)
+    return (y, _unflatten(gathered, a, dim, group)) if return_gathered else y
 
 
 def _run(
@@ -168,16 +169,15 @@ def _several(
         gathered, ys = torch.ops.mkernel.all_gather_matmul_list(rows, bs, name, save, numbers)
     else:
         gathered, ys = registration.multiply_list(rows, bs, name, save, numbers)
-    results = [_unflatten(y, a, dim) for y in ys]
-    return (results, _unflatten(gathered, a, dim)) if return_gathered else results
+    results = [_unflatten(y, a, dim, group) for y in ys]
+    return (results, _unflatten(gathered, a, dim, group)) if return_gathered else results
 
 
-def _unflatten(matrix: torch.Tensor | None, a: torch.Tensor, dim: int) -> Any:
+def _unflatten(matrix: torch.Tensor | None, a: torch.Tensor, dim: int, group: Any) -> Any:
     """A matrix with gathered rows, in the dimensions of a."""
     if matrix is None or a.dim() == 2:
         return matrix
-    rest = a.numel() // max(a.shape[-1] * a.shape[dim], 1)
-    return library.from_rows(matrix, a.shape[:-1], dim, matrix.shape[0] // rest if rest else 0)
+    return library.from_rows(matrix, a.shape[:-1], dim, library.size_of(group) * a.shape[dim])
 
 
 def _check_save(save: str) -> None:
@@ -185,7 +185,7 @@ def _check_save(save: str) -> None:
         raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
 
 
-def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor, out: Any) -> None:
     if bias is None or not library.are_operands(a, b):
         return  # the call refuses a and b
     if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.shape[0] != b.shape[1]:
@@ -195,6 +195,8 @@ def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor) -> None:
         raise ArgumentError(
             f"bias is {bias.dtype} on {bias.device}, but a is {a.dtype} on {a.device}: they must be the same"
         )
+    if isinstance(out, torch.Tensor):
+        library.refuse_out_with_gradients(out, bias)
 
 
 def explain(
@@ -220,7 +222,7 @@ def explain(
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, out = library.as_rows(a, dim), None
     call.check(group, a, one, out, config)
-    _check_bias(bias, a, one)
+    _check_bias(bias, a, one, out)
     if out is None:
         out = torch.empty((group.size * a.shape[0], one.shape[1]), dtype=a.dtype, device=a.device)
     chosen = call.choose(group, a, one, config)

@@ -58,7 +58,7 @@ def _multiply_into(
 
 
 def multiply_list(
-    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers = None
+    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The first product is overlapped with the transfers; the others are local, of the gathered rows."""
     first, gathered = _multiply_gathered(a, bs[0], group, config)
@@ -69,7 +69,8 @@ def multiply_list(
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
-    return a.new_empty(size_of(group) * a.shape[0], b.shape[1])
+    library.check_fake(a, b)
+    return a.new_empty(size_of(group) * a.shape[0], b.shape[-1])
 
 
 def _fake_gathered(
@@ -81,11 +82,12 @@ def _fake_gathered(
 def _fake_into(
     a: torch.Tensor, b: torch.Tensor, group: str, return_gathered: bool, config: Numbers, out: torch.Tensor
 ) -> torch.Tensor:
+    library.check_fake(a, b)
     return a.new_empty(size_of(group) * a.shape[0], a.shape[1]) if return_gathered else a.new_empty(0)
 
 
 def _fake_list(
-    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers = None
+    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     ys = [_fake(a, b, group, config) for b in bs]
     return a.new_empty(size_of(group) * a.shape[0], a.shape[1]), ys
@@ -98,73 +100,84 @@ def _row_gradient(dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor
     return library.registered("matmul_reduce_scatter")(dy, b.t(), None, None, group, None, None)
 
 
-def _weight_gradient(a: torch.Tensor, dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    weight_grad = torch.ops.mkernel.all_gather_matmul_weight_grad
-    return weight_grad(a, dy, library.by_columns(b), group, None)
+def _row_gradient_of_several(
+    dys: Sequence[torch.Tensor | None], bs: Sequence[torch.Tensor], dgathered: torch.Tensor | None, rows: int,
+    group: str,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of a, if several results depend on it. It is one product, whichever of them a rank has used, so all
+    ranks make the same call: the columns of all dy side by side, and the gathered rows as a product with the identity.
+    """
+    used = [(dy, b.t()) for dy, b in zip(dys, bs) if dy is not None]
+    if dgathered is not None:
+        used.append((dgathered, torch.eye(dgathered.shape[1], dtype=dgathered.dtype, device=dgathered.device)))
+    if len(used) == 1:
+        (dy, right) = used[0]
+        return _row_gradient(library.dense(dy), right.t(), group)
+    if not used:
+        used = [(bs[0].new_empty(rows, 0), bs[0].t()[:0])]
+    left, right = (torch.cat(parts, dim=dim) for dim, parts in ((1, [dy for dy, _ in used]), (0, [b for _, b in used])))
+    return _row_gradient(left, right.t(), group)
 
 
-def _gradient_of_gathered(gradient: torch.Tensor, group: str) -> torch.Tensor:
-    """The gradient of a, if somebody has used the gathered rows themselves: a reduce-scatter, as a product."""
-    identity = torch.eye(gradient.shape[1], dtype=gradient.dtype, device=gradient.device)
-    return _row_gradient(library.dense(gradient), identity, group)
+def _weight_gradient(a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str) -> torch.Tensor:
+    return torch.ops.mkernel.all_gather_matmul_weight_grad(a, dy, by_columns, group, None)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, ctx.group, _ = inputs
-    ctx.save_for_backward(a, b)
+    ctx.by_columns = library.by_columns(b)
+    ctx.save_for_backward(*library.saved_for_product(a, b))
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     dy = library.dense(dy)
     da = _row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
-    db = None
-    if ctx.needs_input_grad[1]:
-        db = _weight_gradient(a, dy, b, ctx.group)
+    db = _weight_gradient(a, dy, ctx.by_columns, ctx.group) if ctx.needs_input_grad[1] else None
     return da, db, None, None
 
 
 def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, b, ctx.group, _ = inputs
-    ctx.save_for_backward(output[1], b)
+    a, b, ctx.group, _ = inputs
+    ctx.by_columns, ctx.rows = library.by_columns(b), output[1].shape[0]
+    ctx.save_for_backward(output[1] if b.requires_grad else None, b if a.requires_grad else None)
     ctx.set_materialize_grads(False)
 
 
 def _backward_gathered(ctx: Any, dy: torch.Tensor | None, dgathered: torch.Tensor | None) -> tuple[Any, ...]:
     gathered, b = ctx.saved_tensors
     da = db = None
-    if dy is not None:
-        dy = library.dense(dy)
-        da = _row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
-        db = library.weight_gradient(gathered, dy, b) if ctx.needs_input_grad[1] else None
-    if dgathered is not None and ctx.needs_input_grad[0]:
-        more = _gradient_of_gathered(dgathered, ctx.group)
-        da = more if da is None else da + more
+    if ctx.needs_input_grad[0]:
+        da = _row_gradient_of_several([dy], [b], dgathered, ctx.rows, ctx.group)
+    if ctx.needs_input_grad[1] and dy is not None:
+        db = library.weight_gradient(gathered, library.dense(dy), ctx.by_columns)
     return da, db, None, None
 
 
 def _save_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, bs, ctx.group, ctx.save, _ = inputs
-    ctx.save_for_backward(output[0] if ctx.save == "gathered" else a, *bs)
-    ctx.shapes = [y.shape for y in output[1]]
+    ctx.by_columns, ctx.rows = library.by_columns(bs[0]), output[0].shape[0]
+    kept = output[0] if ctx.save == "gathered" else a
+    needed = any(b.requires_grad for b in bs)
+    ctx.save_for_backward(kept if needed else None, *(b if a.requires_grad else None for b in bs))
     ctx.set_materialize_grads(False)
 
 
 def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[torch.Tensor | None]) -> tuple[Any, ...]:
     kept, *bs = ctx.saved_tensors
-    wide = torch.cat([kept.new_zeros(shape) if dy is None else dy for dy, shape in zip(dys, ctx.shapes)], dim=1)
     da = None
     if ctx.needs_input_grad[0]:
-        da = _row_gradient(wide, torch.cat([b.t() for b in bs]).t(), ctx.group)
-        if dgathered is not None:
-            da = da + _gradient_of_gathered(dgathered, ctx.group)
+        da = _row_gradient_of_several(dys, bs, dgathered, ctx.rows, ctx.group)
     dbs: list[torch.Tensor | None] = [None] * len(bs)
-    if any(ctx.needs_input_grad[1]):
+    wanted = [(i, dy) for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[1][i]]
+    if any(ctx.needs_input_grad[1]) and (wanted or ctx.save == "sharded"):  # gathering again is for all ranks
+        wide = torch.cat([dy for _, dy in wanted], dim=1) if wanted else kept.new_empty(ctx.rows, 0)
         if ctx.save == "gathered":
-            whole = library.weight_gradient(kept, wide, bs[0])
+            whole = library.weight_gradient(kept, wide, ctx.by_columns)
         else:
-            whole = _weight_gradient(kept, wide, bs[0], ctx.group)
-        dbs = list(whole.split([b.shape[1] for b in bs], dim=1))
+            whole = _weight_gradient(kept, wide, ctx.by_columns, ctx.group)
+        for (i, _), db in zip(wanted, whole.split([dy.shape[1] for _, dy in wanted], dim=1)):
+            dbs[i] = db
     return da, dbs, None, None, None
 
 

@@ -5,7 +5,7 @@ Gradients of y = RS(a @ b) + bias + residual. Every rank has the gradient dy of 
 local. If a needs no gradient, db is computed by `all_gather_matmul_weight_grad`, as (AG(dy)^T @ a)^T.
 
 Gradients of y = AR(a @ b) + bias + residual. y, and therefore dy, is the same on every rank, so da = dy @ b^T and
-db = a^T @ dy are local.
+db = a^T @ dy are local. `matmul_all_reduce_each` is a copy of dy that makes the gradient of this gradient right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def _bias_gradient(rows: torch.Tensor) -> torch.Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, _, _, ctx.group, *_ = inputs
-    ctx.save_for_backward(a, b)
+    ctx.by_columns = library.by_columns(b)
+    ctx.save_for_backward(*library.saved_for_product(a, b))
 
 
 def _backward_scatter(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -37,27 +38,39 @@ def _backward_scatter(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     rows = library.dense(dy)
     da = db = dbias = None
     if needs_a or needs_bias:
-        right = b.t() if needs_a else b.t()[:, :0]
+        right = b.t() if needs_a else rows.new_empty(rows.shape[1], 0)
         product, gathered = library.registered("all_gather_matmul", "_gathered")(rows, right, ctx.group, None)
         da = product if needs_a else None
-        db = library.weight_gradient(a, gathered, b) if needs_b else None
+        db = library.weight_gradient(a, gathered, ctx.by_columns) if needs_b else None
         dbias = _bias_gradient(gathered) if needs_bias else None
     elif needs_b:
         weight_grad = library.registered("all_gather_matmul", "_weight_grad")
-        db = weight_grad(rows, a, not library.by_columns(b), ctx.group, None).t()
+        db = weight_grad(rows, a, not ctx.by_columns, ctx.group, None).t()
     return da, db, dbias, dy if needs_residual else None, None, None, None
 
 
 def _backward_all(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     needs_a, needs_b, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    # For gradients of gradients: every rank uses dy for its own da and db, so the gradient of dy is the sum of theirs.
+    each = torch.ops.mkernel.matmul_all_reduce_each(dy, ctx.group) if torch.is_grad_enabled() else dy
     return (
-        dy @ b.t() if needs_a else None,
-        library.weight_gradient(a, dy, b) if needs_b else None,
+        each @ b.t() if needs_a else None,
+        library.weight_gradient(a, each, ctx.by_columns) if needs_b else None,
         _bias_gradient(dy) if needs_bias else None,
         dy if needs_residual else None,
         None, None, None, None,
     )  # fmt: skip
+
+
+def _save_each(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group = inputs[1]
+
+
+def _backward_each(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    identity = torch.eye(gradient.shape[1], dtype=gradient.dtype, device=gradient.device)
+    gradient = library.dense(gradient)
+    return torch.ops.mkernel.matmul_all_reduce(gradient, identity, None, None, ctx.group, None, True, None), None
 
 
 def define_reduce_scatter(function: Callable[..., torch.Tensor]) -> None:
@@ -81,7 +94,8 @@ def define_reduce_scatter(function: Callable[..., torch.Tensor]) -> None:
         reduce_dtype: Any,
         config: Numbers = None,
     ) -> torch.Tensor:
-        return a.new_empty(a.shape[0] // size_of(group), b.shape[1])
+        library.check_fake(a, b)
+        return a.new_empty(a.shape[0] // size_of(group), b.shape[-1])
 
     def run_into(*arguments: Any) -> None:
         run(*arguments)
@@ -113,7 +127,8 @@ def define_all_reduce(function: Callable[..., torch.Tensor]) -> None:
         a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, group: str, reduce_dtype: Any,
         fixed_order: bool = True, config: Numbers = None,
     ) -> torch.Tensor:  # fmt: skip
-        return a.new_empty(a.shape[0], b.shape[1])
+        library.check_fake(a, b)
+        return a.new_empty(a.shape[0], b.shape[-1])
 
     def run_into(*arguments: Any) -> None:
         run(*arguments)
@@ -125,4 +140,8 @@ def define_all_reduce(function: Callable[..., torch.Tensor]) -> None:
     library.define(
         "matmul_all_reduce_out", f"({ADDED}, bool fixed_order, int[]? config, Tensor(a!) out) -> ()", run_into,
         lambda *_: None,
+    )  # fmt: skip
+    library.define(
+        "matmul_all_reduce_each", "(Tensor x, str group) -> Tensor",
+        lambda x, group: x.clone(), lambda x, group: torch.empty_like(x), save=_save_each, backward=_backward_each,
     )  # fmt: skip

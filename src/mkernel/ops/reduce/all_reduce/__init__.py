@@ -128,9 +128,9 @@ def matmul_all_reduce(
     shape = _shape_of(a, b)
     if residual is not None and tuple(residual.shape) != shape:
         raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
-    added = None if residual is None else residual.reshape(-1, shape[-1])
+    added = None if residual is None else library.as_rows(residual)
     matrix = library.out_as_rows(out, shape, 0)
-    y = _run(a.reshape(-1, a.shape[-1]), b, bias, added, reduce_dtype, group, matrix, fixed_order, config)
+    y = _run(library.as_rows(a), b, bias, added, reduce_dtype, group, matrix, fixed_order, config)
     return out if out is not None else y.view(shape)
 
 
@@ -175,8 +175,8 @@ def explain(
     group = current(group)
     if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
         out = library.out_as_rows(out, _shape_of(a, b), 0)
-        residual = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        a = a.reshape(-1, a.shape[-1])
+        residual = None if residual is None else library.as_rows(residual)
+        a = library.as_rows(a)
     asked = call.sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
     decided = plan.decide(group, asked)
     reasons = [*decided.reasons, TUNABLE.origin(config, asked.config)]
