@@ -83,6 +83,7 @@ LEAVES = {"cache", "operators", "version"}  # modules that know nothing but erro
 # modules of an operator's package that only the tools import, by the name that its entry in the registry has for them
 TOOLS = ("baselines", "bench", "demo", "tuning", "workload")
 BELOW = {
+    "integrations": {"integrations", "ops", "runtime"},
     "lang": {"lang"},
     "net": {"net", "runtime.errors", *LEAVES},
     "runtime": {"lang", "runtime", "net", "sim", *LEAVES},
@@ -138,13 +139,25 @@ def test_operators_know_no_tool():
 
 
 def test_no_tool_imports_an_operator():
-    """Tools find operators in the registry. The public API has their functions."""
+    """Tools find operators in the registry. The public API has their functions, and integrations call them."""
     found = [
         f"{file}:{line} imports mkernel.{name}"
         for file in FILES
-        if not file.startswith("ops/") and file not in ("__init__.py", "api.py")
+        if not file.startswith(("ops/", "integrations/")) and file not in ("__init__.py", "api.py")
         for line, name in of_mkernel(file)
         if name.split(".")[0] == "ops"
+    ]
+    assert not found
+
+
+def test_nothing_imports_the_integrations():
+    """They are above all else; who wants one imports it, or asks the package for it."""
+    found = [
+        f"{file}:{line} imports mkernel.{name}"
+        for file in FILES
+        if not file.startswith("integrations/")
+        for line, name in of_mkernel(file)
+        if name.split(".")[0] == "integrations"
     ]
     assert not found
 

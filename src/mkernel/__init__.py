@@ -78,7 +78,7 @@ _MODULES = {
     "Trace": "tracing",
     "trace": "tracing",
 }
-_SUBMODULES = ("api", "doctor", "lang", "net", "ops", "runtime", "tracing")
+_SUBMODULES = ("api", "doctor", "integrations", "lang", "net", "ops", "runtime", "tracing")
 
 __all__ = [
     "ArgumentError",
