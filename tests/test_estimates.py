@@ -18,7 +18,13 @@ from mkernel.workloads import Cost
 WORKLOADS = {name: workload_of(name) for name in operators.registered("workload")}
 SHOWN = [operator.name for operator in demo.shown_operators()]
 SPEED = Speed(tile=0.01, step=0.001)
-EXACT = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention")
+EXACT = (
+    "all_gather_matmul",
+    "all_gather_matmul_weight_grad",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "ring_attention",
+)
 
 
 @pytest.fixture

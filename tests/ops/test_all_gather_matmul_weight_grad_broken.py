@@ -179,7 +179,9 @@ BROKEN = {
     # memory
     "partials are not stored": Broken(NODE, {partials.store_partial: store_no_partial}, (WRONG, RACE)),
     "partials are not added": Broken(NODE, {partials.load_partial: load_no_partial}, WRONG),
-    "a tile is stored beyond out": Broken(WeightGrads((1, 2), n=5), {gemm.store_tile: store_tall_tile}, mk.SimulatorError),
+    "a tile is stored beyond out": Broken(
+        WeightGrads((1, 2), n=5), {gemm.store_tile: store_tall_tile}, mk.SimulatorError
+    ),
     "a signal beyond the workspace": Broken(NODE, {layout.word_of: word_far_away}, mk.SimulatorError),
     "a request beyond the workspace": Broken(NETWORK, {protocol.post_chunk: post_too_much}, mk.SimulatorError),
 }  # fmt: skip

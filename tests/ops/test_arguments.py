@@ -27,6 +27,7 @@ def ids():
 # operator -> (inputs, the shape of out), on one rank
 OPERATORS = {
     "all_gather_matmul": (lambda: dict(a=values("a", (6, 8)), b=values("b", (8, 10))), (6, 10)),
+    "all_gather_matmul_weight_grad": (lambda: dict(a=values("a", (6, 8)), dy=values("dy", (6, 10))), (8, 10)),
     "matmul_reduce_scatter": (
         lambda: dict(a=values("a", (6, 8)), b=values("b", (8, 10)), bias=values("bias", (10,)),
                      residual=values("residual", (6, 10))), (6, 10)),
@@ -302,6 +303,8 @@ ABSURD = {
     "warps": (64, "at most 32"),
     "chunk_rows": (2**63, "at most 1073741824"),
     "group_m": (2**31 - 1, "at most 1024"),
+    "passes": (2**31, "at most 64"),
+    "held_tiles": (2**31, "at most 1024"),
 }
 
 
@@ -362,6 +365,11 @@ LARGEST = {
         dict(tile_m=4096, tile_n=16), dict(tile_m=16, tile_n=4096), dict(tile_m=16, tile_n=16, tile_k=2048),
         dict(chunk_rows=2**30), dict(copy_bytes=262144), dict(group_m=1024), dict(warps=32), dict(stages=20),
     ],
+    "all_gather_matmul_weight_grad": [
+        dict(tile_m=4096, tile_n=16), dict(tile_m=16, tile_n=4096), dict(tile_m=16, tile_n=16, tile_k=2048),
+        dict(chunk_rows=2**30), dict(copy_bytes=262144), dict(group_m=1024), dict(warps=32), dict(stages=20),
+        dict(passes=64), dict(held_tiles=1024),
+    ],
     "matmul_all_reduce": [dict(tile_m=4096, tile_n=16), dict(group_m=1024), dict(warps=32), dict(stages=20)],
     "matmul_reduce_scatter": [dict(tile_m=16, tile_n=4096), dict(group_m=1024), dict(warps=32), dict(stages=20)],
     "ring_attention": [
@@ -395,6 +403,11 @@ def test_one_chunk_is_more_than_there_is(cluster):
     def work(group):
         inputs, config = inputs_of("all_gather_matmul"), mk.Config(chunk_rows=2**30)
         assert_same(mk.all_gather_matmul(**inputs, config=config), mk.all_gather_matmul(**inputs))
+        dy = values("dy", (6 * group.size, 10))
+        given = inputs["a"], dy
+        assert_same(
+            mk.all_gather_matmul_weight_grad(*given, config=config), mk.all_gather_matmul_weight_grad(*given)
+        )  # fmt: skip
         inputs = inputs_of("ring_attention")
         torch.testing.assert_close(mk.ring_attention(**inputs, config=config), mk.ring_attention(**inputs))
 

@@ -9,6 +9,7 @@ from mkernel.compiling import compile_launch, launched
 ALONE, LARGE = [(1, 1), (2, 1)], [(1, 1), (2, 2)]
 CASES = [
     ("all_gather_matmul", LARGE, [(8, 1, 16), (8, 16, 1), (4, 1, 1)]),
+    ("all_gather_matmul_weight_grad", LARGE, [(8, 1, 16), (8, 16, 1), (4, 1, 1)]),
     ("matmul_reduce_scatter", LARGE, [(4, 1, 16), (4, 16, 1), (4, 1, 1)]),
     ("matmul_all_reduce", ALONE, [(1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1)]),
     ("matmul_all_reduce", [(1, 2)], [(1, 1, 1), (2000, 2000, 1)]),

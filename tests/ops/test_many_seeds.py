@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums, WeightGrads
 
 SEEDS = int(os.environ.get("MKERNEL_TEST_SEEDS", "3"))
 CLUSTERS = [(1, 2), (2, 1), (2, 2)]
@@ -24,6 +24,7 @@ def attends(cluster):
 
 SCENARIOS = {
     "all_gather_matmul": [Gathers(cluster, calls=3, heap=cluster == (1, 2)) for cluster in CLUSTERS],
+    "all_gather_matmul_weight_grad": [WeightGrads(cluster, calls=2, heap=cluster == (1, 2)) for cluster in CLUSTERS],
     "matmul_reduce_scatter": [Sums(cluster, SCATTER, calls=3) for cluster in CLUSTERS],
     "matmul_all_reduce": [Sums(cluster, REDUCE, calls=3) for cluster in CLUSTERS]
     + [Sums((1, 2), way, calls=3) for way in (SLICED, MULTICAST)],

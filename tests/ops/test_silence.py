@@ -27,7 +27,10 @@ def filled(value, dtype, *shape):
 
 
 def gathered(value, dtype):
-    return [mk.all_gather_matmul(filled(value, dtype, 9, 20), filled(value, dtype, 20, 7))]
+    return [
+        mk.all_gather_matmul(filled(value, dtype, 9, 20), filled(value, dtype, 20, 7)),
+        mk.all_gather_matmul_weight_grad(filled(value, dtype, 9, 20), filled(value, dtype, 18, 7)),
+    ]
 
 
 def summed(value, dtype):

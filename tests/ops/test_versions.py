@@ -41,6 +41,7 @@ class Call:
 ONE_NODE = (1, 4)
 PORTABLE = {
     "all_gather_matmul_kernel": Call("all_gather_matmul", (1024, 512, 512)),
+    "weight_grad_kernel": Call("all_gather_matmul_weight_grad", (1024, 512, 512)),
     "matmul_reduce_scatter_kernel": Call("matmul_reduce_scatter", (1024, 512, 2048)),
     "two_level_kernel": Call("matmul_all_reduce", (4096, 4096, 2048)),
     "sliced_kernel": Call("matmul_all_reduce", (256, 8192, 2048), ONE_NODE),

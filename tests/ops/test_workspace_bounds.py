@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums
+from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums, WeightGrads
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import memory
@@ -15,6 +15,7 @@ LAYER = Layer((3, 3), (1, 1), hidden=16, out=16, dtype=torch.float32)
 KEYS = attention_reference.Case(64, heads=4, kv_heads=4, dim=64, dtype=torch.float32)
 SCENARIOS = {
     "all_gather_matmul": Gathers((2, 2), calls=2),
+    "all_gather_matmul_weight_grad": WeightGrads((2, 2), calls=2),
     "matmul_reduce_scatter": Sums((2, 2), SCATTER, calls=2),
     **{way: Sums((1, 2) if way in (SLICED, MULTICAST) else (2, 2), way, calls=2)
        for way in (REDUCE, SLICED, MULTICAST)},

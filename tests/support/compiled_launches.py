@@ -4,6 +4,7 @@ import torch
 
 from mkernel.compiling import launched
 from mkernel.ops import all_gather_matmul
+from mkernel.ops.all_gather_matmul import weight_grad
 from mkernel.ops.reduce import all_reduce, reduce_scatter
 from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.world import Links
@@ -30,6 +31,24 @@ def gathers(
         out = torch.empty(m * group.size, n + 3 * (not described), dtype=dtype)[:, :n]
         everyone = torch.empty(m * group.size, k, dtype=dtype) if gathered else None
         return module.prepare(group, a, b, out, everyone, config)
+
+    return launched(prepare, cluster, capability, links=paced_links(paced))
+
+
+def weight_grads(
+    cluster, capability=90, config=None, dtype=torch.bfloat16, m=256, n=2048, k=2048,
+    paced=False, strided=False, column_major=True, heap=False, described=True, module=weight_grad,
+):  # fmt: skip
+    """The launch of a call of all_gather_matmul_weight_grad. strided: TMA can not read a; described: it can read dy and
+    write out."""
+
+    def tensor(rows, columns):
+        return torch.empty(rows, columns + 3 * (not described), dtype=dtype)[:, :columns]
+
+    def prepare(group):
+        a = group.heap.tensor((m, k), dtype) if heap else torch.empty(m, k + 3 * strided, dtype=dtype)[:, :k]
+        out = tensor(n, k).t() if column_major else tensor(k, n)
+        return module.prepare(group, a, tensor(m * group.size, n), out, config)
 
     return launched(prepare, cluster, capability, links=paced_links(paced))
 

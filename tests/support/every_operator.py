@@ -50,6 +50,17 @@ def all_gather_matmul(group):
         assert error <= 4 * k**0.5 * torch.finfo(BF16).eps, error
 
 
+def all_gather_matmul_weight_grad(group):
+    shapes = on_gpu(group, [(256, 512, 256), (33, 20, 17)], [(33, 20, 17)])
+    for seed, (m, n, k) in enumerate(shapes):
+        a, dy = randn(group, m, k, seed=seed), randn(group, group.size * m, n, seed=10 + seed)
+        out = torch.empty(n, k, dtype=BF16, device=group.device).t()
+        y = done(group, mk.all_gather_matmul_weight_grad(a, dy, out=out))
+        gathered = torch.cat([theirs for (theirs,) in everyones(group, a)])
+        error = (y.double() - gathered.t() @ dy.double()).abs().max().item()
+        assert error <= 4 * len(dy) ** 0.5 * torch.finfo(BF16).eps, error
+
+
 def check_sum(group, y, a, b, bias, rows):
     """Every part, and every node's sum, is rounded once on its way, and so is the result; fp32 sums at every term."""
     inputs = everyones(group, a, b)
@@ -181,7 +192,8 @@ def moe_ffn(group):
 OPERATORS = {
     operator.__name__: operator
     for operator in (
-        all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, ring_attention, moe_dispatch_matmul, moe_ffn
+        all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
+        moe_dispatch_matmul, moe_ffn,
     )
 }  # fmt: skip
 

@@ -89,7 +89,10 @@ class Rows(NamedTuple):
 @triton.jit
 def poll_places(comm, gather, first, end):
     """Have the chunks at places first..end-1 of the arrival order arrived? At most POLLED of them. Acquires what has
-    arrived, for all threads."""
+    arrived, for all threads.
+
+    Triton makes a load of an addition of zero to a single signal, but not to a block of them. These signals are in the
+    memory of this GPU, which adds atomically: what peers or the network write at the same time is not lost."""
     rank = rank_of(comm.context)
     place = first + tl.arange(0, POLLED)
     inside = place < end
