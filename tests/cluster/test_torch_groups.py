@@ -168,8 +168,19 @@ DESTROYED = """
     works(pair, [0, 1])
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
     works(mesh, [0, 1])
+    # what this rank has queued is waited for before the memory of a group is released
+    released = []
+    mk.Group.quiet, quiet = lambda group: (released.append(group.group_name), quiet(group)), mk.Group.quiet
+    name = current(pair).group_name
     dist.destroy_process_group(pair)
     refused(pair, "destroyed")
+    assert released == [name], released
+    short = dist.new_group([0, 1])
+    released[:], name = [], works(short, [0, 1]).group_name
+    dist.destroy_process_group(short)
+    assert not released
+    del short
+    assert released == [name], released
     names, counts = set(), []
     for turn in range(4):
         pair = dist.new_group([0, 1])

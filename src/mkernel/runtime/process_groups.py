@@ -13,6 +13,7 @@ destroyed or the group is closed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mkernel.runtime import group_names
-from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.gpus import take_device
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import require_simulator
@@ -36,7 +37,8 @@ ALONE_SECONDS = 1800.0  # the timeout of a group of one rank, which waits for no
 ACCEPTED = "a mk.Group, a torch ProcessGroup, a one-dimensional DeviceMesh, or the name of a group"
 NOT_A_RANK = "this process is not one of its ranks; only its ranks may use it"
 
-_kept: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # process group -> its group
+# process group -> its group, and what releases the group when the process group is gone
+_kept: weakref.WeakKeyDictionary[Any, tuple[Group, weakref.finalize[Any, Any]]] = weakref.WeakKeyDictionary()
 _making = threading.RLock()
 
 
@@ -67,15 +69,32 @@ def make(
             from mkernel.sim.world import single_rank
         group = single_rank(timeout or ALONE_SECONDS)
     if together:
-        _kept[process_group if process_group is not None else dist.group.WORLD] = group
+        _keep(process_group if process_group is not None else dist.group.WORLD, group)
     return group
+
+
+def _keep(process_group: Any, group: Group) -> None:
+    with _making:
+        if process_group in _kept:
+            _kept[process_group][1].detach()
+        end = weakref.finalize(process_group, _release, group)
+        end.atexit = False
+        _kept[process_group] = group, end
+
+
+def _release(group: Group) -> None:
+    """The process group is gone, and with it, unless somebody else has it, the group and its memory, which this rank's
+    kernels may still use."""
+    if not group.closed and not group.broken:
+        with contextlib.suppress(MKernelError, RuntimeError):  # a device error, which others report
+            group.quiet()
 
 
 def forget(group: Group) -> None:
     """The group was closed: its process group gets another one when it is used again."""
     with _making:
-        for process_group in [each for each, kept in _kept.items() if kept is group]:
-            del _kept[process_group]
+        for process_group in [each for each, (kept, _) in _kept.items() if kept is group]:
+            _kept.pop(process_group)[1].detach()
 
 
 def resolve(given: Any, current: Group | None) -> Group:
@@ -140,19 +159,20 @@ def _process_group_of_mesh(mesh: Any, argument: str) -> Any:
 
 def _group_of(process_group: Any, current: Group | None) -> Group:
     if process_group not in dist.distributed_c10d._world.pg_map:
-        _kept.pop(process_group, None)
+        if process_group in _kept:
+            _kept.pop(process_group)[1]()
         raise ArgumentError(
             "group is a ProcessGroup that was destroyed, or that init_process_group or new_group did not make"
         )
-    group = _kept.get(process_group)
-    if group is not None:
-        return group
+    kept = _kept.get(process_group)
+    if kept is not None:
+        return kept[0]
     with _making:
-        group = _kept.get(process_group)
-        if group is None:
-            _check_caller(process_group, current)
-            group = make(process_group)
-    return group
+        kept = _kept.get(process_group)
+        if kept is not None:
+            return kept[0]
+        _check_caller(process_group, current)
+        return make(process_group)
 
 
 def _check_caller(process_group: Any, current: Group | None) -> None:
