@@ -26,7 +26,16 @@ import mkernel as mk
 SHAPES = [(33, 7, 17), (1, 1, 1), (7, 33, 5), (16, 16, 16), (2, 31, 33), (13, 3, 40), (5, 17, 1), (1, 40, 8)]
 LARGER_SHAPES = [(33, 33, 33), (67, 31, 37), (64, 64, 32), (37, 65, 70)]
 NODES = [(2, 1), (2, 2), (3, 1)]
-over_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
+
+
+def over(clusters, often):
+    """A test for each of these clusters: `often` in every run of the suite, for the others in thorough ones."""
+    marked = [pytest.param(each, marks=() if each in often else pytest.mark.thorough) for each in clusters]
+    return pytest.mark.parametrize("cluster", marked, ids=cluster_name)
+
+
+over_clusters = over(CLUSTERS, CLUSTERS)
+over_some = over(CLUSTERS, [(1, 2), (2, 2)])
 
 
 def small(**fields):
@@ -37,7 +46,7 @@ def small(**fields):
 # -- many schedules
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (2, 3))])
 @over_clusters
 def test_schedules(cluster, seed):
     number = 4 * CLUSTERS.index(cluster) + seed
@@ -46,7 +55,7 @@ def test_schedules(cluster, seed):
 
 
 @pytest.mark.parametrize("shape", LARGER_SHAPES)
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], ids=cluster_name)
+@over([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)], [(1, 1), (2, 2)])
 def test_several_tiles(cluster, shape):
     run(call, Case(*shape, torch.bfloat16), cluster=cluster, seed=sum(shape))
 
@@ -67,30 +76,30 @@ def test_fp32_is_multiplied_as_fp32(cluster):
 
 
 @pytest.mark.parametrize("resident", [1, 2])
-@over_clusters
+@over_some
 def test_ctas_one_after_the_other(cluster, resident):
     """Rule 4: no CTA waits for a later one of its rank, if those that move rows compute nothing afterwards."""
 
     def work(group):
         for turn in range(2):
-            call(group, Case(35, 40, 33), turn, config=small(join_tiles=0))
+            call(group, Case(18, 20, 33), turn, config=small(join_tiles=0))
 
     run(work, cluster=cluster, seed=resident, resident=resident)
 
 
 @pytest.mark.parametrize("options", [{"late": {1: 3000}}, {"slow": {0: 0.02}}, {"late": {0: 3000}, "slow": {1: 0.02}}])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (2, 2)], ids=cluster_name)
+@over([(1, 2), (2, 1), (2, 2)], [(1, 2), (2, 1)])
 def test_stragglers(cluster, options):
     def work(group):
-        for turn in range(4):
-            call(group, Case(20, 5, 36), turn, config=small())
+        for turn in range(3):
+            call(group, Case(20, 5, 17), turn, config=small())
 
     run(work, cluster=cluster, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_schedules_give_the_same_bits(dtype):
-    case = Case(35, 20, 40, dtype)
+    case = Case(18, 17, 20, dtype)
 
     def work(group):
         return call(group, case, config=small(ctas=4))
@@ -118,27 +127,27 @@ def test_ranks_may_share_a_tensor():
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 5])
 @pytest.mark.parametrize("held", [1, 2, 7])
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 3), (2, 2)], ids=cluster_name)
+@over([(1, 1), (1, 3), (2, 2)], [(1, 3)])
 def test_passes_and_held_tiles(cluster, held, passes):
     """Fewer tiles than are held, and passes with no chunk of some ranks, are among them."""
 
     def work(group):
         for turn in range(2):
-            call(group, Case(40, 20, 36), turn, config=small(passes=passes, held_tiles=held))
+            call(group, Case(18, 17, 33), turn, config=small(passes=passes, held_tiles=held))
 
     run(work, cluster=cluster, seed=passes, ctas=4)
 
 
 @pytest.mark.parametrize("chunk_rows", [16, 32, 48, 96])
-@pytest.mark.parametrize("cluster", [(1, 2), (3, 2)], ids=cluster_name)
+@over([(1, 2), (3, 2)], [(1, 2)])
 def test_chunks(cluster, chunk_rows):
     """Of several steps, and more than a rank has rows."""
     run(lambda group: call(group, Case(50, 17, 18), config=small(chunk_rows=chunk_rows)), cluster=cluster)
 
 
 def test_more_chunks_than_are_polled_at_once():
-    """128 signals at a time: three batches here."""
-    run(lambda group: call(group, Case(16 * 140, 3, 4), config=small(passes=2, chunk_rows=16)), cluster=(1, 3))
+    """128 signals at a time: two batches here."""
+    run(lambda group: call(group, Case(16 * 135, 3, 4), config=small(passes=2, chunk_rows=16)), cluster=(1, 2))
 
 
 @pytest.mark.parametrize("join", [0, 1, 3, 100])
@@ -205,10 +214,10 @@ def test_layout_of_out(layout, n, k, dtype):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@over_clusters
+@over(CLUSTERS, [(1, 1), (1, 2), (2, 1)])
 def test_the_gradient_of_a_transposed_weight(cluster, passes):
     """The layout in which autograd accumulates it: that of w [n, k], if b was w.t()."""
-    case = Case(18, 40, 72, torch.bfloat16)
+    case = Case(18, 24, 40, torch.bfloat16)
 
     def work(group):
         w = torch.empty(case.n, case.k, dtype=case.dtype)
@@ -222,9 +231,9 @@ def test_the_gradient_of_a_transposed_weight(cluster, passes):
     run(work, cluster=cluster)
 
 
-@over_clusters
+@over(CLUSTERS, [(1, 2), (2, 1)])
 def test_nothing_beside_out_is_written(cluster):
-    case = Case(35, 33, 17, torch.bfloat16)
+    case = Case(18, 18, 17, torch.bfloat16)
 
     def work(group):
         for layout in ("wide rows", "odd column", "transposed in wide rows"):
@@ -251,7 +260,7 @@ def test_expanded_inputs():
 
 
 @pytest.mark.parametrize("heap", [False, True])
-@over_clusters
+@over_some
 def test_nothing_beside_the_workspace_is_written(cluster, heap, monkeypatch):
     guards = Guards(monkeypatch)
 
@@ -295,7 +304,7 @@ def test_n_differs(cluster, n):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (3, 1)], ids=cluster_name)
+@over([(1, 2), (2, 1), (3, 1)], [(1, 2), (2, 1)])
 def test_a_rank_without_columns_does_not_run_ahead(cluster, seed):
     """A rank with n = 0 needs no rows, but they come all the same: rule 3 holds for it, too."""
 
@@ -350,7 +359,7 @@ def test_a_row_crosses_to_another_node_once(cluster):
 # -- many calls
 
 
-@pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 30), ((2, 1), 30), ((2, 2), 8)])
+@pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 20), ((2, 1), 20)])
 def test_many_calls(cluster, calls):
     case = Case(5, 6, 8, torch.bfloat16)
 
@@ -415,15 +424,18 @@ def test_subgroups():
 
 
 def test_calls_on_two_streams():
+    """Calls are queued without waiting, on two streams; each stream has a workspace of its own."""
     case = Case(9, 5, 8)
 
     def work(group):
-        for turn in range(3):
-            with group.world.stream(group.rank, "one"):
-                call(group, case, turn)
-            with group.world.stream(group.rank, "two"):
-                call(group, case, turn + 10)
+        results = []
+        for turn in range(4):
+            a, dy = case.rows(group.rank, turn), case.gradient(group.rank, group.size, turn)
+            with group.world.stream(group.world_rank, turn % 2):
+                results.append((mk.all_gather_matmul_weight_grad(a, dy), a, dy))
         group.synchronize()
+        for turn, (y, _, dy) in enumerate(results):
+            assert_weight_grad(y, case.gathered(group.size, turn), dy)
 
     run(work, cluster=(2, 2))
 

@@ -14,6 +14,8 @@ from mkernel.ops.reduce import matmul_all_reduce
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
+ROWS = 32  # of a gradient, as a matrix
+
 
 def sum_gradients(module: nn.Module, *, group: Any = None) -> list[RemovableHandle]:
     """Let the backward pass sum the gradients of a plain module's parameters over the ranks.
@@ -40,5 +42,8 @@ def sum_gradients(module: nn.Module, *, group: Any = None) -> list[RemovableHand
 
 
 def _sum(group: Group, gradient: torch.Tensor) -> torch.Tensor:
-    # a product with 1 is the gradient itself, so the operator sums the gradients of all ranks
-    return matmul_all_reduce(gradient.new_ones(1, 1), gradient.reshape(1, -1), group=group).view(gradient.shape)
+    # The product with the identity is the gradient itself, so the operator sums the gradients of all ranks. In one row,
+    # a gradient would fill only one row of each tile; in 32, it fills whole tiles.
+    rows = ROWS if gradient.numel() % ROWS == 0 else 1
+    identity = torch.eye(rows, dtype=gradient.dtype, device=gradient.device)
+    return matmul_all_reduce(identity, gradient.reshape(rows, -1), group=group).view(gradient.shape)
