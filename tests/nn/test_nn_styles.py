@@ -168,7 +168,7 @@ def run(program, ranks):
         assert f"right on rank {rank}" in output, output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_training(ranks):
     run(PLANS + TRAINING.replace("COMPILED", "False"), ranks)
 
