@@ -72,9 +72,9 @@ def test_every_operator_and_command_is_in_the_documentation():
     commands = (ROOT / "docs/reference/command-line.md").read_text()
     for command in cli.main.registered_commands:
         assert f"## {command.name or command.callback.__name__}\n" in commands
-    assert {f"mkernel.{name}" for name in mk.__all__ if name != "__version__"} <= set(
-        re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
-    )
+    shown = set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE))
+    assert {f"mkernel.{name}" for name in mk.__all__ if name != "__version__"} <= shown
+    assert {f"mkernel.nn.{name}" for name in mk.nn.__all__} <= shown
 
 
 def test_every_structure_and_function_of_kernels_is_in_the_reference():

@@ -63,3 +63,44 @@ def test_a_dimension_that_is_not_the_sequence(dim, message, kind):
             kind(24, 24, sequence_dim=dim)(torch.randn(4, 24))
 
     mk.spawn(on_rank, nodes=1, gpus_per_node=1, device="cpu")
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_results_may_be_overwritten(sequence_parallel):
+    """As by nn.ReLU(inplace=True), which the backward pass must see."""
+
+    def on_rank(group):
+        common = dict(sequence_parallel=sequence_parallel)
+        modules = [
+            nn.ColumnParallelLinear(24, 36, **common),
+            nn.ParallelQKV(24, 12, **common),
+            nn.RowParallelLinear(36, 24),
+        ]
+        gradients = []
+        for relu in (torch.relu, torch.relu_):
+            x = values(12, 24, seed=1).requires_grad_()
+            y = relu(modules[0](x))
+            query, _, _ = modules[1](x)
+            (relu(query).sum() + relu(modules[2](y)).sum()).backward()
+            gradients.append([x.grad, *(each.weight.grad for each in (modules[0], modules[1].q_proj, modules[2]))])
+            for module in modules:
+                module.zero_grad()
+        assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+    mk.spawn(on_rank, device="cpu")
+
+
+def test_what_needs_no_gradient_gets_none():
+    def on_rank(group):
+        module = nn.ColumnParallelLinear(24, 36, sequence_parallel=False)
+        x = values(12, 24, seed=1)
+        module.weight.requires_grad_(False)
+        module(x.requires_grad_()).sum().backward()
+        assert module.weight.grad is None
+        assert module.bias.grad is not None
+        module.bias.grad = None
+        y = module(x.detach())  # no sum over the ranks, either
+        y.sum().backward()
+        assert (module.bias.grad == 12).all()
+
+    mk.spawn(on_rank, device="cpu")

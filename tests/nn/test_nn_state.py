@@ -213,6 +213,21 @@ def test_no_group():
         nn.ColumnParallelLinear(*FEATURES)
 
 
+def test_replicated_parameters_that_differ():
+    def on_rank(group):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.LayerNorm(24), nn.ColumnParallelLinear(*FEATURES), nn.RowParallelLinear(36, 2)
+        )
+        nn.check_replicated(model)
+        if group.rank == 2:
+            torch.nn.init.zeros_(model[2].bias)
+        with pytest.raises(mk.ArgumentError, match=r"differ between ranks 0 and 2: 2\.bias\. Call torch\.manual_seed"):
+            nn.check_replicated(model)
+
+    on_ranks(on_rank, 1, 3)
+
+
 def raises(make, message, ranks=2):
     def on_rank(group):
         with pytest.raises(mk.ArgumentError) as error:

@@ -109,13 +109,66 @@ MESHES = """
 """
 
 
+# a plan as for a transformer of TorchTitan: torch's styles for norms and inputs, ours for the layers
+WITH_TORCH = """
+    import torch.nn.functional as F
+    from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, loss_parallel
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq = torch.nn.Linear(24, 24, bias=False)
+            self.wo = torch.nn.Linear(24, 24, bias=False)
+
+        def forward(self, x):
+            return self.wo(torch.tanh(self.wq(x)))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention_norm, self.attention = torch.nn.RMSNorm(24), Attention()
+            self.mlp_norm, self.mlp = torch.nn.RMSNorm(24), MLP()
+            self.head = torch.nn.Linear(24, 48, bias=False)
+
+        def forward(self, x):
+            x = x + self.attention(self.attention_norm(x))
+            return self.head(x + self.mlp(self.mlp_norm(x)))
+
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(1)
+    plain = Model().double()
+    torch.manual_seed(1)
+    model = parallelize_module(Model(), mesh, {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "attention.wq": nn.ColwiseParallel(),
+        "attention.wo": nn.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "mlp_norm": SequenceParallel(),
+        "mlp.up": nn.ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.down": nn.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "head": nn.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    })
+    x, target = values(2, 12, 24, seed=1), torch.arange(24) * 7 % 48
+    with loss_parallel():
+        logits = model(distribute_tensor(x, mesh, [Shard(1)]))
+        assert logits.placements == (Shard(2),) and logits.shape == (2, 12, 48)
+        F.cross_entropy(logits.flatten(0, 1), target).backward()
+    F.cross_entropy(plain(x.double()).flatten(0, 1), target).backward()
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.grad.full_tensor(), plain.get_parameter(name).grad, name)
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, plain)]
+    assert_near(norms[0].full_tensor(), norms[1])
+    print("right on rank", rank)
+"""
+
+
 def run(program, ranks):
     for rank, (output, code) in enumerate(forked_processes.run_ranks(program, ranks, store="apart")):
         assert code == 0, output
         assert f"right on rank {rank}" in output, output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_training(ranks):
     run(PLANS + TRAINING.replace("COMPILED", "False"), ranks)
 
@@ -127,6 +180,10 @@ def test_compiled():
 
 def test_one_dimension_of_a_mesh():
     run(PLANS + MESHES, 4)
+
+
+def test_with_styles_of_torch():
+    run(PLANS + WITH_TORCH, 2)
 
 
 def test_what_is_refused():

@@ -11,7 +11,7 @@ from mkernel.nn.attention import ContextParallelAttention
 from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts, TopKRouter
-from mkernel.nn.replicated import sum_gradients
+from mkernel.nn.replicated import check_replicated, sum_gradients
 from mkernel.nn.shards import ParallelModule, full_state_dict
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "TopKRouter",
+    "check_replicated",
     "full_state_dict",
     "functional",
     "sum_gradients",

@@ -66,46 +66,56 @@ def column_parallel_linears(
             return [all_gather_matmul(x, weights[0].t(), bias=biases[0], group=group, gather_dim=dim, save=save)]
         products = all_gather_matmul(x, [weight.t() for weight in weights], group=group, gather_dim=dim, save=save)
         return [product if bias is None else product + bias for product, bias in zip(products, biases)]
-    outputs = [F.linear(x.detach(), weight, bias) for weight, bias in zip(weights, biases)]
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return outputs
-    if len(outputs) == 1:
-        return [_SumInputGradient.apply(x, weights[0], outputs[0], group)]
-    # one sum over the ranks for all weights: that of the product with all of them, one below the other
-    return list(_SumInputGradients.apply(x, group, *weights, *outputs))
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+    if len(weights) == 1:
+        return [_ReplicatedLinear.apply(x, weights[0], biases[0], group)]
+    return list(_ReplicatedLinears.apply(x, group, *weights, *biases))
 
 
-class _SumInputGradient(torch.autograd.Function):
-    """Returns output = x @ weight.t(), which was computed from x without its gradient. In the backward pass, adds the
-    gradient of x: the sum over all ranks of grad @ weight."""
+class _ReplicatedLinear(torch.autograd.Function):
+    """F.linear of an input that is the same on every rank. Its gradient is the sum over all ranks of grad @ weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.group = group
-        return output.view_as(output)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (weight,) = ctx.saved_tensors
-        return matmul_all_reduce(grad, weight, group=ctx.group), None, grad, None
+        x, weight = ctx.saved_tensors
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = matmul_all_reduce(grad, weight, group=ctx.group)
+        return dx, *_local_gradients(x, grad, needs_weight, needs_bias), None
 
 
-class _SumInputGradients(torch.autograd.Function):
-    """The same for several weights and their outputs."""
+class _ReplicatedLinears(torch.autograd.Function):
+    """The same for several weights: one sum over the ranks, of the product with all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, *weights_and_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = len(weights_and_outputs) // 2
-        ctx.save_for_backward(*weights_and_outputs[:count])
+    def forward(ctx: Any, x: torch.Tensor, group: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
         ctx.group = group
-        return tuple([output.view_as(output) for output in weights_and_outputs[count:]])
+        return tuple([F.linear(x, weight, bias) for weight, bias in zip(weights, biases)])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        weights = ctx.saved_tensors
-        summed = matmul_all_reduce(torch.cat(grads, -1), torch.cat(weights), group=ctx.group)
-        return (summed, None, *[None] * len(weights), *grads)
+        x, *weights = ctx.saved_tensors
+        count = len(weights)
+        dx = matmul_all_reduce(torch.cat(grads, -1), torch.cat(weights), group=ctx.group)
+        needs = ctx.needs_input_grad[2:]
+        own = [_local_gradients(x, grads[i], needs[i], needs[count + i]) for i in range(count)]
+        return (dx, None, *[dweight for dweight, _ in own], *[dbias for _, dbias in own])
+
+
+def _local_gradients(x: torch.Tensor, grad: torch.Tensor, needs_weight: bool, needs_bias: bool) -> tuple[Any, Any]:
+    """The gradients of weight and bias, which need no communication: every rank has all rows."""
+    grads = grad.reshape(-1, grad.shape[-1])
+    dweight = grads.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+    return dweight, grads.sum(0) if needs_bias else None
 
 
 def row_parallel_linear(

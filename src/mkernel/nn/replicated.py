@@ -1,7 +1,9 @@
-"""Gradients of parameters that every rank has whole, but uses for its part of the sequence only."""
+"""Parameters that every rank has whole: gradients of those that a rank uses for its part of the sequence only, and a
+check that the ranks have the same values."""
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mkernel.nn.shards import ParallelModule
+from mkernel.nn.shards import ParallelModule, is_dtensor
 from mkernel.ops.reduce import matmul_all_reduce
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
@@ -39,6 +41,32 @@ def sum_gradients(module: nn.Module, *, group: Any = None) -> list[RemovableHand
             )
     hook = partial(_sum, current(group))
     return [parameter.register_hook(hook) for parameter in module.parameters()]
+
+
+def check_replicated(module: nn.Module, *, group: Any = None) -> None:
+    """Raise ArgumentError, on every rank, unless all ranks have the same values in all parameters that are replicated:
+    those of plain modules, and biases of `RowParallelLinear`. Collective.
+
+    They differ if the ranks were seeded differently, or loaded different checkpoints. The check reads all of them: call
+    it once, before training. DTensors are left out.
+    """
+    hashes = {}
+    for prefix, child in module.named_modules():
+        sharded = child.shard_dims if isinstance(child, ParallelModule) else {}
+        for name, parameter in child.named_parameters(recurse=False):
+            if name not in sharded and not is_dtensor(parameter):
+                values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                hashes[f"{prefix}.{name}" if prefix else name] = hashlib.sha256(values.numpy()).hexdigest()
+    group = current(group)
+    told = group.exchange("check_replicated", hashes)
+    for rank, theirs in enumerate(told):
+        different = [name for name in {**told[0], **theirs} if told[0].get(name) != theirs.get(name)]
+        if different:
+            raise ArgumentError(
+                f"module has parameters that must be the same on every rank, but differ between ranks 0 and {rank}: "
+                f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}. Call torch.manual_seed with the "
+                f"same seed on every rank before the module is built, or load the same checkpoint"
+            )
 
 
 def _sum(group: Group, gradient: torch.Tensor) -> torch.Tensor:
