@@ -32,6 +32,10 @@ SAYS = {
     "05_tensor_parallel_mlp": [
         f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): (32, 64)" for rank in range(4)
     ],
+    "07_train_llama": [
+        f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): loss 5.0930 -> 4.5032 in 2 steps"
+        for rank in range(4)
+    ],
 }
 ELSEWHERE = {"all_gather_matmul": "cluster/test_torchrun.py", "06_processes_reduce": "cluster/test_torchrun.py"}
 
@@ -56,6 +60,49 @@ def test_the_same_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(path)]
     output = forked_processes.run(command, expected=1)
     assert f"this needs 2, 4, ... processes: torchrun --nproc-per-node 4 {path}\n" in output
+
+
+TRAINING = Path(__file__).parent.parent / "examples/07_train_llama.py"
+
+
+def assert_trained(output, ranks, nodes=1, steps=20, losses="5.0930 -> 2.3494"):
+    """The program itself compares the loss of each step with that of the plain model."""
+    for rank in range(ranks):
+        here = f"Group(rank {rank} of {ranks}, node {rank * nodes // ranks} of {nodes} x {ranks // nodes}, cpu)"
+        assert f"{here}: loss {losses} in {steps} steps" in output
+
+
+def test_training_in_one_node_of_the_simulator():
+    output = forked_processes.run_python([str(TRAINING), "cpu", "--nodes", "1"])
+    assert_trained(output, 2, steps=2, losses="5.0930 -> 4.5032")
+
+
+def test_training_in_processes():
+    results = forked_processes.run_ranks(TRAINING, 2, store="apart")
+    assert [code for _, code in results] == [0, 0], results
+    assert_trained("".join(output for output, _ in results), 2)
+
+
+@pytest.mark.thorough
+def test_training_in_one_process():
+    assert_trained(forked_processes.run_python([str(TRAINING)]), 1)
+
+
+@pytest.mark.thorough
+def test_training_under_torchrun():
+    assert_trained(forked_processes.torchrun(TRAINING, 4), 4)
+
+
+@pytest.mark.thorough
+def test_training_in_bf16():
+    output = forked_processes.torchrun(TRAINING, 4, arguments=["--bf16"])
+    assert output.count("in 20 steps, relative difference") == 4
+
+
+@pytest.mark.thorough
+def test_training_over_the_network():
+    output = forked_processes.torchrun(TRAINING, 4, arguments=["--gpus-per-node", "2", "--steps", "3"])
+    assert_trained(output, 4, nodes=2, steps=3, losses="5.0930 -> 4.3360")
 
 
 def test_examples_are_numbered_and_all_are_tested():

@@ -83,6 +83,7 @@ LEAVES = {"cache", "operators", "version"}  # modules that know nothing but erro
 # modules of an operator's package that only the tools import, by the name that its entry in the registry has for them
 TOOLS = ("baselines", "bench", "demo", "tuning", "workload")
 BELOW = {
+    "integrations": {"integrations", "ops", "runtime"},
     "lang": {"lang"},
     "net": {"net", "runtime.errors", *LEAVES},
     "nn": {"nn", "ops", "runtime"},
@@ -139,25 +140,26 @@ def test_operators_know_no_tool():
 
 
 def test_no_tool_imports_an_operator():
-    """Tools find operators in the registry. The public API has their functions, and modules are made of them."""
+    """Tools find operators in the registry. The public API has their functions; modules and integrations call them."""
     found = [
         f"{file}:{line} imports mkernel.{name}"
         for file in FILES
-        if not file.startswith(("ops/", "nn/")) and file not in ("__init__.py", "api.py")
+        if not file.startswith(("ops/", "nn/", "integrations/")) and file not in ("__init__.py", "api.py")
         for line, name in of_mkernel(file)
         if name.split(".")[0] == "ops"
     ]
     assert not found
 
 
-def test_nothing_imports_the_modules():
-    """mkernel.nn is above all else; who wants it imports it, or asks the package for it."""
+@pytest.mark.parametrize("folder", ["nn", "integrations"])
+def test_nothing_imports_what_is_above_all_else(folder):
+    """Who wants modules or integrations imports them, or asks the package for them. Integrations may use modules."""
     found = [
         f"{file}:{line} imports mkernel.{name}"
         for file in FILES
-        if not file.startswith("nn/")
+        if not file.startswith((f"{folder}/", "integrations/"))
         for line, name in of_mkernel(file)
-        if name.split(".")[0] == "nn"
+        if name.split(".")[0] == folder
     ]
     assert not found
 

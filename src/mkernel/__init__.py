@@ -80,7 +80,7 @@ _MODULES = {
     "Trace": "tracing",
     "trace": "tracing",
 }
-_SUBMODULES = ("api", "doctor", "lang", "net", "nn", "ops", "runtime", "tracing")
+_SUBMODULES = ("api", "doctor", "integrations", "lang", "net", "nn", "ops", "runtime", "tracing")
 
 __all__ = [
     "ArgumentError",

@@ -12,7 +12,7 @@ from mkernel.environment import one_of_several_processes
 from mkernel.runtime import process_groups
 from mkernel.runtime.collective import collective
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, set_current
+from mkernel.runtime.group import Group, GroupLike, set_current
 from mkernel.runtime.planning import check_timeout
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ def init(
     Otherwise, this is a group of one rank: on the current GPU, or in the simulator if there is none. For several ranks
     in one process, use `mk.spawn`.
 
+    From now on, operators that are passed the process group, a mesh of it, or its name use this group, too.
+
     Args:
-        process_group: any torch.distributed process group; None is the default one. If torchrun started this process
-            and there is no default process group yet, it is created, with gloo.
+        process_group: any torch.distributed process group, a one-dimensional DeviceMesh, or the name of a process
+            group; None is the default one. If torchrun started this process and there is no default process group yet,
+            it is created, with gloo.
         transport: how nodes communicate: "verbs" (InfiniBand, RoCE), "efa" (AWS) or "tcp", or one of
             `mkernel.net.Verbs`, `Efa` and `Tcp` with details such as the device's name. "auto" is verbs if every rank
             has a working device for it, else tcp.
@@ -56,6 +59,13 @@ def init(
     together = distributed and torch.distributed.is_initialized()
     if process_group is not None and not together:
         raise ArgumentError("process_group was passed, but torch.distributed.init_process_group has not been called")
+    if process_group is not None:
+        given, process_group = process_group, process_groups.process_group_of(process_group, "process_group")
+        if process_group is None:
+            raise ArgumentError(
+                f"process_group must be a ProcessGroup, a one-dimensional DeviceMesh, or the name of a process group; "
+                f"got {given!r}"
+            )
     if together and torch.distributed.get_rank(process_group) < 0:
         raise ArgumentError("process_group: this process is not one of its ranks; only its ranks may call mk.init")
     group = process_groups.make(process_group, transport=transport, timeout=timeout, gpus_per_node=gpus_per_node)
@@ -64,7 +74,9 @@ def init(
 
 
 @collective
-def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group: Group | None = None) -> torch.Tensor:
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group: GroupLike | None = None
+) -> torch.Tensor:
     """An uninitialized tensor in the symmetric heap of the group; operators send it without a copy.
 
     Collective: every rank of the group calls it, in the same order and with the same number of bytes. The memory is
@@ -75,13 +87,13 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, group
         raise ArgumentError(f"size must be integers of at least 0, got {size}")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-    assert group is not None
+    assert isinstance(group, Group)
     return group.empty(*shape, dtype=dtype)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Any:
     """The plan of a call `mk.<op>(*args, **kwargs)`, with reasons; print it to read it.
 
-    Nothing is launched. This is not collective.
+    Nothing is launched. This is not collective, unless `group` is a process group that has not been used before.
     """
     return operators.find(op).load("explain")(*args, **kwargs)

@@ -8,15 +8,18 @@ WORKS = """
     import torch.distributed as dist
     from datetime import timedelta
     from support.patience import WAIT
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     import mkernel as mk
     from mkernel.runtime.group import current
 
-    def start():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def start(times=0):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        apart = dist.PrefixStore(f"started {times} times before", store)
+        dist.init_process_group("gloo", store=apart, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT))
 
     start()
-    rank, size = dist.get_rank(), dist.get_world_size()
 
     def works(group, ranks):
         '''The rows of these ranks of the job, and of no others, in their order.'''
@@ -76,8 +79,6 @@ MESH = """
     # of what the ranks of one dimension are not in
     theirs = [dist.new_group(members) for members in rows][1 - rank // 2]
     refused(theirs, "not one of its ranks")
-    first = init_device_mesh("cpu", (4,))
-    from torch.distributed.device_mesh import DeviceMesh
     pair = DeviceMesh("cpu", [0, 3], _init_backend=True)
     if rank in (0, 3):
         works(pair, [0, 3])
@@ -90,12 +91,11 @@ MESH = """
     names = [mesh["tp"], process_group, process_group.group_name]
     seconds = [min(timeit.repeat(lambda: current(name), number=200, repeat=20)) / 200 for name in names]
     assert max(seconds) < 100e-6, seconds
-    works(None if mk.init(timeout=WAIT) is None else None, [0, 1, 2, 3])
 """
 
 
 def test_meshes_process_groups_and_names():
-    check(run_ranks(WORKS + MESH + END, 4))
+    check(run_ranks(WORKS + MESH + END, 4, store="apart"))
 
 
 OVERLAPPING = """
@@ -109,7 +109,7 @@ OVERLAPPING = """
                 found = works(group if turn else dist.distributed_c10d._get_process_group_name(group), pair)
                 assert made.setdefault(tuple(pair), found) is found
             else:
-                refused(group, "not one of its ranks" if rank not in pair else "")
+                refused(group, "not one of its ranks")
         found = works(dist.group.WORLD, everyone)
         assert made.setdefault(tuple(everyone), found) is found
     assert len({id(group) for group in made.values()}) == 3
@@ -122,7 +122,7 @@ OVERLAPPING = """
 
 
 def test_overlapping_process_groups():
-    check(run_ranks(WORKS + OVERLAPPING + END, 3))
+    check(run_ranks(WORKS + OVERLAPPING + END, 3, store="apart"))
 
 
 INIT = """
@@ -132,6 +132,17 @@ INIT = """
     second = mk.init(timeout=WAIT)
     assert works(dist.group.WORLD, [0, 1]) is works("0", [0, 1]) is second and second.nodes == 1
     assert works(group.group_name, [0, 1]) is group and works(second.group_name, [0, 1]) is second
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for same in (mesh["tp"], mesh["tp"].get_group().group_name):
+        assert mk.init(same, timeout=WAIT) is works(mesh["tp"], [0, 1])
+    for wrong in (mesh, "nothing", 7, dist.GroupMember.NON_GROUP_MEMBER):
+        try:
+            mk.init(wrong)
+        except mk.ArgumentError as refusal:
+            assert str(refusal).startswith("process_group"), refusal
+        else:
+            raise AssertionError(wrong)
+    mk.runtime.group.set_current(second)
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=WAIT / 2))
     third = works(pair, [0, 1])
     assert current() is second, "the current group has changed"
@@ -145,7 +156,7 @@ INIT = """
 
 
 def test_groups_of_init_and_closed_groups():
-    check(run_ranks(WORKS + INIT + END, 2))
+    check(run_ranks(WORKS + INIT + END, 2, store="apart"))
 
 
 DESTROYED = """
@@ -155,6 +166,8 @@ DESTROYED = """
 
     pair = dist.new_group([0, 1])
     works(pair, [0, 1])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    works(mesh, [0, 1])
     dist.destroy_process_group(pair)
     refused(pair, "destroyed")
     names, counts = set(), []
@@ -171,8 +184,9 @@ DESTROYED = """
         if turn % 2:
             dist.destroy_process_group()
             refused(pair, "destroyed")
+            refused(mesh, "destroyed")
             refused("0", "'0'")
-            start()
+            start(turn)
         else:
             dist.destroy_process_group(pair)
         del pair, each
@@ -183,7 +197,26 @@ DESTROYED = """
 
 
 def test_destroyed_process_groups():
-    check(run_ranks(WORKS + DESTROYED + END, 2))
+    check(run_ranks(WORKS + DESTROYED + END, 2, store="apart"))
+
+
+SPAWN = """
+    def on_rank(group):
+        refused(dist.group.WORLD, "under mk.spawn", "group_name")
+        part = group.split(group.rank % 2)
+        assert current(part.group_name) is part
+        return mk.all_gather_matmul(torch.full((1, 16), float(group.rank)), torch.eye(16), group=part.group_name)[:, 3]
+
+    found = mk.spawn(on_rank, nodes=2, gpus_per_node=2, device="cpu")
+    assert [each.tolist() for each in found] == [[0, 2], [1, 3]] * 2, found
+    alone = works(dist.group.WORLD, [0])
+    assert works(alone.group_name, [0]) is works("0", [0]) is alone
+    no_current_group()
+"""
+
+
+def test_one_process_that_spawns():
+    check(run_ranks(WORKS + SPAWN + END, 1, store="apart"))
 
 
 def check(results):

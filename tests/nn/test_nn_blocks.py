@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.nn_reference import WORLDS, PlainQKV, PlainSwiGLU, assert_near, values
+from support.nn_reference import BLOCKS, WORLDS, assert_near, values
 
 import mkernel as mk
 from mkernel import nn
@@ -20,47 +20,23 @@ def spawn(function, nodes=1, gpus_per_node=2):
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_gradients(nodes, gpus, block):
+    mk.spawn(block.check, True, nodes=nodes, gpus_per_node=gpus, device="cpu")
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_swiglu(nodes, gpus, sequence_parallel, bias):
-    plain = PlainSwiGLU(HIDDEN, INNER, bias)
-    x, residual = values(2, SEQUENCE, HIDDEN, seed=1), values(2, SEQUENCE, HIDDEN, seed=2)
-    state = plain.state_dict()
-    with torch.no_grad():
-        exact = plain.double()(x.double())
-
+def test_residual_of_a_swiglu(sequence_parallel):
     def on_rank(group):
-        module = nn.ParallelSwiGLU(HIDDEN, INNER, bias, sequence_parallel=sequence_parallel, sequence_dim=1)
-        module.load_state_dict(state)
-        mine = part(group, x, 1, sequence_parallel)
-        added = part(group, residual, 1, sequence_parallel)
+        module = nn.ParallelSwiGLU(HIDDEN, INNER, sequence_parallel=sequence_parallel)
+        x, residual = values(SEQUENCE, HIDDEN, seed=1), values(SEQUENCE // group.size, HIDDEN, seed=2 + group.rank)
+        if not sequence_parallel:
+            residual = values(SEQUENCE, HIDDEN, seed=2)
+        mine = part(group, x, 0, sequence_parallel)
         with torch.no_grad():
-            y, with_residual = module(mine), module(mine, added)
-        assert_near(y, part(group, exact, 1, sequence_parallel))
-        assert_near(with_residual, part(group, exact + residual, 1, sequence_parallel))
+            assert_near(module(mine, residual), module(mine).double() + residual)
 
-    spawn(on_rank, nodes, gpus)
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_qkv(nodes, gpus, sequence_parallel):
-    heads, kv_heads, dim = 24, 12, 4
-    plain = PlainQKV(HIDDEN, heads, kv_heads, dim, bias=True)
-    x = values(SEQUENCE, 2, HIDDEN, seed=1)
-    state = plain.state_dict()
-    with torch.no_grad():
-        exact = plain.double()(x.double())
-
-    def on_rank(group):
-        module = nn.ParallelQKV(HIDDEN, heads, kv_heads, dim, bias=True, sequence_parallel=sequence_parallel)
-        module.load_state_dict(state)
-        with torch.no_grad():
-            results = module(part(group, x, 0, sequence_parallel))
-        for result, whole, name in zip(results, exact, ("query", "key", "value"), strict=True):
-            assert_near(result, part(group, whole, -2), name)  # this rank's heads, for the whole sequence
-
-    spawn(on_rank, nodes, gpus)
+    spawn(on_rank)
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)

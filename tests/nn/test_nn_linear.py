@@ -10,8 +10,8 @@ from mkernel import nn
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
 @pytest.mark.parametrize("case", LINEARS, ids=str)
-def test_forward(nodes, gpus, case):
-    mk.spawn(case.check, False, nodes=nodes, gpus_per_node=gpus, device="cpu")
+def test_gradients(nodes, gpus, case):
+    mk.spawn(case.check, True, nodes=nodes, gpus_per_node=gpus, device="cpu")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -11,62 +11,115 @@ def run(program, ranks):
 
 
 GRADIENTS = """
-    import torch
-    from support.nn_reference import LINEARS, PlainQKV, PlainSwiGLU, assert_near, compare_gradients, values
+    from support.nn_reference import BLOCKS, LINEARS, check_two_layers
     from support.patience import WAIT
     import mkernel as mk
-    from mkernel import nn
 
     group = mk.init(timeout=WAIT, gpus_per_node={gpus_per_node})
     assert group.nodes == {nodes}
-    for case in LINEARS:
+    for case in [*LINEARS, *BLOCKS]:
         case.check(group, True)
-
-    def part(whole, dim):
-        return whole.chunk(group.size, dim)[group.rank]
-
-    def compare(plain, parallel, sequence_parallel, scattered):
-        torch.manual_seed(1)
-        plain, module = plain(), parallel()
-        module.load_state_dict(plain.state_dict())
-        x = values(2, 12, 24, seed=1)
-        mine = (part(x, 1) if sequence_parallel else x).clone().requires_grad_()
-        whole = x.double().requires_grad_()
-        results, exact = module(mine), plain.double()(whole)
-        if scattered:
-            results, exact = [results], [exact]
-        parts = [part(each, 1) if scattered else part(each, -2) for each in exact]
-        if scattered and not sequence_parallel:
-            parts = exact
-        grads = [values(*each.shape, seed=5) for each in exact]
-        mine_of = {{id(each): own for each, own in zip(exact, parts)}}
-        for result, own in zip(results, parts):
-            assert_near(result, own.detach())
-        torch.autograd.backward(exact, [grad.double() for grad in grads])
-        own_grads = [
-            part(grad, -2) if not scattered else part(grad, 1) if sequence_parallel else grad for grad in grads
-        ]
-        torch.autograd.backward(results, own_grads)
-        assert_near(mine.grad, part(whole.grad, 1) if sequence_parallel else whole.grad, "input")
-        compare_gradients(module, plain)
-
     for sequence_parallel in (True, False):
-        common = dict(sequence_parallel=sequence_parallel, sequence_dim=1)
-        for save in ("sharded", "gathered"):
-            compare(
-                lambda: PlainSwiGLU(24, 36, True), lambda: nn.ParallelSwiGLU(24, 36, True, save=save, **common),
-                sequence_parallel, True,
-            )
-        compare(
-            lambda: PlainQKV(24, 24, 12, 4, True), lambda: nn.ParallelQKV(24, 24, 12, 4, True, **common),
-            sequence_parallel, False,
-        )
+        check_two_layers(group, sequence_parallel)
     group.close()
     print("right on rank", group.rank)
 """
 
 
-@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), pytest.param(2, 2, marks=pytest.mark.thorough)])
 def test_gradients(nodes, gpus_per_node):
     program = GRADIENTS.format(nodes=nodes, gpus_per_node=gpus_per_node if nodes > 1 else None)
     run(program, nodes * gpus_per_node)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_compiled(backend):
+    """fullgraph: what Dynamo cannot trace would be an error."""
+    program = f"""
+        import torch
+        from support.nn_reference import check_two_layers
+        from support.patience import WAIT
+        import mkernel as mk
+
+        group = mk.init(timeout=WAIT)
+        for sequence_parallel in (True, False):
+            wrap = lambda module: torch.compile(module, fullgraph=True, backend="{backend}")
+            check_two_layers(group, sequence_parallel, wrap)
+        group.close()
+        print("right on rank", group.rank)
+    """
+    run(program, 2)
+
+
+def test_gradient_of_all_output_features():
+    """The same loss on every rank, as Megatron's convention is."""
+    program = """
+        import torch
+        from support.nn_reference import FEATURES, assert_near, values
+        from support.patience import WAIT
+        import mkernel as mk
+        from mkernel import nn
+
+        group = mk.init(timeout=WAIT)
+        for sequence_parallel in (True, False):
+            x, grad = values(2, 12, FEATURES[0], seed=1), values(2, 12, FEATURES[1], seed=2)
+            torch.manual_seed(1)
+            plain = torch.nn.Linear(*FEATURES).double()
+            torch.manual_seed(1)
+            module = nn.ColumnParallelLinear(
+                *FEATURES, sequence_parallel=sequence_parallel, sequence_dim=1, gather_output=True
+            )
+            runs = [module]
+            if sequence_parallel:
+                runs.append(torch.compile(module, fullgraph=True, backend="aot_eager"))
+            for wrapped in runs:
+                module.zero_grad()
+                plain.zero_grad()
+                whole = x.double().requires_grad_()
+                mine = (x.chunk(group.size, 1)[group.rank] if sequence_parallel else x).clone().requires_grad_()
+                exact, y = plain(whole), wrapped(mine)
+                assert_near(y, exact.detach())
+                exact.backward(grad.double())
+                y.backward(grad)
+                assert_near(mine.grad, whole.grad.chunk(group.size, 1)[group.rank] if sequence_parallel else whole.grad)
+                for name, parameter in module.named_parameters():
+                    assert_near(parameter.grad, module.shard_of(name, plain.get_parameter(name).grad), name)
+        group.close()
+        print("right on rank", group.rank)
+    """
+    run(program, 2)
+
+
+def test_autocast_and_what_is_refused():
+    program = """
+        import pytest
+        import torch
+        from support.patience import WAIT
+        import mkernel as mk
+        from mkernel import nn
+
+        group = mk.init(timeout=WAIT)
+        layers = torch.nn.Sequential(
+            nn.ColumnParallelLinear(8, 16), torch.nn.ReLU(), nn.RowParallelLinear(16, 8),
+        )
+        replicated = nn.ColumnParallelLinear(8, 16, sequence_parallel=False)
+        x = torch.randn(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            (layers(x).float().sum() + replicated(x).float().sum()).backward()
+        for parameter in [*layers.parameters(), *replicated.parameters()]:
+            assert parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all()
+        with pytest.raises(mk.ArgumentError, match="contains 0, a ColumnParallelLinear, which sums its gradients"):
+            nn.sum_gradients(layers)
+        norm = torch.nn.LayerNorm(8)
+        handles = nn.sum_gradients(norm)
+        norm(torch.ones(3, 8)).sum().backward()
+        assert (norm.bias.grad == 6).all()
+        for handle in handles:
+            handle.remove()
+        norm.zero_grad()
+        norm(torch.ones(3, 8)).sum().backward()
+        assert (norm.bias.grad == 3).all()
+        group.close()
+        print("right on rank", group.rank)
+    """
+    run(program, 2)

@@ -45,3 +45,17 @@ def test_mixture_of_experts_needs_hopper(pretend):
 
     with pytest.raises(mk.ArgumentError, match=r"moe_ffn .* NVIDIA A100 \(cuda:0, compute capability 8\.0\) .* Hopper"):
         check_tokens("moe_ffn", Group(), torch.zeros(1, 16), torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("current", "local_rank", "taken"), [(0, None, 0), (0, "3", 3), (2, "3", 2), (0, "9", 1)])
+def test_the_gpu_of_a_process(monkeypatch, current, local_rank, taken):
+    """The current one, if it was chosen; a group of one rank is there, too."""
+    chosen = [current]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert gpus.take_device() == torch.device("cuda", taken)
+    assert chosen[-1] == taken

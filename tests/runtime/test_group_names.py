@@ -1,6 +1,7 @@
 """Groups by name, as operators of torch.library find them."""
 
 import pytest
+import torch
 
 import mkernel as mk
 from mkernel.runtime.group import named, set_current
@@ -60,5 +61,31 @@ def test_whose_group_it_is_must_be_known():
         finally:
             set_current(group)
         group.barrier()
+
+    mk.spawn(program, device="cpu")
+
+
+def test_operators_take_names():
+    def program(group):
+        pair = group.split(group.rank // 2)
+        a = torch.full((2, 16), float(group.rank))
+        gathered = mk.all_gather_matmul(a, torch.eye(16), group=pair.group_name)
+        scattered = mk.matmul_reduce_scatter(torch.ones(4, 16), torch.eye(16), group=group.group_name)
+        assert mk.empty(4, group=pair.group_name).shape == (4,)
+        assert mk.explain("all_gather_matmul", a, torch.eye(16), group=pair.group_name)
+        return gathered[:, 7].tolist(), scattered.tolist()
+
+    found = mk.spawn(program, nodes=2, gpus_per_node=2, device="cpu")
+    assert [rows for rows, _ in found] == [[0, 0, 1, 1]] * 2 + [[2, 2, 3, 3]] * 2
+    assert [scattered for _, scattered in found] == [[[4.0] * 16]] * 4
+
+
+@pytest.mark.parametrize("wrong", [7, object(), b"world:1x2", ["world:1x2"], torch.ones(2)])
+def test_what_stands_for_a_group(wrong):
+    def program(group):
+        with pytest.raises(mk.ArgumentError) as refusal:
+            mk.all_gather_matmul(torch.ones(2, 16), torch.eye(16), group=wrong)
+        for part in ("mk.Group", "ProcessGroup", "DeviceMesh", "name", type(wrong).__name__):
+            assert part in str(refusal.value)
 
     mk.spawn(program, device="cpu")

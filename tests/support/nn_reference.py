@@ -149,9 +149,101 @@ class PlainQKV(torch.nn.Module):
         return tuple(layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
 
 
-def compare_gradients(module, plain):
-    """The gradients of a parallel module's parameters are the shards of those of the plain module, which is in
-    float64."""
-    for name, parameter in module.named_parameters():
-        owner, _, own = name.rpartition(".")
-        assert_near(parameter.grad, module.get_submodule(owner).shard_of(own, plain.get_parameter(name).grad), name)
+@dataclass(frozen=True)
+class Block:
+    """A SwiGLU or the projections of attention, and its input [batch, sequence, features]."""
+
+    kind: str
+    sequence_parallel: bool = True
+    bias: bool = True
+    save: str = "sharded"
+    shape: tuple[int, int] = (2, 12)
+
+    def plain(self):
+        torch.manual_seed(7)
+        return PlainSwiGLU(24, 36, self.bias) if self.kind == "swiglu" else PlainQKV(24, 24, 12, 4, self.bias)
+
+    def module(self, group):
+        common = dict(sequence_parallel=self.sequence_parallel, sequence_dim=1, save=self.save, group=group)
+        torch.manual_seed(7)
+        if self.kind == "swiglu":
+            return nn.ParallelSwiGLU(24, 36, self.bias, **common)
+        return nn.ParallelQKV(24, 24, 12, 4, self.bias, **common)
+
+    def part(self, group, whole, which):
+        """This rank's part of the input or of an output, or of their gradients: of the sequence, or of the heads."""
+        if which == "output" and self.kind == "qkv":
+            return whole.chunk(group.size, -2)[group.rank]
+        return whole.chunk(group.size, 1)[group.rank] if self.sequence_parallel else whole
+
+    def check(self, group, backward):
+        """Run the block, and compare it with the plain one."""
+        plain, module = self.plain().double(), self.module(group)
+        x = values(*self.shape, 24, seed=1)
+        mine = self.part(group, x, "input").clone().requires_grad_(backward)
+        whole = x.double().requires_grad_()
+        with torch.set_grad_enabled(backward):
+            results, exact = module(mine), plain(whole)
+        if self.kind == "swiglu":
+            results, exact = [results], [exact]
+        grads = [values(*each.shape, seed=20 + i) for i, each in enumerate(exact)]
+        for i, (result, each) in enumerate(zip(results, exact, strict=True)):
+            assert_near(result, self.part(group, each.detach(), "output"), f"output {i}")
+        if not backward:
+            return
+        torch.autograd.backward(results, [self.part(group, grad, "output") for grad in grads])
+        torch.autograd.backward(exact, [grad.double() for grad in grads])
+        assert_near(mine.grad, self.part(group, whole.grad, "input"), "input's gradient")
+        for name, parameter in module.named_parameters():
+            owner, _, own = name.rpartition(".")
+            shard = module.get_submodule(owner).shard_of(own, plain.get_parameter(name).grad)
+            assert_near(parameter.grad, shard, f"gradient of {name}")
+
+
+BLOCKS = [
+    *(Block(kind, sequence_parallel) for kind in ("swiglu", "qkv") for sequence_parallel in (True, False)),
+    Block("swiglu", bias=False, save="gathered"),
+    Block("qkv", sequence_parallel=False, bias=False),
+]
+
+
+class Residual(torch.nn.Module):
+    """A layer of a transformer without its attention: x + mlp(norm(x))."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(24)
+        self.mlp = mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def check_two_layers(group, sequence_parallel, wrap=lambda module: module):
+    """Two layers with norms between them, as `wrap` returns them: twice forward and backward."""
+    torch.manual_seed(1)
+    plain = torch.nn.Sequential(*(Residual(PlainSwiGLU(24, 36)) for _ in range(2))).double()
+    torch.manual_seed(1)
+    common = dict(sequence_parallel=sequence_parallel, sequence_dim=1, group=group)
+    layers = torch.nn.Sequential(*(Residual(nn.ParallelSwiGLU(24, 36, **common)) for _ in range(2)))
+    if sequence_parallel:
+        for layer in layers:
+            nn.sum_gradients(layer.norm, group=group)
+    x, grad = values(2, 12, 24, seed=1), values(2, 12, 24, seed=2)
+    exact = plain(x.double())
+    exact.backward(grad.double())
+
+    def part(whole):
+        return whole.chunk(group.size, 1)[group.rank] if sequence_parallel else whole
+
+    wrapped = wrap(layers)
+    for _ in range(2):
+        layers.zero_grad()
+        y = wrapped(part(x))
+        assert_near(y, part(exact.detach()), "output")
+        y.backward(part(grad))
+        for name, parameter in layers.named_parameters():
+            owner, _, own = name.rpartition(".")
+            module, whole = layers.get_submodule(owner), plain.get_parameter(name).grad
+            shard = module.shard_of(own, whole) if isinstance(module, nn.ParallelModule) else whole
+            assert_near(parameter.grad, shard, f"gradient of {name}")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 import mkernel as mk
-from support import attention_reference, operator_calls, reduce_reference
+from support import attention_reference, operator_calls, reduce_reference, weight_grad_reference
 from support.broken_variants import SimulatedCalls
 from support.moe_reference import Layer, combine, dispatch, ffn
 from support.operator_calls import assert_product, assert_same
@@ -41,6 +41,35 @@ class Gathers(SimulatedCalls):
                 y = mk.all_gather_matmul(a.copy_(case.rows(group.rank, turn)), b, config=config)
                 a.fill_(float("nan"))
                 assert_product(y, case.gathered(group.size, turn), b)
+
+
+@dataclass(frozen=True)
+class WeightGrads(SimulatedCalls):
+    """all_gather_matmul_weight_grad. n: columns, of each rank or of all; heap: a lies in the symmetric heap and is
+    overwritten after each call; passes, join_tiles: of the configuration."""
+
+    op: ClassVar = "all_gather_matmul_weight_grad"
+    _: KW_ONLY
+    heap: bool = False
+    n: int | tuple[int, ...] = 20
+    m: int = 36
+    passes: int = 3
+    join_tiles: int = 1
+
+    def work(self, group):
+        case = weight_grad_reference.Case(self.m, self.n, 24)
+        config = mk.Config(
+            tile_m=16, tile_n=16, tile_k=16, chunk_rows=16, passes=self.passes, join_tiles=self.join_tiles
+        )
+        a = mk.empty(case.m, case.k, dtype=case.dtype) if self.heap else None
+        for turn in range(self.calls):
+            if a is None:
+                weight_grad_reference.call(group, case, turn, config=config)
+            else:
+                dy = case.gradient(group.rank, group.size, turn)
+                y = mk.all_gather_matmul_weight_grad(a.copy_(case.rows(group.rank, turn)), dy, config=config)
+                a.fill_(float("nan"))
+                weight_grad_reference.assert_weight_grad(y, case.gathered(group.size, turn), dy)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from mkernel.nn.attention import ContextParallelAttention
 from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts, TopKRouter
+from mkernel.nn.replicated import sum_gradients
 from mkernel.nn.shards import ParallelModule, full_state_dict
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "TopKRouter",
     "full_state_dict",
     "functional",
+    "sum_gradients",
 ]
 
 

@@ -202,7 +202,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
                 key = f"{prefix}.{name}" if prefix else name
                 if key in state:
                     state[key] = child.gathered(name)
-    return state
+    return {key: value.full_tensor() if is_dtensor(value) else value for key, value in state.items()}
 
 
 def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:

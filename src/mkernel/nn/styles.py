@@ -8,6 +8,9 @@ package's layers, in place, with DTensors as parameters.
 
 Arguments are those of PyTorch's styles of the same names, so a plan changes by its import. What differs: the
 all-gather, reduce-scatter or all-reduce that a layout implies happens in the kernel that multiplies.
+
+torch.compile works with them. With DTensors as inputs of the compiled module, pass dynamic=False: AOTAutograd of torch
+2.13 fails on some graphs with DTensor inputs of symbolic sizes.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ class DTensorLinear(ParallelLinear):
 
     @property
     def _mesh(self) -> DeviceMesh:
-        return self.weight.device_mesh  # type: ignore[attr-defined, return-value]
+        return self.weight.device_mesh  # type: ignore[attr-defined]
 
 
-class ColwiseLinear(DTensorLinear, ColumnParallelLinear, nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+class ColwiseLinear(DTensorLinear, ColumnParallelLinear, nn.Linear):  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.column_parallel_linear(
             self._local_input(x), *_local(self.weight, self.bias), group=self.group,
             sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim, save=self.save,
@@ -59,7 +62,7 @@ class ColwiseLinear(DTensorLinear, ColumnParallelLinear, nn.Linear):
         return self._output(y, Shard(y.dim() - 1))
 
 
-class RowwiseLinear(DTensorLinear, RowParallelLinear, nn.Linear):
+class RowwiseLinear(DTensorLinear, RowParallelLinear, nn.Linear):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         y = functional.row_parallel_linear(
             self._local_input(x), *_local(self.weight, self.bias), group=self.group,
@@ -89,14 +92,14 @@ class _LinearStyle(ParallelStyle):
                 f"{name} of mkernel.nn is for torch.nn.Linear, not for {type(module).__name__}: use "
                 f"torch.distributed.tensor.parallel.{name} for other modules"
             )
-        group = current(mesh)  # type: ignore[arg-type]
+        group = current(mesh)
         check_divisible(kind.divided, getattr(module, kind.divided), group.size)
         for parameter_name, parameter in list(module.named_parameters()):
             dim = kind.shard_dims.get(parameter_name)
             placement = Replicate() if dim is None else Shard(dim)
             sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
             module.register_parameter(parameter_name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        module.__class__ = kind
+        module.__class__ = kind  # type: ignore[assignment]
         module.membership = Membership(group)  # type: ignore[assignment]
         for attribute, value in attributes.items():
             setattr(module, attribute, value)

@@ -86,7 +86,7 @@ class Group:
     Calls on a group are collective: every rank makes the same calls in the same order. Before they launch anything, the
     ranks compare their calls: if one calls something else or refuses its arguments, all raise ArgumentError, and the
     group remains usable. `rank`, `size`, `nodes`, `node`, `gpus_per_node` and `local_rank` are numbers within this
-    group. `group_name` is a string that stands for the group in graphs of PyTorch.
+    group. `group_name` is a string that stands for the group, as in graphs of PyTorch.
     """
 
     @torch.inference_mode(False)  # the group will also be used outside of inference mode
@@ -296,6 +296,9 @@ class Group:
                 self.heap.close()  # raises, and frees nothing, if the others call something else
                 self._workspaces.clear()
             self._closed = True
+            from mkernel.runtime import process_groups
+
+            process_groups.forget(self)
             self.world.network.disconnect(self)
             self.world.exchange.leave(self)
 

@@ -36,6 +36,8 @@ BOUNDS = {
     "warps": (1, 32, True),  # threads of a CTA
     "chunk_rows": (1, 2**30, False),  # rows are counted in 32 bits
     "copy_bytes": (64, 4 * REGISTERS, True),  # they go through registers
+    "passes": (1, 64, False),
+    "held_tiles": (1, 1024, False),
 }
 
 

@@ -26,6 +26,9 @@ from mkernel.runtime.gpus import take_device
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import require_simulator
 
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+
 if TYPE_CHECKING:
     from mkernel.net.config import TransportConfig
 
@@ -68,51 +71,71 @@ def make(
     return group
 
 
+def forget(group: Group) -> None:
+    """The group was closed: its process group gets another one when it is used again."""
+    with _making:
+        for process_group in [each for each, kept in _kept.items() if kept is group]:
+            del _kept[process_group]
+
+
 def resolve(given: Any, current: Group | None) -> Group:
     """The Group that the argument of an operator stands for. `current`: the current group of the caller."""
-    if isinstance(given, str):
-        return _named(given, current)
-    if dist.is_available():
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if isinstance(given, dist.ProcessGroup):
-            return _group_of(given, current)
-        if isinstance(given, DeviceMesh):
-            return _group_of(_process_group_of(given), current)
-        if given is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ArgumentError(f"group is what new_group returns to ranks that are not in the group: {NOT_A_RANK}")
-    raise ArgumentError(f"group must be {ACCEPTED}, got {type(given).__name__}")
-
-
-def _named(name: str, current: Group | None) -> Group:
-    found = group_names.find(name, current)
+    found = group_names.find(given, current) if isinstance(given, str) else None
     if found is not None:
         return found
-    if dist.is_available() and dist.is_initialized():
-        try:
-            process_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-        except RuntimeError:
-            pass
-        else:
-            return _group_of(process_group, current)
-    raise ArgumentError(
-        f"group must be {ACCEPTED}, got the str {name!r}: there is no group named {name!r} in this process, and no "
-        f"process group; it was freed or destroyed, or made in another process. Groups: "
-        f"{', '.join(group_names.known()) or 'none'}"
-    )
+    process_group = process_group_of(given, "group")
+    if process_group is not None:
+        return _group_of(process_group, current)
+    unknown = ""
+    if isinstance(given, str):
+        unknown = (
+            f": there is no group named {given!r} in this process, and no process group; it was freed or destroyed, or "
+            f"made in another process. Groups: {', '.join(group_names.known()) or 'none'}"
+        )
+    raise ArgumentError(f"group must be {ACCEPTED}; got {type(given).__name__}{unknown}")
 
 
-def _process_group_of(mesh: Any) -> Any:
+def process_group_of(given: Any, argument: str) -> Any:
+    """The process group that an argument stands for: a ProcessGroup, the one of a DeviceMesh, or the one with a name.
+    None if it is nothing of the kind."""
+    if not dist.is_available():
+        return None
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    if isinstance(given, str):
+        return _named(given)
+    if isinstance(given, DeviceMesh):
+        return _process_group_of_mesh(given, argument)
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(f"{argument} is what new_group returns to ranks that are not in the group: {NOT_A_RANK}")
+    return None
+
+
+def _named(name: str) -> Any:
+    if not dist.is_initialized():
+        return None
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:  # there is none
+        return None
+
+
+def _process_group_of_mesh(mesh: Any, argument: str) -> Any:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        one = f"mesh[{names[-1]!r}]" if names else "one with mesh_dim_names, so that mesh['tp'] is a part of it"
+        one = f"mesh[{names[-1]!r}]" if names else "mesh['tp'] of a mesh with mesh_dim_names"
         raise ArgumentError(
-            f"group is a DeviceMesh of {mesh.ndim} dimensions{f' {tuple(names)}' if names else ''}, but a group has "
-            f"one: pass a one-dimensional mesh, such as {one}"
+            f"{argument} is a DeviceMesh of {mesh.ndim} dimensions{f' {tuple(names)}' if names else ''}, but a group "
+            f"has one: pass a one-dimensional mesh, such as {one}"
         )
     if mesh.get_coordinate() is None:
-        raise ArgumentError(f"group: the DeviceMesh {mesh.mesh.tolist()} does not contain rank {dist.get_rank()}")
-    return mesh.get_group()
+        raise ArgumentError(f"{argument}: the DeviceMesh {mesh.mesh.tolist()} does not contain rank {dist.get_rank()}")
+    try:
+        return mesh.get_group()
+    except (RuntimeError, KeyError, AssertionError) as problem:
+        raise ArgumentError(
+            f"{argument}: the DeviceMesh {mesh.mesh.tolist()} has no process group, or it was destroyed: {problem}"
+        ) from problem
 
 
 def _group_of(process_group: Any, current: Group | None) -> Group:
@@ -122,11 +145,11 @@ def _group_of(process_group: Any, current: Group | None) -> Group:
             "group is a ProcessGroup that was destroyed, or that init_process_group or new_group did not make"
         )
     group = _kept.get(process_group)
-    if group is not None and not group.closed:
+    if group is not None:
         return group
     with _making:
         group = _kept.get(process_group)
-        if group is None or group.closed:
+        if group is None:
             _check_caller(process_group, current)
             group = make(process_group)
     return group

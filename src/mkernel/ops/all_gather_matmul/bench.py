@@ -1,7 +1,10 @@
-"""Benchmark of all_gather_matmul against what it replaces: copy everything, then call cuBLAS."""
+"""Benchmark of all_gather_matmul, and of the gradient of its weight, against what they replace: copy everything, then
+call cuBLAS."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +17,43 @@ from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
+from mkernel.runtime.world import Launch
 
 
-def measure(
-    group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Gathering:
+    """What is measured of an operator that gathers a and multiplies: this rank's part of one shape.
+
+    a, out: its first operand, and the result. multiply: computes the result from the gathered a, by the library.
+    prepare: the launch of the fused call. call: makes it. explain: its plan.
+    exact: the result in float64, from the gathered a in float64. depth: how many products an element is the sum of.
+    """
+
+    op: str
+    shape: tuple[int, int, int]  # m_total, n, k
+    a: torch.Tensor
+    out: torch.Tensor
+    multiply: Callable[[torch.Tensor], object]
+    prepare: Callable[[], Launch]
+    call: Callable[[], object]
+    explain: Callable[[], object]
+    exact: Callable[[torch.Tensor], torch.Tensor]
+    depth: int
+
+
+def sent_from(group: Group, a: torch.Tensor) -> torch.Tensor:
+    """a, from where it is sent fastest: with several nodes directly from the symmetric heap."""
+    return group.empty(*a.shape, dtype=a.dtype).copy_(a) if group.nodes > 1 else a
+
+
+def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[str, Any]:
     """Measure one shape. Runs on every rank and returns the same figures on each."""
     device = group.device
     world = group.world
     assert isinstance(world, CudaThreads)
+    m_total, n, k = measured.shape
+    a, out, dtype = measured.a, measured.out, measured.a.dtype
     rows = m_total // group.size
-    a, w = draw(group.rank, rows, n, k, dtype, device)
-    if group.nodes > 1:
-        a = group.empty(rows, k, dtype=dtype).copy_(a)  # sent directly from the symmetric heap
-    out = torch.empty(m_total, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("a", a)
     gathered = torch.empty(m_total, k, device=device, dtype=dtype)
@@ -41,36 +67,37 @@ def measure(
     link = Link(device)
 
     def library() -> None:
-        torch.mm(gathered, w.t(), out=out)
+        measured.multiply(gathered)
 
     def host_driven() -> None:
         link.open()
         for source, part in enumerate(parts):
             gathered[source * rows : (source + 1) * rows].copy_(part)
         link.hold(int(max(wire_ms, network_ms) * 1e6))  # as if both links were used at the same time
-        torch.mm(gathered, w.t(), out=out)
+        measured.multiply(gathered)
 
     host_driven()
     torch.cuda.current_stream(device).synchronize()
-    launch = prepare(group, a, w.t(), out, None, config)
-    times, sustained = time_ways(group, dict(library=library, fused=launch, host_driven=host_driven), repeats)
+    times, sustained = time_ways(
+        group, dict(library=library, fused=measured.prepare(), host_driven=host_driven), repeats
+    )  # fmt: skip
 
     out.fill_(float("nan"))
     group.quiet()
     before = world.network.statistics(group)
-    all_gather_matmul(a, w.t(), out=out, config=config)
+    measured.call()
     group.synchronize()
     group.quiet()
     after = world.network.statistics(group)
     sent = after.bytes - before.bytes if after is not None and before is not None else 0
-    exact = torch.cat([part.to(device) for part in parts]).double() @ w.double().t()
+    exact = measured.exact(torch.cat([part.to(device) for part in parts]).double())
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))
     # fp32 sums are rounded after every term, in the precision of the result: the bound has an extra term for that
-    rounding = 4 * k * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
-    bound = 4 * k**0.5 * torch.finfo(dtype).eps + rounding
+    rounding = 4 * measured.depth * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
+    bound = 4 * measured.depth**0.5 * torch.finfo(dtype).eps + rounding
     floor_ms = max(times["library"], wire_ms, network_ms)
     return {
-        "op": "all_gather_matmul",
+        "op": measured.op,
         "m_total": m_total,
         "n": n,
         "k": k,
@@ -96,8 +123,30 @@ def measure(
         "sustained_floor_fraction": max(sustained["library"], wire_ms, network_ms) / sustained["fused"],
         "max_error": error,
         "error_bound": bound,
-        "plan": str(explain(a, w.t(), out=out, config=config)),
+        "plan": str(measured.explain()),
     }
+
+
+def measure(
+    group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
+) -> dict[str, Any]:
+    """Measure one shape. Runs on every rank and returns the same figures on each."""
+    a, w = draw(group.rank, m_total // group.size, n, k, dtype, group.device)
+    a = sent_from(group, a)
+    out = torch.empty(m_total, n, device=group.device, dtype=dtype)
+    measured = Gathering(
+        op="all_gather_matmul",
+        shape=(m_total, n, k),
+        a=a,
+        out=out,
+        multiply=lambda gathered: torch.mm(gathered, w.t(), out=out),
+        prepare=lambda: prepare(group, a, w.t(), out, None, config),
+        call=lambda: all_gather_matmul(a, w.t(), out=out, config=config),
+        explain=lambda: explain(a, w.t(), out=out, config=config),
+        exact=lambda gathered: gathered @ w.double().t(),
+        depth=k,
+    )
+    return measure_gathering(group, measured, repeats)
 
 
 def _traffic(size: int) -> tuple[float, float]:

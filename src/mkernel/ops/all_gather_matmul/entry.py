@@ -1,4 +1,4 @@
-"""The registry entry of all_gather_matmul."""
+"""The registry entries of all_gather_matmul and of the gradient of its weight."""
 
 from mkernel.operators import Operator, register
 
@@ -18,5 +18,23 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:DEMO",
         bench=f"{PACKAGE}.bench:BENCHMARK",
+    )
+)
+
+register(
+    Operator(
+        name="all_gather_matmul_weight_grad",
+        summary="gathers every rank's rows and multiplies their transpose by this rank's matrix",
+        function=f"{PACKAGE}.weight_grad:all_gather_matmul_weight_grad",
+        explain=f"{PACKAGE}.weight_grad:explain",
+        dimensions=("m_total", "n", "k"),
+        shared=("m_total",),
+        shapes=((16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)),
+        small=((4096, 1024, 2048),),
+        workload=f"{PACKAGE}.weight_grad.workload:WORKLOAD",
+        space=f"{PACKAGE}.weight_grad.tuning:space",
+        demo=f"{PACKAGE}.weight_grad.demo:DEMO",
+        bench=f"{PACKAGE}.weight_grad.bench:BENCHMARK",
+        co_resident=True,
     )
 )

@@ -231,13 +231,15 @@ def _compute(comm, call, operands, share, held, slots):
         if not call.STAGED:
             first = tl.maximum(first, gather.chunks)
         total = _multiply(comm, call, operands, tile, Span(tl.where(begins, gather.m, 0), first, end))
-        if call.PASSES > 1:
+        total += missing
+        if call.PASSES == 1:
+            store_tile(operands.c, tile, total)
+        else:
             if not begins:
                 total += load_partial(slot, call.tiling.M, call.tiling.N)
-        if which == call.PASSES - 1:
-            store_tile(operands.c, tile, total + missing)
-        else:
-            if call.PASSES > 1:
+            if which == call.PASSES - 1:
+                store_tile(operands.c, tile, total)
+            else:
                 store_partial(slot, total, call.tiling.M, call.tiling.N)
                 tl.debug_barrier()  # other threads may load what this one has stored
         trace(comm.context, TILES, TILE, -1, number, since)

@@ -234,11 +234,11 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     given = config or Config()
     defaults = planning.default_tiles(group.device, a.dtype, 0, True)
     step = given.tile_k or defaults.tile_k
-    if given.chunk_rows is not None:
-        if given.chunk_rows % step:
-            raise ArgumentError(
-                f"config.chunk_rows is {given.chunk_rows}, but must be a multiple of tile_k, {step}: a step reads "
-                f"tile_k rows of one chunk"
-            )
-        return given.chunk_rows
-    return math.ceil(planning.rows_per_chunk(a.shape[0], defaults.tile_m) / step) * step
+    rows = given.chunk_rows or planning.rows_per_chunk(a.shape[0], defaults.tile_m)
+    if given.chunk_rows is not None and given.chunk_rows % step:
+        raise ArgumentError(
+            f"config.chunk_rows is {given.chunk_rows}, but must be a multiple of tile_k, {step}: a step reads tile_k "
+            f"rows of one chunk"
+        )
+    # no more than there are: the kernel goes through all steps of a chunk
+    return max(math.ceil(min(rows, a.shape[0]) / step), 1) * step
