@@ -8,8 +8,7 @@ matmul_all_reduce are the same on every rank, so their loss counts once.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -60,7 +59,9 @@ class Case:
     seed: int = 0
 
     def __str__(self):
-        shown = [f"{name}={value}" for name, value in vars(self).items() if name not in ("op", "seed")]
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "op"}
+        usual = Case(self.op, self.a, self.n)
+        shown = [f"{name}={value}" for name, value in given.items() if name in "an" or value != getattr(usual, name)]
         return f"{self.op}({', '.join(shown)})"
 
     # -- values
@@ -114,9 +115,15 @@ class Case:
         made = {}
         for name, values in self.inputs(group.rank, group.size).items():
             tensor = LAYOUTS[self.layouts.get(name, "plain")](values).detach()
-            made[name] = tensor.requires_grad_(name in self.requires or (name[0] == "b" and "b" in self.requires
-                                                                       and name[1:].isdigit()))  # fmt: skip
+            all_of_a_list = "b" in self.requires and name in self.weights
+            made[name] = tensor.requires_grad_(name in self.requires or all_of_a_list)
         return made
+
+    def depends_on(self, name):
+        """Does the loss depend on this input?"""
+        if name == "a":
+            return True
+        return "y" + name[1:] in self.used if name in self.weights else "y" in self.used
 
     def call(self, group, tensors):
         """The results by name: y, or y0, y1 and so on, and gathered."""
@@ -237,7 +244,7 @@ def check(group, case, *, twice=True):
         assert_within(f"rank {group.rank}: {case}: {name}", y, *ys[name], case.dtype)
     for name, tensor in found.tensors.items():
         assert_same(tensor.detach(), before[name])
-        if tensor.requires_grad and found.reaches(case, name):
+        if tensor.requires_grad and case.depends_on(name):
             what = f"rank {group.rank}: {case}: gradient of {name}"
             assert_within(what, tensor.grad, *gradients[name], case.dtype)
             if case.layouts.get(name, "plain") in ("plain", "transposed", "reversed"):
@@ -258,18 +265,6 @@ def check(group, case, *, twice=True):
 class Run:
     tensors: dict
     results: dict
-
-    @cached_property
-    def weights(self):
-        return [name for name in self.tensors if name[0] == "b" and name != "bias"]
-
-    def reaches(self, case, name):
-        """Does the loss depend on this input?"""
-        if name == "a":
-            return True
-        if name in self.weights and case.several:
-            return True  # of a list, what is not used has a gradient of zero
-        return case.used != ("gathered",) or name == "residual"
 
 
 def run(group, case):

@@ -16,13 +16,14 @@ from dataclasses import astuple, fields
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from mkernel import operators
 from mkernel.runtime import group_names
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.matmul import check_product
-from mkernel.runtime.operands import is_dual
+from mkernel.runtime.operands import refuse_dual
 
 NAMESPACE = "mkernel"
 DEVICES = ("cpu", "cuda")
@@ -117,14 +118,11 @@ def needs_gradients(*tensors: torch.Tensor | None) -> bool:
 def needs_dispatcher(*tensors: Any) -> bool:
     """Must PyTorch see the operator: to differentiate it, or because a graph is being traced?
 
-    What the implementation refuses is none of the dispatcher's business: no tensors, tensors without memory, and dual
-    tensors, whose tangents the dispatcher would drop.
+    What the implementation refuses is none of the dispatcher's business: no tensors, and tensors without memory.
     """
     if torch.compiler.is_compiling():
         return True
     if not are_tensors(*tensors) or any(hasattr(tensor, "to_local") for tensor in tensors):  # a DTensor
-        return False
-    if any(tensor is not None and is_dual(tensor) for tensor in tensors):
         return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # nobody has a fake tensor without it
     return (
@@ -153,6 +151,14 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
                 f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), or pass "
                 f"{name}.detach()"
             )
+
+
+def refuse_forward_mode(**tensors: Any) -> None:
+    """The dispatcher would drop the tangents of dual tensors."""
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                refuse_dual(name, tensor)
 
 
 def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from mkernel.runtime.errors import MKernelError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def name_in_graph(group: Any) -> str:
         return current_name
     if isinstance(group, str):
         return group
-    if hasattr(group, "get_group"):  # a DeviceMesh
+    if dist.is_available() and isinstance(group, dist.device_mesh.DeviceMesh):
         group = group.get_group()
     return group.group_name
 
@@ -70,8 +72,6 @@ def size_of(name: str) -> int:
         group = made()
         if group is not None:
             return group.size
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
         try:
             return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[arg-type]

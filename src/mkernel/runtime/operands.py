@@ -19,11 +19,7 @@ BYTES = 16  # alignment of a descriptor's base and strides
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor without memory of its own, or whose memory holds other values than it shows."""
-    if is_dual(tensor):
-        raise ArgumentError(
-            f"{name} is a dual tensor, but there is no forward-mode differentiation here: differentiate with "
-            f"backward(), or pass torch.autograd.forward_ad.unpack_dual({name}).primal"
-        )
+    refuse_dual(name, tensor)
     if tensor.is_nested:
         raise ArgumentError(f"{name} is a nested tensor; pass a plain one: {name}.to_padded_tensor(0)")
     if tensor.layout is not torch.strided:
@@ -37,9 +33,13 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
         raise ArgumentError(f"{name} is a lazily negated view; pass {name}.resolve_neg()")
 
 
-def is_dual(tensor: torch.Tensor) -> bool:
-    """Does a tensor have a tangent, which forward-mode differentiation would have to propagate?"""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+def refuse_dual(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor with a tangent, which forward-mode differentiation would have to propagate."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ArgumentError(
+            f"{name} is a dual tensor, but there is no forward-mode differentiation here: differentiate with "
+            f"backward(), or pass torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
 
 
 def has_descriptors(device: torch.device) -> bool:
