@@ -13,6 +13,7 @@ import ctypes
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -22,7 +23,7 @@ from torch.utils import _python_dispatch as dispatch
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 POLL_SECONDS = 1.0  # between two checks of a thread that runs for long
-STUCK_SECONDS = 3.0  # after which a function that has not noticed an exception raised by `_raise_inside` is given up
+STUCK_SECONDS = 3.0  # after which a function that has not noticed RankExit is given up
 MOST_EXITS = 100  # how often code may catch RankExit and wait again
 
 
@@ -33,9 +34,9 @@ class RankExit(BaseException):
 class RankThread:
     """A thread that runs only while the thread that resumes it waits.
 
-    Ctrl-C raises KeyboardInterrupt in the main thread, at any point, and `_raise_inside` raises an exception at any
-    point of this one. So `_running` says whose turn it is, and the locks only wake the thread that waits for it to
-    change: being woken once too often does no harm.
+    Ctrl-C may raise KeyboardInterrupt anywhere in `resume`, and `end` then raises RankExit anywhere in the code of the
+    rank. So `_running` says whose turn it is, and the locks only wake the thread that waits for it to change: being
+    woken once too often does no harm.
     """
 
     def __init__(self, name: str, function: Callable[[], None]):
@@ -60,55 +61,63 @@ class RankThread:
     # -- in the scheduler's thread
 
     def resume(self) -> None:
-        """Let the thread run until it waits or ends."""
+        """Let the thread run until it waits or ends. KeyboardInterrupt, or what else a signal handler raises, is raised
+        here, while the thread runs on: call `end` then."""
         if not self._started:
             self._started = True
             self._thread.start()
         self._running = True
         _wake(self._resumed)
-        self._wait_for_it()
+        try:
+            self._wait_for_it()
+        except BaseException as interrupt:
+            if hasattr(interrupt, "add_note"):
+                interrupt.add_note(f"{self._thread.name} was running:\n{self._stack()}")
+            raise
 
     def end(self) -> None:
-        """Raise RankExit in the function, and wait until the thread has ended."""
+        """Raise RankExit in the function, wherever it is, and wait until the thread has ended."""
         if not self._started:
             return
         self._ending = True
         _wake(self._resumed)  # Ctrl-C may have ended `resume` before it did this
-        if self._running and not self._raise_inside(RankExit):
+        if self._running and not self._raise_exit():
             return  # it is inside a function that does not return: it will end when that does
         self._running = True
         _wake(self._resumed)
         self._wait_for_it()
 
     def _wait_for_it(self) -> None:
-        """Wait until the thread waits or ends. Ctrl-C raises KeyboardInterrupt in its function; or here, if that does
-        not help."""
+        """Wait until the thread waits or ends."""
         while self._running and not self.ended:
-            try:
-                if not self._waiting.acquire(timeout=POLL_SECONDS) and not self._thread.is_alive():
-                    self.ended = True  # and `_raise_inside` kept it from saying so
-            except KeyboardInterrupt:
-                if not self._raise_inside(KeyboardInterrupt):
-                    raise
+            # in steps: the scheduler may run in the thread of a rank, too, and a function cannot be interrupted there
+            if not self._waiting.acquire(timeout=POLL_SECONDS) and not self._thread.is_alive():
+                self.ended = True  # RankExit kept it from saying so
         if self.ended and self._thread.is_alive():
             self._thread.join()
 
-    def _raise_inside(self, exception: type[BaseException]) -> bool:
-        """Raise an exception in the thread, as soon as it runs Python code. Return False if it does not: it is inside a
+    def _raise_exit(self) -> bool:
+        """Raise RankExit in the thread, as soon as it runs Python code. Return False if it does not: it is inside a
         function that does not return."""
         before, deadline = self._position(), time.monotonic() + STUCK_SECONDS
         ident = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(exception))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(RankExit))
         while self._running and not self.ended and self._position() == before:
             if time.monotonic() > deadline:
                 return False
             self._waiting.acquire(timeout=0.01)
         return True
 
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._thread.ident or 0)
+
     def _position(self) -> tuple[FrameType | None, int]:
         """Where in its code the thread is."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = self._frame()
         return frame, frame.f_lasti if frame is not None else 0
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(self._frame())).rstrip()
 
     # -- in the thread itself
 
@@ -125,19 +134,16 @@ class RankThread:
         self._wait_for_turn()
 
     def _wait_for_turn(self) -> None:
-        interrupt: BaseException | None = None
         while True:
             try:
                 while not self._running:
                     _wake(self._waiting)
                     self._resumed.acquire()
                 break
-            except BaseException as raised:  # by `_raise_inside`
-                interrupt = raised
+            except RankExit:  # raised by `end`, after which it is raised below
+                pass
         if self._ending:
             raise RankExit
-        if interrupt is not None:
-            raise interrupt
 
     def _main(self) -> None:
         try:

@@ -83,8 +83,6 @@ class HostTask(Task):
 
     def resume(self) -> None:
         self.thread.resume()
-        if self.thread.ended and not self.done:
-            self.failure, self.done = KeyboardInterrupt(), True  # just when it ended
 
     def end(self) -> None:
         self.thread.end()
