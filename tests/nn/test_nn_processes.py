@@ -37,21 +37,30 @@ def test_compiled(backend):
     """fullgraph: what Dynamo cannot trace would be an error."""
     program = f"""
         import torch
-        from support.nn_reference import check_two_layers
+        from support.nn_reference import check_two_layers, values
         from support.patience import WAIT
         import mkernel as mk
+        from mkernel import nn
+
+        def wrap(module):
+            return torch.compile(module, fullgraph=True, backend="{backend}")
 
         group = mk.init(timeout=WAIT)
         for sequence_parallel in (True, False):
-            wrap = lambda module: torch.compile(module, fullgraph=True, backend="{backend}")
             check_two_layers(group, sequence_parallel, wrap)
+        with torch.no_grad():
+            moe, x = nn.ExpertParallelMoE(24, 16, 4, 2), values(2, 6, 24, seed=1)
+            torch.testing.assert_close(wrap(moe)(x), moe(x))
+            attention, x = nn.ContextParallelAttention(is_causal=True), values(1, 8, 2, 64, seed=1)
+            torch.testing.assert_close(wrap(attention)(x, x, x), attention(x, x, x))
         group.close()
         print("right on rank", group.rank)
     """
     run(program, 2)
 
 
-def test_gradient_of_all_output_features():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_gradient_of_all_output_features(compiled):
     """The same loss on every rank, as Megatron's convention is."""
     program = """
         import torch
@@ -70,7 +79,7 @@ def test_gradient_of_all_output_features():
                 *FEATURES, sequence_parallel=sequence_parallel, sequence_dim=1, gather_output=True
             )
             runs = [module]
-            if sequence_parallel:
+            if COMPILED:
                 runs.append(torch.compile(module, fullgraph=True, backend="aot_eager"))
             for wrapped in runs:
                 module.zero_grad()
@@ -87,7 +96,7 @@ def test_gradient_of_all_output_features():
         group.close()
         print("right on rank", group.rank)
     """
-    run(program, 2)
+    run(program.replace("COMPILED", str(compiled)), 2)
 
 
 def test_autocast_and_what_is_refused():
