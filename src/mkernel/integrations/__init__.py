@@ -1,11 +1,12 @@
-"""Operators for programs that call PyTorch's: they need no change to run the fused kernels.
+"""Operators for programs that call those of others: they need no change, or one line, to run the fused kernels.
 
 - `symm_mem`: what Inductor's async tensor parallelism, TorchTitan and vLLM call, `torch.ops.symm_mem.fused_*`.
+- `huggingface`: attention of Hugging Face transformers, for context parallelism.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """
 
-from mkernel.integrations import symm_mem
+from mkernel.integrations import huggingface, symm_mem
 from mkernel.integrations.calls import Calls, Report, report, reset
 
-__all__ = ["Calls", "Report", "report", "reset", "symm_mem"]
+__all__ = ["Calls", "Report", "huggingface", "report", "reset", "symm_mem"]
