@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = ("huggingface",)  # extras of mkernel.integrations
+FRAMEWORKS = ("huggingface", "torchtitan")  # extras of mkernel.integrations
 # what pip would take for the other package: mkernel with extras, or as what is to be installed
 WRONG = re.compile(r"mkernel\[[a-z]|(?:pip|uv) [^\n`]*\binstall\b[^\n`]*(?<![\w./-])mkernel(?![\w./-])")
 

@@ -83,7 +83,7 @@ LEAVES = {"cache", "operators", "version"}  # modules that know nothing but erro
 # modules of an operator's package that only the tools import, by the name that its entry in the registry has for them
 TOOLS = ("baselines", "bench", "demo", "tuning", "workload")
 BELOW = {
-    "integrations": {"integrations", "ops", "runtime"},
+    "integrations": {"integrations", "nn", "ops", "runtime"},
     "lang": {"lang"},
     "net": {"net", "runtime.errors", *LEAVES},
     "nn": {"nn", "ops", "runtime"},

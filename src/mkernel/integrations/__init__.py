@@ -2,6 +2,7 @@
 
 - `symm_mem`: what Inductor's async tensor parallelism, TorchTitan and vLLM call, `torch.ops.symm_mem.fused_*`.
 - `huggingface`: attention of Hugging Face transformers, for context parallelism.
+- `torchtitan`: TorchTitan's fused tensor-parallel layers. To be imported by name, since it imports TorchTitan.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """
