@@ -538,7 +538,8 @@ def test_bench_hands_its_options_over(monkeypatch, tmp_path):
 
     run("bench", "--shapes", "paper", "--ranks", "2")
     wanted, options = calls.pop()
-    assert {one.op for one in wanted} == set(operators.registered("bench"))
+    measured = operators.registered("bench")
+    assert {one.op for one in wanted} == {op for op in measured if measured[op].load("bench").published is not None}
     assert all(one.row is not None for one in wanted)
 
     (tmp_path / "shapes").write_text("all_gather_matmul 64x64x64\n")

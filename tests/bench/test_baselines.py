@@ -105,6 +105,7 @@ def test_every_way_of_every_operator():
     single, half = torch.float32, torch.bfloat16
     cases = [(name, op, (12, 6, 10), single, 1e-4, 4, ()) for name in baselines.LIBRARIES for op in PRODUCTS]
     cases += [(name, op, (8, 4, 6), single, 1e-5, 4, ()) for name in baselines.LIBRARIES for op in EXPERTS]
+    cases += [("nccl", "all_gather_matmul_weight_grad", (12, 6, 10), single, 1e-4, 4, ())]
     masks = [(), ("causal",), ("zigzag",), ("causal", "zigzag")]
     cases += [("nccl", "ring_attention", (1, 2, 16, 4), single, 1.0, 4, mask) for mask in masks]
     right = len(cases)

@@ -550,6 +550,7 @@ def test_nothing_is_tuned_in_the_simulator(file):
 # on four ranks of a Hopper GPU: those with a kernel for it take it
 ON_HOPPER = {
     "all_gather_matmul": (512, 256, 64),
+    "all_gather_matmul_weight_grad": (1024, 256, 512),
     "matmul_reduce_scatter": (4096, 8192, 64),
     "matmul_all_reduce": (512, 256, 64),
     "ring_attention": (1, 4, 8192, 64),

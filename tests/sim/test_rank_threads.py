@@ -50,16 +50,16 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
+        y, x_all = mk.all_gather_matmul(x, weight.t(), group=group, return_gathered=True)
+        ctx.save_for_backward(x_all, weight)
         ctx.group = group
-        return mk.all_gather_matmul(x, weight.t(), group=group)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x_all, weight = ctx.saved_tensors
         ctx.group.barrier()
-        x_grad = mk.matmul_reduce_scatter(grad.contiguous(), weight)  # the current group: found in the backward pass too
-        x_all = mk.all_gather_matmul(x, torch.eye(x.shape[1], dtype=x.dtype))
+        x_grad = mk.matmul_reduce_scatter(grad.contiguous(), weight)  # in the current group
         return x_grad, grad.t() @ x_all, None
 
 
@@ -96,10 +96,10 @@ def check_gradients(found, size):
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
 def test_backward_passes_wait_for_other_ranks(nodes, gpus):
-    for seed in range(12):
+    for seed in range(10):
         found = simulate(gradients, nodes=nodes, gpus=gpus, seed=seed)
         check_gradients(found, nodes * gpus)
-        if seed < 2:
+        if seed == 0:
             again = simulate(gradients, nodes=nodes, gpus=gpus, seed=seed)
             for mine, same in zip(found, again, strict=True):
                 assert all(map(torch.equal, mine, same))
@@ -115,7 +115,7 @@ def test_checkpoints_recompute_in_the_backward_pass(reentrant):
     def checkpointed(function):
         return lambda *args: checkpoint(function, *args, use_reentrant=reentrant)
 
-    for seed in range(4):
+    for seed in range(2):
         check_gradients(simulate(gradients, checkpointed, gpus=3, seed=seed), 3)
 
 
@@ -185,7 +185,7 @@ def test_modes_are_a_ranks_own():
         return before == modes(), seen, inside
 
     outside = modes()
-    for seed in range(6):
+    for seed in range(3):
         found = simulate(on_rank, nodes=2, gpus=2, seed=seed)
         assert [result[:2] for result in found] == [(True, [True] * 3)] * 4
         assert len({inside for _, _, inside in found}) == 4

@@ -216,7 +216,7 @@ def test_polling_with_plain_loads_ends_too(tmp_path):
 
 
 def test_grad_mode_is_a_ranks_own():
-    """torch keeps it for the thread, and all simulated ranks are in one."""
+    """torch keeps it per thread, and every rank has one."""
 
     def on_rank(group):
         before = torch.is_grad_enabled()

@@ -57,6 +57,7 @@ from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
+from mkernel.runtime.operands import overlap
 
 __all__ = ["TUNABLE", "all_gather_matmul", "explain", "prepare"]
 
@@ -199,6 +200,8 @@ def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor, out: Any) -> None:
         )
     if isinstance(out, torch.Tensor):
         library.refuse_out_with_gradients(out, bias)
+        if not library.needs_dispatcher(a, b, bias, out) and overlap(out, bias):
+            raise ArgumentError("out overlaps bias in memory: it would be overwritten before the bias is added")
 
 
 def explain(

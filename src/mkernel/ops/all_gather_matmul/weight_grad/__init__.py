@@ -1,4 +1,67 @@
-"""all_gather_matmul_weight_grad."""
+"""all_gather_matmul_weight_grad: dw = the concatenation of every rank's a, transposed, times this rank's dy, in one
+kernel per rank.
+
+What it computes. Every rank holds rows a [m, k] of a tall matrix and its own dy [world*m, n]. The result on each rank
+is the tall matrix, transposed, times its dy: [k, n], the gradient of b in y = all_gather_matmul(a, b). The gathered
+rows are the reduction dimension of the GEMM. So every tile of the result needs the rows of every rank, where a tile of
+all_gather_matmul needs those of one.
+
+Who does what. One persistent launch per rank; the program id of a CTA determines its role (kernel.py):
+
+- `send` and `intra` move rows exactly as in all_gather_matmul, with the same code (transfer.py).
+- `compute` multiplies tiles of the result, a block of columns of a by a block of columns of dy, in steps of tile_k
+  rows. It takes rows in the order in which they arrive: the rank's own, which it reads from the caller's tensor, those
+  of its node, those of other nodes.
+- `send` and `intra` CTAs join the compute when their transfers are done, with tiles that were reserved for them. By
+  then most rows have arrived, and they compute each tile at once.
+
+Passes. A CTA that kept the sums of one tile in registers until the last rows arrive would overlap the transfer with
+that one tile only, and compute its other tiles afterwards. So each compute CTA takes its first `held_tiles` tiles in
+`passes` passes over the rows: pass 0 has the rank's own rows, the others equal shares of the rest. In a pass it waits
+for the rows of the pass, once, and then goes through these tiles; their partial sums are in memory in between, in fp32.
+After the last pass all rows are here, and it computes each of its remaining tiles at once. `plan.py` chooses both
+numbers, and the number of CTAs that copy, by an estimate of the time. No wait is inside the loop over steps: Triton
+would not pipeline that loop, and whatever waits there drains the tensor cores.
+
+Signals. `arrived[parity, rank, chunk]`, as in all_gather_matmul. A chunk has a whole number of steps, so a step never
+reads rows of two chunks. The rows of a rank end at m: descriptors [ranks, m, columns] return zeros beyond, for a and
+for dy, and pointers are masked. Nothing that has not arrived is multiplied, not even by zero: it could be NaN.
+
+Why buffers are safe. By the argument of all_gather_matmul: a rank leaves an epoch only after the rows of every rank
+have arrived, because every compute CTA waits for all passes, even one without tiles. Partials are private to the CTA
+that computes the tile, in memory of the call; a CTA barrier separates storing and loading them.
+
+Why it cannot deadlock. `send` waits only for the proxy, `intra` for `send` CTAs of other nodes, `compute` for both:
+CTAs with lower program ids. A CTA that has joined the compute has done its transfers, but waits for those of CTAs with
+higher program ids on other ranks. So all CTAs must be resident, and no more are launched than fit (planning.check).
+With join_tiles=0, a launch would finish even if its CTAs ran one after the other. Waits have a timeout nevertheless.
+
+The bits of the result depend on the rank, the sizes and the plan, never on timing: the order of steps is fixed, and a
+partial is added to the sums of the next pass. Ranks add in different orders, each starting with its own rows.
+
+What it costs. 2*world*m*n*k FLOPs, and the traffic of all_gather_matmul. Each pass but the first stores and loads
+tile_m * tile_n fp32 partials per held tile. CTAs that copy are lost to the compute until they join it. The workspace
+takes 2*world*m*k elements per rank; it is not shared with that of all_gather_matmul, because wait records get the
+operator's name from it. Partials take ctas * held_tiles tiles of fp32 during the call, if there are several passes.
+
+How much passes gain has been estimated, not measured. For 4 H200 GPUs and m_total 16384, n 2048, k 8192, by the rates
+that plan.py assumes: the multiplication alone takes 0.68 ms, and the last rows arrive after 0.45 ms if 14 CTAs copy.
+Waiting for all rows first takes 1.33 ms; one pass in which the first tile of each CTA waits as it goes, 1.15 ms; three
+passes over five tiles, 0.96 ms.
+
+Rejected alternatives.
+- The slice of k (TorchTitan). The forward keeps k/world columns of all gathered rows; the backward gathers these
+  slices, transposed, and computes (AG(x_k^T) @ dy)^T by an ordinary all_gather_matmul, whose gathered rows are rows of
+  the result. That overlaps as well as the forward does, without passes. But the forward must write out the slice, as
+  many elements as a, and keep it beside a, which whatever produced a usually keeps anyway. Here a is enough.
+- One pass, with a wait for each chunk in the loop of the first tile: simpler, and slower, see above.
+- One launch for each chunk that adds to the result: partials of every tile cross memory for every chunk, and bf16
+  results would be rounded each time.
+- Atomic additions to an fp32 result, so that CTAs need not own tiles: other bits in every run.
+- Own rows through the workspace, so that one loop has all rows: another copy of m*k elements before the first step.
+- Only CTAs with the highest program id of their role join, so that residency does not matter: the others, a tenth of
+  all CTAs where the link is fast, would idle after the last transfer.
+"""
 
 from __future__ import annotations
 
