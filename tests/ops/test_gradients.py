@@ -58,7 +58,7 @@ def test_gradients_of_gradients():
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 @pytest.mark.parametrize("cases", ["tiled_cases", "small_cases", "frozen_cases", "second_cases"])
 def test_every_case_on_every_cluster(cluster, cases):
-    how = second_gradients.check if cases == "second_cases" else check
+    how = {"second_cases": second_gradients.check, "tiled_cases": once}.get(cases, check)
     check_on(cluster, getattr(gradient_cases, cases), how, seed=11)
 
 
@@ -280,6 +280,20 @@ def test_forward_mode_is_refused():
             torch.func.jvp(lambda x: call(GATHER, group, x, b.detach()), (a.detach(),), (torch.ones_like(a),))
 
     run(program, cluster=(1, 1))  # threads would share the level
+
+
+def test_graphs_in_the_simulator():
+    """Its ranks are threads, of which PyTorch compiles one at a time; a graph of one is used by the others."""
+
+    def program(group):
+        for op in OPS:
+            a, b, _ = inputs(group)
+            function = torch.compile(lambda a, b: call(op, group, a, b).sin(), backend="aot_eager", fullgraph=True)
+            expected = torch.autograd.grad(call(op, group, a, b).sin().sum(), (a, b))
+            for one, other in zip(torch.autograd.grad(function(a, b).sum(), (a, b)), expected):
+                assert_same(one, other)
+
+    run(program)
 
 
 # -- ranks that differ

@@ -5,6 +5,7 @@ import torch
 
 import mkernel as mk
 from mkernel.runtime.group import named, set_current
+from mkernel.runtime.group_names import name_in_graph
 
 
 def test_every_rank_finds_its_own_group():
@@ -87,5 +88,34 @@ def test_what_stands_for_a_group(wrong):
             mk.all_gather_matmul(torch.ones(2, 16), torch.eye(16), group=wrong)
         for part in ("mk.Group", "ProcessGroup", "DeviceMesh", "name", type(wrong).__name__):
             assert part in str(refusal.value)
+
+    mk.spawn(program, device="cpu")
+
+
+def test_graphs_use_the_group_of_the_thread_that_traces_them():
+    group = mk.init()
+
+    def program(ranks):
+        assert name_in_graph(None) == ranks.group_name == "world:1x2"
+
+    for _ in range(2):
+        mk.spawn(program, device="cpu")
+        assert name_in_graph(None) == group.group_name == "world:1x1"
+    with pytest.raises(ZeroDivisionError):
+        mk.spawn(lambda ranks: 1 / 0, device="cpu")
+    assert name_in_graph(None) == group.group_name
+
+
+def test_a_name_finds_no_group_of_another_rank():
+    def program(group):
+        alone = group.subset([group.rank])
+        names = group.exchange("names", alone.group_name)
+        for rank, name in enumerate(names):
+            if rank == group.rank:
+                assert named(name) is alone
+            else:
+                with pytest.raises(mk.MKernelError, match="there is no group named"):
+                    named(name)
+        group.barrier()
 
     mk.spawn(program, device="cpu")

@@ -200,6 +200,10 @@ def check_errors(group):
         with raised("b has dtype" if group.rank else "rank 1 refused its call"):
             call(a, wrong)
         assert_equal(gradients(call, a, b), gradients(function, a, b))
+    # what is refused while it is traced, runs without a graph, and is refused there
+    bias = torch.ones(N + group.rank)
+    with raised("bias must be" if group.rank else "rank 1 refused its call"):
+        torch.compile(lambda a, b: mk.all_gather_matmul(a, b, bias=bias), backend="aot_eager")(a, b)
     y = compiled(FUNCTIONS["gather"])(a, b)
     with raised("the same calls in the same order"):
         if group.rank:

@@ -538,6 +538,11 @@ def set_current(group: Group | None) -> None:
     group_names.current_name = group.group_name if group is not None else ""
 
 
+def restore_current() -> None:
+    """Let graphs use this thread's current group again, after other threads had theirs."""
+    set_current(_current.get())
+
+
 def current(group: GroupLike | None = None) -> Group:
     """The given group, or the current one. Raises if it is broken or closed."""
     found = resolve(group)

@@ -54,7 +54,7 @@ def find(name: str, current: Group | None) -> Group | None:
     found = [group for made in _groups.get(name, []) if (group := made()) is not None]
     if current is not None:
         mine = [group for group in found if group.world is current.world and group.world_rank == current.world_rank]
-        found = mine or found
+        found = mine or [group for group in found if group.world is not current.world]
     if not found:
         return None
     ranks = {group.world_rank for group in found if group.world is found[-1].world}

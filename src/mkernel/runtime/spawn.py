@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import restore_current
 from mkernel.runtime.planning import check_timeout
 from mkernel.runtime.world import Links
 
@@ -58,12 +59,16 @@ def spawn(
     check_timeout(timeout)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        with require_simulator():
-            from mkernel.sim.world import spawn as simulate
-        return simulate(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, seed=seed, timeout=timeout, options=sim)
-    if device == "cuda":
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    cluster: Any = dict(nodes=nodes, gpus_per_node=gpus_per_node, timeout=timeout)
+    try:
+        if device == "cpu":
+            with require_simulator():
+                from mkernel.sim.world import spawn as simulate
+            return simulate(fn, args, seed=seed, options=sim, **cluster)
         from mkernel.runtime.cuda_threads import spawn as run_on_gpus
 
-        return run_on_gpus(fn, args, nodes=nodes, gpus_per_node=gpus_per_node, timeout=timeout, links=links or Links())
-    raise ArgumentError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+        return run_on_gpus(fn, args, links=links or Links(), **cluster)
+    finally:
+        restore_current()
