@@ -248,6 +248,47 @@ def test_frozen_tensors_are_not_kept_for_the_backward_pass(op, frozen):
     run(program)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_saved(several):
+    """This rank's rows, or all rows, and b for the gradient of a."""
+
+    def program(group):
+        a, b, _ = inputs(group)
+        for save, rows in (("sharded", a.shape[0]), ("gathered", group.size * a.shape[0])):
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, id):
+                mk.all_gather_matmul(a, [b, b] if several else b, save=save)
+            assert saved == [(rows, a.shape[1]), b.shape, *([b.shape] if several else [])]
+
+    run(program)
+
+
+def test_the_gradient_of_a_bias_is_the_same_on_every_rank():
+    def program(group):
+        a, b, dy = inputs(group, dtype=torch.bfloat16)
+        bias = torch.zeros(b.shape[1], dtype=a.dtype, requires_grad=True)
+        y = mk.matmul_reduce_scatter(a, b, bias=bias)
+        y.backward(dy[: y.shape[0]] * (group.rank + 1))
+        return bias.grad
+
+    first, *others = run(program, cluster=(2, 2))
+    for other in others:
+        assert_same(other, first)
+
+
+def test_vmap():
+    """PyTorch makes one call for each element."""
+
+    def program(group):
+        a, b, _ = inputs(group)
+        several = torch.stack([a.detach(), 2 * a.detach()])
+        for op in OPS:
+            y = torch.vmap(lambda rows: call(op, group, rows, b.detach()))(several)
+            assert_same(y, torch.stack([call(op, group, rows, b.detach()) for rows in several]))
+
+    run(program)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_in_the_symmetric_heap(op):
     def program(group):
