@@ -682,7 +682,8 @@ def test_structures_as_arguments():
     a, b, out, last = torch.randn(8, 16), torch.randn(32), torch.zeros(8), torch.zeros(1)
     problem = Problem(TensorDescriptor.from_tensor(a, [8, 16]), (View(b, 2), (View(out, 1), last)), 6, tl.constexpr(3))
     run(structured, problem=problem, scale=0.5, N=8)
-    assert torch.allclose(out[:6], (a.sum(1) + b[::4] + 1.5)[:6])
+    expected = (a.double().sum(1) + b.double()[::4] + 1.5)[:6]
+    torch.testing.assert_close(out[:6], expected.float())  # sums of 18 numbers, some of which may cancel
     assert (out[6:] == 0).all()
     assert last.item() == 3
 
