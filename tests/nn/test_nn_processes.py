@@ -120,6 +120,7 @@ def test_autocast_and_what_is_refused():
         with pytest.raises(mk.ArgumentError, match="contains 0, a ColumnParallelLinear, which sums its gradients"):
             nn.sum_gradients(layers)
         norm = torch.nn.LayerNorm(8)
+        assert len(nn.sum_gradients(torch.nn.LayerNorm(8).requires_grad_(False))) == 0  # frozen
         handles = nn.sum_gradients(norm)
         norm(torch.ones(3, 8)).sum().backward()
         assert (norm.bias.grad == 6).all()

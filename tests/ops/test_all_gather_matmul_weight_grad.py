@@ -35,6 +35,9 @@ def over(clusters, often):
 
 
 over_clusters = over(CLUSTERS, CLUSTERS)
+over_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.thorough) for each in DTYPES[::2])]
+)
 over_some = over(CLUSTERS, [(1, 2), (2, 2)])
 
 
@@ -126,7 +129,7 @@ def test_ranks_may_share_a_tensor():
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 5])
-@pytest.mark.parametrize("held", [1, 2, 7])
+@pytest.mark.parametrize("held", [1, 7, pytest.param(2, marks=pytest.mark.thorough)])
 @over([(1, 1), (1, 3), (2, 2)], [(1, 3)])
 def test_passes_and_held_tiles(cluster, held, passes):
     """Fewer tiles than are held, and passes with no chunk of some ranks, are among them."""
@@ -151,7 +154,7 @@ def test_more_chunks_than_are_polled_at_once():
 
 
 @pytest.mark.parametrize("join", [0, 1, 3, 100])
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
+@over([(1, 2), (2, 2)], [(1, 2)])
 def test_ctas_that_move_rows_join(cluster, join):
     def work(group):
         for turn in range(2):
@@ -164,7 +167,7 @@ def test_ctas_that_move_rows_join(cluster, join):
 # -- layouts of a, dy and out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@over_dtypes
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "plain"])
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 1)], ids=cluster_name)
 def test_layout_of_a(cluster, layout, dtype):
@@ -199,7 +202,7 @@ def test_layout_of_dy(layout, n):
     run(work)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@over_dtypes
 @pytest.mark.parametrize(("n", "k"), [(7, 40), (16, 16), (40, 7), (1, 24), (24, 1)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_of_out(layout, n, k, dtype):
@@ -359,7 +362,7 @@ def test_a_row_crosses_to_another_node_once(cluster):
 # -- many calls
 
 
-@pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 20), ((2, 1), 20)])
+@pytest.mark.parametrize(("cluster", "calls"), [((1, 2), 12), ((2, 1), 12)])
 def test_many_calls(cluster, calls):
     case = Case(5, 6, 8, torch.bfloat16)
 
@@ -370,7 +373,7 @@ def test_many_calls(cluster, calls):
     run(work, cluster=cluster, seed=3)
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=cluster_name)
+@over([(1, 2), (2, 2)], [(1, 2)])
 def test_shapes_dtypes_and_configurations_alternate(cluster):
     configs = [None, mk.Config(chunk_rows=64), small(chunk_rows=16, passes=2)]
 
@@ -387,7 +390,7 @@ def test_beside_the_forward():
     case = Case(18, 20, 24, torch.bfloat16)
 
     def work(group):
-        for turn in range(3):
+        for turn in range(2):
             a, w = case.rows(group.rank, turn), case.weights(group.rank, turn).t().contiguous()
             y = mk.all_gather_matmul(a, w.t())
             call(group, case, turn, a=a, out=torch.empty_like(w).t())

@@ -24,14 +24,16 @@ def sum_gradients(module: nn.Module, *, group: Any = None) -> list[RemovableHand
 
     For modules between two sequence-parallel layers, such as norms: every rank has all their parameters, but applies
     them to its part of the sequence, so its gradients are a part of the sum. Parallel modules need no such call: they
-    sum their gradients themselves. Each parameter costs a small all-reduce in every backward pass.
+    sum their gradients themselves. Each parameter costs a small all-reduce in every backward pass. The sum is a matrix
+    product: where PyTorch may use TF32 for those of fp32, gradients in fp32 are rounded to it.
 
     Args:
-        module: has no parallel modules inside, and parameters in bf16, fp16 or fp32.
+        module: has no parallel modules inside, and parameters in bf16, fp16 or fp32. Those that do not require grad are
+            left out.
         group: the group whose ranks share the sequence; None is the current group.
 
     Returns:
-        A handle for each parameter; its `remove()` undoes the call.
+        A handle for each of these parameters; its `remove()` undoes the call.
     """
     for name, child in module.named_modules():
         if isinstance(child, ParallelModule):
@@ -40,7 +42,7 @@ def sum_gradients(module: nn.Module, *, group: Any = None) -> list[RemovableHand
                 f"sum_gradients for the plain modules between the parallel ones, such as norms"
             )
     hook = partial(_sum, current(group))
-    return [parameter.register_hook(hook) for parameter in module.parameters()]
+    return [parameter.register_hook(hook) for parameter in module.parameters() if parameter.requires_grad]
 
 
 def check_replicated(module: nn.Module, *, group: Any = None) -> None:
