@@ -100,23 +100,21 @@ def _row_gradient(dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor
     return library.registered("matmul_reduce_scatter")(dy, b.t(), None, None, group, None, None)
 
 
-def _row_gradient_of_several(
-    dys: Sequence[torch.Tensor | None], bs: Sequence[torch.Tensor], dgathered: torch.Tensor | None, rows: int,
-    group: str,
-) -> torch.Tensor:  # fmt: skip
-    """The gradient of a, if several results depend on it. It is one product, whichever of them a rank has used, so all
-    ranks make the same call: the columns of all dy side by side, and the gathered rows as a product with the identity.
-    """
-    used = [(dy, b.t()) for dy, b in zip(dys, bs) if dy is not None]
-    if dgathered is not None:
-        used.append((dgathered, torch.eye(dgathered.shape[1], dtype=dgathered.dtype, device=dgathered.device)))
-    if len(used) == 1:
-        (dy, right) = used[0]
-        return _row_gradient(library.dense(dy), right.t(), group)
-    if not used:
-        used = [(bs[0].new_empty(rows, 0), bs[0].t()[:0])]
-    left, right = (torch.cat(parts, dim=dim) for dim, parts in ((1, [dy for dy, _ in used]), (0, [b for _, b in used])))
-    return _row_gradient(left, right.t(), group)
+def _row_gradient_of_both(
+    dy: torch.Tensor | None, b: torch.Tensor, dgathered: torch.Tensor | None, rows: int, group: str
+) -> torch.Tensor:
+    """The gradient of a, if a rank may have used the product, the gathered rows, or both. It is one product, whatever a
+    rank has used, so all ranks make the same call: the gathered rows count as a product with the identity."""
+    if dgathered is None:
+        return _row_gradient(b.new_empty(rows, 0) if dy is None else dy, b[:, :0] if dy is None else b, group)
+    identity = torch.eye(dgathered.shape[1], dtype=dgathered.dtype, device=dgathered.device)
+    if dy is None:
+        return _row_gradient(library.dense(dgathered), identity, group)
+    return _row_gradient(torch.cat([dy, dgathered], dim=1), torch.cat([b.t(), identity]).t(), group)
+
+
+def _side_by_side(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return library.dense(matrices[0]) if len(matrices) == 1 else torch.cat(matrices, dim=1)
 
 
 def _weight_gradient(a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str) -> torch.Tensor:
@@ -147,10 +145,12 @@ def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward_gathered(ctx: Any, dy: torch.Tensor | None, dgathered: torch.Tensor | None) -> tuple[Any, ...]:
     gathered, b = ctx.saved_tensors
     da = db = None
+    if dy is not None:
+        dy = library.dense(dy)
     if ctx.needs_input_grad[0]:
-        da = _row_gradient_of_several([dy], [b], dgathered, ctx.rows, ctx.group)
+        da = _row_gradient_of_both(dy, b, dgathered, ctx.rows, ctx.group)
     if ctx.needs_input_grad[1] and dy is not None:
-        db = library.weight_gradient(gathered, library.dense(dy), ctx.by_columns)
+        db = library.weight_gradient(gathered, dy, ctx.by_columns)
     return da, db, None, None
 
 
@@ -163,20 +163,25 @@ def _save_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[torch.Tensor | None]) -> tuple[Any, ...]:
+def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[Any]) -> tuple[Any, ...]:
     kept, *bs = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    used = [i for i, dy in enumerate(dys) if dy is not None]
+    wide = _side_by_side([dys[i] for i in used]) if used else None
     da = None
-    if ctx.needs_input_grad[0]:
-        da = _row_gradient_of_several(dys, bs, dgathered, ctx.rows, ctx.group)
+    if needs_a:
+        right = torch.cat([bs[i].t() for i in used]).t() if len(used) > 1 else bs[used[0] if used else 0]
+        da = _row_gradient_of_both(wide, right, dgathered, ctx.rows, ctx.group)
     dbs: list[torch.Tensor | None] = [None] * len(bs)
-    wanted = [(i, dy) for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[1][i]]
-    if any(ctx.needs_input_grad[1]) and (wanted or ctx.save == "sharded"):  # gathering again is for all ranks
-        wide = torch.cat([dy for _, dy in wanted], dim=1) if wanted else kept.new_empty(ctx.rows, 0)
+    wanted = [i for i in used if needs_b[i]]
+    if any(needs_b) and (wanted or ctx.save == "sharded"):  # gathering again is for all ranks
+        if wanted != used or wide is None:
+            wide = _side_by_side([dys[i] for i in wanted]) if wanted else kept.new_empty(ctx.rows, 0)
         if ctx.save == "gathered":
             whole = library.weight_gradient(kept, wide, ctx.by_columns)
         else:
             whole = _weight_gradient(kept, wide, ctx.by_columns, ctx.group)
-        for (i, _), db in zip(wanted, whole.split([dy.shape[1] for _, dy in wanted], dim=1)):
+        for i, db in zip(wanted, whole.split([dys[i].shape[1] for i in wanted], dim=1)):
             dbs[i] = db
     return da, dbs, None, None, None
 
