@@ -7,7 +7,7 @@ from support.scenarios import Gathers
 
 import mkernel as mk
 from mkernel.lang import signals
-from mkernel.ops.all_gather_matmul import kernel, protocol
+from mkernel.ops.all_gather_matmul import kernel, protocol, transfer
 from mkernel.ops.all_gather_matmul.protocol import notify_chunk
 
 
@@ -29,13 +29,13 @@ def test_the_copy_calls_other_functions(tmp_path):
         assert compiled_from(broken) != key
         assert broken.kernel is not kernel
         assert broken.all_gather_matmul is not mk.all_gather_matmul
-    assert kernel.notify_chunk is notify_chunk
+    assert transfer.notify_chunk is notify_chunk
 
 
 def test_so_do_modules_that_are_imported_later(tmp_path):
     with copied(tmp_path, "ops.all_gather_matmul", {protocol.notify_chunk: notify_all_but_one}) as broken:
         hopper = __import__(f"{broken.__name__}.hopper", fromlist=["notify_chunk"])
-        assert hopper.notify_chunk is broken.kernel.notify_chunk
+        assert hopper.notify_chunk is broken.transfer.notify_chunk
         compiled_from(broken)
 
 

@@ -24,6 +24,14 @@ def _name_inside(module, name):
     return ".".join([name, *parts[1:]]) if parts[0] == "mkernel" and parts[1:2] and parts[1] in COPIED else None
 
 
+def _rename_namespace(node, name):
+    """Let a copy register its operators with torch.library, and call them, in a namespace of its own."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops.mkernel":
+        node.attr = name
+    elif isinstance(node, ast.Assign) and ast.unparse(node) == "NAMESPACE = 'mkernel'":
+        node.value = ast.Constant(name)
+
+
 def copy_package(folder, change=None):
     """Copy lang/ and ops/ into `folder`, as a package of another name, which is returned: `module_of` imports from it.
     change: is called with the syntax tree of each file."""
@@ -33,6 +41,7 @@ def copy_package(folder, change=None):
     for path in files:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
+            _rename_namespace(node, name)
             if isinstance(node, ast.ImportFrom):
                 node.module = _name_inside(node.module, name) or node.module
             elif isinstance(node, ast.Import):
