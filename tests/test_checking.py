@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import re
 import signal
 import subprocess
 import sys
@@ -253,7 +254,8 @@ def test_a_ctrl_c_that_is_lost_ends_it_all_the_same(tmp_path):
     ]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == checking.INTERRUPTED
-    assert "1 schedules of 1 x 1 ranks" in ended.stdout
+    # Ctrl-C is raised where the scheduler runs, not in the code of a rank, which may just end before
+    assert re.search(r"\b[01] schedules of 1 x 1 ranks", ended.stdout)
 
 
 # -- mkernel.testing
