@@ -1,8 +1,8 @@
 """mkernel check: operators and functions of a user under many schedules; what is printed, and exit codes."""
 
 import dataclasses
-import shlex
 import re
+import shlex
 import signal
 import subprocess
 import sys
