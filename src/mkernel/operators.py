@@ -138,6 +138,7 @@ def resolve(reference: Reference) -> Any:
 _registered: dict[str, Operator] = {}
 _lock = threading.RLock()  # ranks may be threads
 _discovered = False
+_thread = threading.local()  # discovering: this thread is importing operators
 
 
 def register(operator: Operator) -> Operator:
@@ -230,21 +231,32 @@ def _check(operator: Operator) -> None:
 
 def _discover() -> None:
     """Import the operators of this package and of others. An entry point that fails to load is skipped with a
-    warning."""
+    warning.
+
+    Several threads may get here at once, and modules that are being imported may ask for the registry. So no lock is
+    held while modules are imported: every thread imports them, which waits for a thread that has begun to, until one
+    is through."""
     global _discovered
-    with _lock:
-        if _discovered:
-            return
-        _discovered = True  # set first: the modules imported below may ask for the registry
-    importlib.import_module("mkernel.ops")  # registers this package's operators
-    for point in metadata.entry_points(group=GROUP):
-        try:
-            found = point.load()
-            if isinstance(found, Operator):
-                register(found)
-        except Exception as problem:
-            warnings.warn(
-                f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are skipped: "
-                f"{type(problem).__name__}: {problem}",
-                stacklevel=2,
-            )
+    if _discovered or getattr(_thread, "discovering", False):
+        return
+    _thread.discovering = True
+    try:
+        importlib.import_module("mkernel.ops")  # registers this package's operators
+        for point in metadata.entry_points(group=GROUP):
+            _load(point)
+        _discovered = True
+    finally:
+        _thread.discovering = False
+
+
+def _load(point: metadata.EntryPoint) -> None:
+    try:
+        found = point.load()
+        if isinstance(found, Operator):
+            register(found)
+    except Exception as problem:
+        warnings.warn(
+            f"mkernel: the operators of {point.value!r} (entry point {point.name!r}) are skipped: "
+            f"{type(problem).__name__}: {problem}",
+            stacklevel=2,
+        )

@@ -170,7 +170,7 @@ class Trial:
         try:
             for rank, (launch, stream) in launches.items():
                 world.launcher.loader.load(rank, launch, stream)
-        except DOES_NOT_COMPILE:
+        except (*DOES_NOT_COMPILE, ArgumentError):  # the latter: it needs more shared memory than there is
             return None
         return self._stopwatch.bursts({"fused": lambda: world.launcher.launch_together(launches)}, REPEATS)["fused"]
 
