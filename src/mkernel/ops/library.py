@@ -24,6 +24,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.matmul import check_product
 from mkernel.runtime.operands import refuse_dual
+from mkernel.runtime.prepared import PLAIN
 
 NAMESPACE = "mkernel"
 DEVICES = ("cpu", "cuda")
@@ -112,7 +113,7 @@ def size_of(group: Any) -> int:
 
 def needs_gradients(*tensors: torch.Tensor | None) -> bool:
     """Will somebody ask for the gradient of one of these?"""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
 def needs_dispatcher(*tensors: Any) -> bool:
@@ -122,6 +123,12 @@ def needs_dispatcher(*tensors: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
+    if all([tensor is None or type(tensor) in PLAIN for tensor in tensors]):  # a list: faster than a generator
+        return (
+            needs_gradients(*tensors)
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None  # inside of torch.func
+        )
     if not are_tensors(*tensors) or any(hasattr(tensor, "to_local") for tensor in tensors):  # a DTensor
         return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # nobody has a fake tensor without it
@@ -135,7 +142,7 @@ def needs_dispatcher(*tensors: Any) -> bool:
 
 def are_tensors(*values: Any) -> bool:
     """Are all of these tensors, or not given?"""
-    return all(value is None or isinstance(value, torch.Tensor) for value in values)
+    return all([value is None or isinstance(value, torch.Tensor) for value in values])
 
 
 def are_operands(a: Any, b: Any, *others: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from mkernel.runtime import group_names
 from mkernel.runtime.group import GroupLike, resolve
 
+frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None unless torch.compile runs
 FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,12 +41,11 @@ def collective(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal untraced
-        if untraced is not None:
-            return untraced(*args, **kwargs)
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:  # nobody compiles anything
+        if frame_callback() is None:  # nobody compiles what this calls
             return run(*args, **kwargs)
-        untraced = dynamo.disable(run, reason=f"{function.__name__} runs between graphs")
+        if untraced is None:
+            dynamo = sys.modules["torch._dynamo"]
+            untraced = dynamo.disable(run, reason=f"{function.__name__} runs between graphs")
         return untraced(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -16,6 +16,7 @@ from mkernel.lang import requests
 from mkernel.runtime import group_names, records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
+from mkernel.runtime.prepared import PreparedCalls
 from mkernel.runtime.printable import printable
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.tracer import Tracer
@@ -116,11 +117,15 @@ class Group:
         self.fresh = False  # the ranks have just agreed on new shapes, so their next launch may need a new kernel
         self._closed = False
         self._agreed: set[Hashable] = set()
+        self._forgotten = 0  # how often agreements were forgotten
         self._workspaces: dict[Hashable, Workspace] = {}
         self._plans: dict[int, dict[Hashable, Any]] = {}
         self._captured: list[Any] = []  # what the replay of captured graphs will use
         self.tracer: Tracer | None = None  # records the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
+        self.prepared = PreparedCalls(self)
+        # how many of the wait records kernels may have written
+        self._records_used = records.PER_CTA * min(self._launcher.ctas(world_rank), records.MAX_CTAS)
         try:
             self._open()
         except BaseException as failure:
@@ -237,7 +242,7 @@ class Group:
         TransportError if the network has failed. Raise RoutingError if a kernel refused its input."""
         self._check_process()
         self.check_calls()
-        if self._broken is None and self._reasons.any():
+        if self._broken is None and self._reasons[: self._records_used].any():
             found = records.read(self._records)
             if found:
                 self._mark_broken(self._cause(found))
@@ -421,10 +426,16 @@ class Group:
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
                 self._agreed.clear()  # in the same call on all ranks, since all have the same agreements
+                self._forgotten += 1
             self._agreed.add(key)
             self.fresh = True
         self._call = key
         return told
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Changes when what was prepared for a call may no longer hold: workspaces, or agreements between ranks."""
+        return self.heap.generation, self._forgotten
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
         """The cached plan for this key, or a new one. At most `kept` plans of a kind are cached."""
@@ -491,8 +502,12 @@ class Group:
         context = self.world.memory.upload(self.world_rank, table)
         return Workspace(segment, signal_words, half_bytes, state, context)
 
-    def launch(self, launch: Launch) -> None:
-        """Queue a kernel once all ranks have confirmed the call."""
+    def launch(
+        self, launch: Launch, key: Hashable | None = None, passed: Sequence[torch.Tensor | None] = (),
+        made: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Queue a kernel once all ranks have confirmed the call. A call with a key is repeated later: see
+        `PreparedCalls`."""
         if launch.grid > records.MAX_CTAS:
             raise ArgumentError(f"{launch.op}: a launch can have {records.MAX_CTAS} CTAs at most; got {launch.grid}")
         self._call = self._call or (launch.op, ())
@@ -500,8 +515,10 @@ class Group:
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self._confirmed = False
+        self._records_used = max(self._records_used, records.PER_CTA * launch.grid)
         self._launcher.launch(self.world_rank, launch)
         self._call, self._confirmed = None, False
+        self.prepared.keep(key, launch, passed, made)
 
     def _check_process(self) -> None:
         """A forked child has a copy of the group, but not its threads and connections."""
@@ -512,8 +529,8 @@ class Group:
             )
 
     def _check_usable(self) -> None:
-        self._check_process()
         if self._closed:
+            self._check_process()
             raise MKernelError("this group was closed")
         self.check()
 

@@ -10,6 +10,7 @@ closed).
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class Heap:
         self._segments: dict[int, Segment] = {}
         self._dropped: set[int] = set()
         self._next = 0
+        self.generation = 0  # changes whenever a segment is allocated or freed
+        self._edges: list[int] = []  # where segments begin and end, in order
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +79,7 @@ class Heap:
         addresses = world.memory.map(group, memory)
         segment = Segment(number, memory, addresses, world.memory.map_multicast(group, memory, addresses))
         self._segments[number] = segment
+        self._changed()
         world.network.register(group, number, memory)
         group.barrier()
         return segment
@@ -113,6 +117,10 @@ class Heap:
                 return segment, address - start
         return None
 
+    def holds_one_of(self, addresses: Sequence[int]) -> bool:
+        """Is one of these addresses in a segment?"""
+        return any(bisect_right(self._edges, address) % 2 for address in addresses)
+
     def close(self) -> None:
         """Free all segments. Collective."""
         self._free(set(self._segments))
@@ -126,6 +134,17 @@ class Heap:
             self._group.world.network.register(self._group, number, None)
             self._group.world.memory.unmap(self._segments.pop(number).memory)
         self._dropped -= numbers
+        self._changed()
+
+    def _changed(self) -> None:
+        self.generation += 1
+        memories = [segment.memory for segment in self._segments.values()]
+        self._edges = sorted(edge for memory in memories for edge in _ends(memory))
+
+
+def _ends(memory: torch.Tensor) -> tuple[int, int]:
+    """The addresses where memory begins and ends."""
+    return memory.data_ptr(), memory.data_ptr() + memory.numel()
 
 
 def _drop(heap: Callable[[], Any], number: int) -> None:

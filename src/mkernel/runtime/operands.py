@@ -120,12 +120,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.numel() or not other.numel():
         return False
     begin, other_begin = one.data_ptr(), other.data_ptr()
-    if begin >= other_begin + _span(other) or other_begin >= begin + _span(one):
+    if begin >= other_begin + span(other) or other_begin >= begin + span(one):
         return False
     return _share_bytes(other_begin - begin, _steps(one), one.element_size(), _steps(other), other.element_size())
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
     """Bytes from the start of the first element to the end of the last one."""
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):

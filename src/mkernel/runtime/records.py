@@ -13,7 +13,8 @@ from mkernel.lang import context, roles, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = 512  # of a launch; no GPU has that many SMs
-COUNT = 2 * MAX_CTAS  # records of a group; every call checks all of them
+PER_CTA = 2  # records
+COUNT = PER_CTA * MAX_CTAS  # records of a group; every call checks those that its launches may have written
 WORDS = context.RECORD_WORDS.value
 
 OPS: list[str] = []  # by number, see `number_of`

@@ -71,6 +71,7 @@ class Launch:
     # For the simulator: arguments that the kernel only reads, and arguments whose every element it writes.
     inputs: Sequence[str] = ()
     results: Sequence[str] = ()
+    scratch: Sequence[torch.Tensor] = ()  # contiguous memory that was allocated for this launch alone
 
     def __post_init__(self) -> None:
         self.options = {"enable_fp_fusion": FP_FUSION, **self.options}
@@ -191,6 +192,8 @@ class Clock(Protocol):
 class Launcher(Protocol):
     """Streams and kernels."""
 
+    prepares: bool  # can it repeat launches (see prepared.py)?
+
     def ctas(self, rank: int) -> int:
         """How many CTAs of one launch are resident at a time on the rank's share of its GPU."""
 
@@ -206,6 +209,13 @@ class Launcher(Protocol):
     def launch(self, rank: int, launch: Launch) -> None:
         """Queue a kernel on the rank's current stream once all ranks of the group have confirmed the call."""
 
+    def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """What `launch_ready` needs to repeat a launch on the current stream with other tensors of the same layout in
+        place of these; None if it cannot be repeated."""
+
+    def launch_ready(self, rank: int, group: Group, ready: Any, addresses: Sequence[int]) -> None:
+        """Repeat a launch with tensors at these addresses, once all ranks of the group have confirmed the call."""
+
     def synchronize(self, rank: int) -> None:
         """Wait for everything that the rank has queued."""
 
@@ -217,6 +227,18 @@ class Launcher(Protocol):
 
     def clock(self, rank: int) -> Clock:
         """The clock of the rank's traced kernels."""
+
+
+class PreparesNothing:
+    """The part of a Launcher that repeats launches, for launchers that make every launch anew."""
+
+    prepares = False
+
+    def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
+        return None
+
+    def launch_ready(self, rank: int, group: Group, ready: Any, addresses: Sequence[int]) -> None:
+        raise NotImplementedError
 
 
 class Network(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.runtime.group import RING_CAPACITY, Group
 from mkernel.runtime.network import poll_drained
-from mkernel.runtime.world import Clock, Launch, Part, Transfer, exchange_addresses
+from mkernel.runtime.world import Clock, Launch, Part, PreparesNothing, Transfer, exchange_addresses
 from mkernel.sim.interrupts import deferred
 from mkernel.sim.launches import DEFAULT_STREAM, Execution, RunningLaunch
 from mkernel.sim.memory import Keeps, call_when_freed
@@ -82,7 +82,7 @@ class SimClock:
         raise AssertionError("there is only one simulated clock")
 
 
-class SimLauncher:
+class SimLauncher(PreparesNothing):
     """The Launcher of simulated ranks. A call on the default stream returns when it has finished, as calls on CPU
     tensors do; a call on another stream (`Execution.stream`) returns before, as on a GPU."""
 
@@ -146,7 +146,7 @@ class SimLauncher:
         return SimClock()
 
 
-class InlineLauncher:
+class InlineLauncher(PreparesNothing):
     """The Launcher of one rank whose CTAs run inside the call, with no tasks beside them."""
 
     def __init__(self, simulator: Simulator, clock: Clock):

@@ -32,20 +32,25 @@ def all_gather_matmul(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the gathered rows if they are wanted: `mk.all_gather_matmul` of matrices, without gradients."""
+    key = group.prepared.key_of("all_gather_matmul", (a, b, out), return_gathered, config)
+    made = group.prepared.repeat(key, (a, b, out), out=2)
+    if made is not None:
+        return made[0] if out is None else out, made[-1] if return_gathered else None
     check(group, a, b, out, config)
     config = choose(group, a, b, config)
     m, k = a.shape
     group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
     rows = group.size * m
-    if out is None:
-        out = group.world.memory.empty(group.world_rank, (rows, b.shape[1]), a.dtype)
-    gathered = group.world.memory.empty(group.world_rank, (rows, a.shape[1]), a.dtype) if return_gathered else None
+    empty, rank = group.world.memory.empty, group.world_rank
+    y = empty(rank, (rows, b.shape[1]), a.dtype) if out is None else out
+    gathered = empty(rank, (rows, k), a.dtype) if return_gathered else None
     if a.numel():
-        group.launch(prepare(group, a, b, out, gathered, config))
+        made = [y] * (out is None) + [gathered] * return_gathered
+        group.launch(prepare(group, a, b, y, gathered, config), key, (a, b, out), made)
     else:
         group.confirm()
-        out.zero_()
-    return out, gathered
+        y.zero_()
+    return y, gathered
 
 
 def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:

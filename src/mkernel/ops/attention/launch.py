@@ -72,6 +72,7 @@ def launch(
         uses=memory.uses(workspace, free={"slots": _received(plan)}),
         inputs=(*"qkv", "call.q.pointer", "call.k.pointer", "call.v.pointer", "call.mask.spans", "call.schedule"),
         results=("out", "call.out.pointer", "call.lse"),
+        scratch=() if partial is None else (partial,),
     )  # fmt: skip
 
 

@@ -96,6 +96,12 @@ def empty_rows(group: Group, rows: int, columns: int, dtype: torch.dtype, tile_m
     return whole[tile_m:, :columns]
 
 
+def whole_of(rows: torch.Tensor, tile_m: int) -> torch.Tensor:
+    """The memory of a result of `empty_rows`."""
+    stride = rows.stride(0)
+    return rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), 0)
+
+
 def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_k: int) -> Any:
     """The descriptor through which the grouped GEMM reads rows."""
     return descriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile_m, tile_k])
@@ -104,9 +110,7 @@ def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_k: int) -> Any:
 def result_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
     """The descriptor through which `store_rows` stores to a result of `empty_rows`."""
     stride = rows.stride(0)
-    whole = rows.as_strided(
-        (rows.shape[0] + tile_m, stride), (stride, 1), 0
-    )  # including the extra rows before the first
+    whole = whole_of(rows, tile_m)  # including the extra rows before the first
     return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], [1, tile_m, tile_n])
 
 

@@ -135,6 +135,13 @@ def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables
     return Tables(*(part[: max(length, 1)] for part, length in zip(torch.split(memory, rounded), lengths, strict=True)))
 
 
+def memory_of(tables: Tables) -> torch.Tensor:
+    """The memory of tables of `tables_for`."""
+    start = tables.positions.storage_offset()
+    end = tables.row_token.storage_offset() + round_up(tables.row_token.numel(), 16)
+    return tables.positions.as_strided((end - start,), (1,), start).view(torch.float32)
+
+
 def routing_of(
     sizes: Sizes, memory: Layout, workspace: Workspace, tables: Tables, *, ids: bool = False, weights: bool = False
 ) -> Routing:

@@ -31,6 +31,11 @@ def matmul_reduce_scatter(
     config: Config | None = None,
 ) -> torch.Tensor:
     """`mk.matmul_reduce_scatter` of matrices, without gradients."""
+    passed = (a, b, out, bias, residual)
+    key = group.prepared.key_of(OP, passed, reduce_dtype, config)
+    made = group.prepared.repeat(key, passed, out=2)
+    if made is not None:
+        return made[0] if out is None else out
     call = call_of(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
         scatter=True,
@@ -39,7 +44,7 @@ def matmul_reduce_scatter(
     tile_m, tile_n = plan.tile_of(group, rows, n, a.dtype, call.config)
     group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n)
     if call.out.numel():
-        group.launch(prepare(group, call))
+        group.launch(prepare(group, call), key, passed, [call.out] * (out is None))
     else:
         group.confirm()
     return call.out
