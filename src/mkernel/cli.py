@@ -33,6 +33,7 @@ from mkernel.cli_checks import (
     options_of,
     shared_links,
     takes_options,
+    ways_of,
     workload_and_shapes,
 )
 from mkernel.cli_compile import compile_kernels
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from mkernel.tracing import Trace
 
 LINK = 450.0  # GB/s, the NVLink send rate of an H100 or H200
-WAYS = ("host", "nccl", "symm_mem")  # baselines of bench --against
 NETWORK = 50.0  # GB/s, the send rate of one 400 Gb/s network card per GPU
 
 
@@ -197,6 +197,14 @@ def bench(
         typer.Option(metavar="GB/S", show_default="50", help="The same for its network link, with 5 us latency."),
     ] = None,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Do not pace links.")] = False,
+    latency: Annotated[
+        bool,
+        typer.Option(
+            "--latency",
+            help="Measure the host time of an eager call instead, and, with one rank, the time of its kernel, next to "
+            "the library's; links are not paced.",
+        ),
+    ] = False,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write them as a table.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with plots.")] = None,
@@ -215,13 +223,20 @@ def bench(
             raise typer.BadParameter(f"must be more than 0 GB/s, got {rate:g}", param_hint=name)
     for path, option in ((json, "--json"), (csv, "--csv"), (html, "--html")):
         check_file(path, option)
-    ways = _ways(against)
+    ways = ways_of(against)
     wanted = _wanted(op, shape, shapes, ranks * nodes)
     for one in {one.op: operators.find(one.op) for one in wanted}.values():
         options_of(one, said, bench=True)
         if nodes > 1 and not one.load("bench").several_nodes:
             raise typer.BadParameter(f"{one.name} is measured on one node only so far", param_hint="--nodes")
     check_gpus(ranks, nodes, "--ranks")
+    if latency:
+        from mkernel.bench import calls
+
+        asked = [(one.op, one.shape) for one in wanted] if shape or shapes else []
+        with failures_in_words():
+            calls.command(op, asked, ranks, nodes, dtype.value, json)
+        return
     # the other baselines use the real links, so the fused operator should use them too
     unpaced = unpaced or (link is None and any(way != "host" for way in ways))
     from mkernel import bench as benchmarks
@@ -241,14 +256,6 @@ def bench(
             html_path=html,
         )
     raise typer.Exit(code)
-
-
-def _ways(against: str) -> tuple[str, ...]:
-    ways = tuple(way.strip() for way in against.split(",") if way.strip())
-    for way in ways:
-        if way not in WAYS:
-            raise typer.BadParameter(f"unknown baseline {way!r}; choose from {', '.join(WAYS)}", param_hint="--against")
-    return ways
 
 
 def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: int) -> list[Wanted]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.world import Links
     from mkernel.workloads import Workload
 
+WAYS = ("host", "nccl", "symm_mem")  # baselines of bench --against
 MOST_SHARING = 128  # ranks that can share a GPU: each needs an SM, and all run at the same time
 OUT_OF_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")  # torch's error messages
 
@@ -172,3 +173,12 @@ def failures_in_words() -> Iterator[None]:
         return
     typer.echo(f"mkernel: {words}", err=True)
     raise typer.Exit(1)
+
+
+def ways_of(against: str) -> tuple[str, ...]:
+    """The baselines that --against lists."""
+    ways = tuple(way.strip() for way in against.split(",") if way.strip())
+    for way in ways:
+        if way not in WAYS:
+            raise typer.BadParameter(f"unknown baseline {way!r}; choose from {', '.join(WAYS)}", param_hint="--against")
+    return ways

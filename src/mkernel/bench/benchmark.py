@@ -29,6 +29,22 @@ class Published:
 
 
 @dataclass(frozen=True)
+class Latency:
+    """A call whose latency is measured (calls.py), and that of the library for the same problem on one GPU, with
+    everything in place. name: what the library's call is called."""
+
+    call: Callable[[], object]
+    library: Callable[[], object]
+    name: str
+
+
+# rows of a decoding step up to a small prefill, for three matrices n x k
+FEW_ROWS = tuple(
+    (m, n, k) for n, k in ((8192, 8192), (1024, 8192), (4096, 4096)) for m in (1, 16, 64, 128, 256, 512, 1024, 2048)
+)
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """How to measure an operator.
 
@@ -37,12 +53,13 @@ class Benchmark:
     problem: the `mkernel.bench.problems.Problem` for NCCL and PyTorch's symmetric memory; None if it is not compared
         with them. Their processes import it, so it must be a reference, "package.module:name".
     published: how published figures compare; None if there are none.
-    host_call: (group, a, b) -> the call whose host time `mkernel.bench.host_time` measures, for an operator that
-        multiplies a [m, k] and b [k, n].
+    latency: (group, shape, dtype) -> the call that `mkernel bench --latency` measures; None if it does not.
+    latency_shapes: the shapes that it measures by default.
     """
 
     measure: Callable[..., dict[str, Any]]
     several_nodes: bool = True
     problem: Reference | None = None
     published: Published | None = None
-    host_call: Callable[[Group, torch.Tensor, torch.Tensor], object] | None = None
+    latency: Callable[[Group, Shape, torch.dtype], Latency] | None = None
+    latency_shapes: tuple[Shape, ...] = ()

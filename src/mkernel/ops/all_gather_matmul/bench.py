@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.benchmark import FEW_ROWS, Benchmark, Latency, Published
 from mkernel.bench.problems import draw, worst_of
 from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
+from mkernel.operators import Shape
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
 from mkernel.runtime.config import Config
 from mkernel.runtime.cuda_threads import CudaThreads
@@ -154,9 +155,18 @@ def _traffic(size: int) -> tuple[float, float]:
     return NODES * (GPUS - 1) * block, (NODES - 1) * block
 
 
+def _latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:
+    m_total, n, k = shape
+    a, w = draw(group.rank, -(-m_total // group.size), n, k, dtype, group.device)
+    gathered = a.repeat(group.size, 1)
+    b = w.t()
+    return Latency(lambda: all_gather_matmul(a, b, group=group), lambda: torch.mm(gathered, b), "torch.mm")
+
+
 BENCHMARK = Benchmark(
     measure,
     problem="mkernel.ops.all_gather_matmul.baselines:Gather",
     published=Published(shape=lambda size, ranks: (size, size // 16, size), traffic=_traffic),
-    host_call=lambda group, a, b: all_gather_matmul(a, b, group=group),
+    latency=_latency,
+    latency_shapes=FEW_ROWS,
 )

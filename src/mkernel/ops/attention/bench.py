@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.benchmark import Benchmark, Latency, Published
 from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
+from mkernel.operators import Shape
 from mkernel.ops.attention import explain, prepare, ring_attention
 from mkernel.ops.attention.sequences import Sequences, from_zigzag
 from mkernel.runtime.config import Config
@@ -163,9 +164,25 @@ def _traffic(size: int) -> tuple[float, float]:
     return NODES * (GPUS - 1) * block, (NODES - 1) * block
 
 
+def _latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:
+    batch, heads, positions, dim = shape
+    generator = torch.Generator(group.device).manual_seed(group.rank)
+    sizes = (3, batch, heads, positions // group.size, dim)
+    q, k, v = torch.randn(sizes, device=group.device, dtype=dtype, generator=generator)
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda and dtype != torch.float32 else SDPBackend.MATH
+
+    def library() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return Latency(lambda: ring_attention(q, k, v, group=group), library, "SDPA")
+
+
 BENCHMARK = Benchmark(
     measure,
     several_nodes=False,
+    latency=_latency,
+    latency_shapes=tuple((4, 16, length, dim) for dim in (64, 128) for length in (512, 1024, 2048, 4096, 8192, 16384)),
     problem="mkernel.ops.attention.baselines:Attention",
     published=Published(
         shape=lambda size, ranks: (4, 16, size // 16 * ranks, 128),

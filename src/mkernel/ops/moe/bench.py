@@ -23,10 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.benchmark import Benchmark, Latency, Published
 from mkernel.bench.problems import worst_of
 from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
+from mkernel.operators import Shape
 from mkernel.ops.moe import dispatch_matmul as dispatch_op
 from mkernel.ops.moe import ffn as ffn_op
 from mkernel.ops.moe.grouped import Operands, Weights, multiply_block
@@ -38,6 +39,7 @@ from mkernel.runtime.world import Launch
 
 LONE_WORLD = 16  # world size that a single rank is measured as a part of
 CHECKED_TOKENS = 64
+LATENCY_SHAPES = ((128, 2048, 7168), (1024, 2048, 7168))
 
 
 @triton.jit
@@ -390,11 +392,36 @@ def _published_shape(size: int, ranks: int) -> tuple[int, int, int]:
     return size // 16 * ranks, 2048, 7168
 
 
+def _latency(ffn: bool) -> Callable[[Group, Shape, torch.dtype], Latency]:
+    def latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:
+        tokens, n, hidden = shape[0] // group.size, *shape[1:]
+        mine = tokens_of(group.rank, group.size, tokens, hidden, dtype, group.device)
+        matrices = [mine.matrices(*sizes) for sizes in matrix_shapes(n, hidden, ffn=ffn)]
+        counts = [tokens * SLOTS // EXPERTS + (expert < tokens * SLOTS % EXPERTS) for expert in range(EXPERTS)]
+        ends = torch.tensor(counts, device=group.device).cumsum(0).to(torch.int32)
+        rows = mine.x.repeat(SLOTS, 1)
+
+        def call() -> object:
+            if not ffn:
+                return dispatch_op.moe_dispatch_matmul(mine.x, mine.ids, *matrices, group=group, max_tokens=tokens)
+            return ffn_op.moe_ffn(mine.x, mine.ids, mine.weights, *matrices, group=group, max_tokens=tokens)
+
+        return Latency(call, lambda: grouped_mm(rows, matrices[0], ends, counts), "torch._grouped_mm")
+
+    return latency
+
+
 DISPATCH_MATMUL = Benchmark(
     measure_dispatch,
+    latency=_latency(ffn=False),
+    latency_shapes=LATENCY_SHAPES,
     problem="mkernel.ops.moe.baselines:DispatchMatmul",
     published=Published(_published_shape, _traffic),
 )
 FFN = Benchmark(
-    measure_ffn, problem="mkernel.ops.moe.baselines:Ffn", published=Published(_published_shape, _traffic_of_ffn)
+    measure_ffn,
+    latency=_latency(ffn=True),
+    latency_shapes=LATENCY_SHAPES,
+    problem="mkernel.ops.moe.baselines:Ffn",
+    published=Published(_published_shape, _traffic_of_ffn),
 )

@@ -15,7 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from mkernel.bench.benchmark import Latency
+from mkernel.bench.problems import draw
 from mkernel.bench.timing import Stopwatch
+from mkernel.operators import Shape
 from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
@@ -169,3 +172,16 @@ def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
     eps = torch.finfo(dtype).eps
     rounding = 4 * k * eps if dtype == torch.float32 else 0.0
     return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2
+
+
+def latency_of(operator: Callable[..., torch.Tensor]) -> Callable[[Group, Shape, torch.dtype], Latency]:
+    """The latency of an operator that sums over ranks, for a shape m x n x k of all ranks."""
+
+    def latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:
+        m, n, k = shape
+        rows = -(-m // group.size) * group.size
+        a, w = draw(group.rank, rows, n, k // group.size, dtype, group.device)
+        b = w.t()
+        return Latency(lambda: operator(a, b, group=group), lambda: torch.mm(a, b), "torch.mm")
+
+    return latency

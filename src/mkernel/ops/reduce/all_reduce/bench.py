@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.benchmark import FEW_ROWS, Benchmark, Published
 from mkernel.bench.problems import draw
 from mkernel.bench.published import NODES, RANKS
 from mkernel.bench.timing import Link
 from mkernel.ops.reduce.all_reduce import explain, matmul_all_reduce, prepare
-from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together, wires
 from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -88,5 +88,6 @@ BENCHMARK = Benchmark(
     measure,
     problem="mkernel.ops.reduce.baselines:AllReduce",
     published=Published(shape=lambda size, ranks: (size, size, size // 16 * ranks), traffic=_traffic),
-    host_call=lambda group, a, b: matmul_all_reduce(a, b, group=group),
+    latency=latency_of(matmul_all_reduce),
+    latency_shapes=FEW_ROWS,
 )

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.benchmark import Benchmark, Published
+from mkernel.bench.benchmark import FEW_ROWS, Benchmark, Published
 from mkernel.bench.problems import draw, worst_of
 from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link
-from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, measure_together, wires
+from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together, wires
 from mkernel.ops.reduce.call import Sum
 from mkernel.ops.reduce.reduce_scatter import explain, matmul_reduce_scatter, prepare
 from mkernel.runtime.config import Config
@@ -69,5 +69,6 @@ BENCHMARK = Benchmark(
     measure,
     problem="mkernel.ops.reduce.baselines:ReduceScatter",
     published=Published(shape=lambda size, ranks: (size, size, size // 16 * ranks), traffic=_traffic),
-    host_call=lambda group, a, b: matmul_reduce_scatter(a, b, group=group),
+    latency=latency_of(matmul_reduce_scatter),
+    latency_shapes=FEW_ROWS,
 )
