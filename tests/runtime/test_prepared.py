@@ -68,6 +68,18 @@ def test_repeated_sums(repeated, op):
     assert len(repeated) == 2 * 2
 
 
+def test_repeated_weight_gradients(repeated):
+    def on_rank(group):
+        for seed in range(4):
+            a, dy = inputs(group, seed, M, K), inputs(group, seed + 50, 2 * M, N)
+            dw = mk.all_gather_matmul_weight_grad(a, dy)
+            group.synchronize()
+            assert (dw.double() - gathered(group, a).double().t() @ dy.double()).abs().max() < 1e-3
+
+    mk.spawn(on_rank, gpus_per_node=2)
+    assert len(repeated) == 2 * 2
+
+
 def test_repeated_ring_attention(repeated):
     def on_rank(group):
         for seed in range(4):

@@ -365,4 +365,5 @@ def launch(
         uses=memory.uses(workspace, free={"rows": others}),
         inputs=("call.a.data", "own", "dy"),
         results=("c",),
+        scratch=() if partials is None else (partials,),
     )
