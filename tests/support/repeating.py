@@ -40,17 +40,30 @@ def _tensor_at(address, like):
     return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
+class Repeater:
+    """Repeats launches of the simulator."""
+
+    def __init__(self, launcher, repeated):
+        self._launcher, self._repeated = launcher, repeated
+
+    def prepare(self, rank, launch, tensors):
+        return Ready(launch, tensors)
+
+    def launch(self, rank, group, ready, addresses):
+        self._repeated.append(group._call)
+        launch = ready.at(addresses)
+        launch.call = group._call
+        self._launcher.launch(rank, launch)
+
+
 def repeating(monkeypatch):
     """Let the simulator repeat launches. Returns a list that grows with each launch that was repeated."""
     repeated = []
+    initialize = SimLauncher.__init__
 
-    def launch_ready(self, rank, group, ready, addresses):
-        repeated.append(group._call)
-        launch = ready.at(addresses)
-        launch.call = group._call
-        self.launch(rank, launch)
+    def with_repeater(self, *args):
+        initialize(self, *args)
+        self.repeater = Repeater(self, repeated)
 
-    monkeypatch.setattr(SimLauncher, "prepares", True)
-    monkeypatch.setattr(SimLauncher, "prepare", lambda self, rank, launch, tensors: Ready(launch, tensors))
-    monkeypatch.setattr(SimLauncher, "launch_ready", launch_ready)
+    monkeypatch.setattr(SimLauncher, "__init__", with_repeater)
     return repeated

@@ -16,27 +16,24 @@ A spinning kernel constrains how launches are made:
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from mkernel.lang.device import write_time
 from mkernel.runtime import cuda_driver
+from mkernel.runtime.cuda_repeater import CudaRepeater, Repeated
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import check_gpu
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
-from mkernel.runtime.operands import span
 from mkernel.runtime.world import Launch, Part, exchange_addresses
 
 if TYPE_CHECKING:
     from mkernel.runtime.cuda_threads import ThreadExchange
-
-log = logging.getLogger("mkernel")
 
 CLOCK_READINGS = 20  # the quickest one counts
 LOADED_KEPT = 4096
@@ -133,13 +130,6 @@ class KernelLoader:
         self._loaded.add(key)
 
 
-class Repeated(NamedTuple):
-    """The launch of a prepared call."""
-
-    ready: cuda_driver.Ready
-    addresses: Sequence[int]  # of its tensors
-
-
 class CudaLauncher:
     """The Launcher of ranks on GPUs.
 
@@ -165,7 +155,7 @@ class CudaLauncher:
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
         self.loader = KernelLoader(devices, network, self.synchronize)
         self._abort_streams: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
-        self.prepares = cuda_driver.driver() is not None
+        self.repeater = CudaRepeater(self, devices, threads) if cuda_driver.driver() is not None else None
 
     def ctas(self, rank: int) -> int:
         return self._ctas[rank]
@@ -195,67 +185,30 @@ class CudaLauncher:
         if self.sync_after_first_call(rank, group) and self._threads is not None:
             group.barrier()  # the other ranks' kernels run in this process, too
 
-    def prepare(
-        self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]
-    ) -> cuda_driver.Ready | None:  # fmt: skip
-        device = self._devices[rank]
-        spans = [(t.data_ptr(), span(t)) if t is not None and t.numel() else (0, 0) for t in tensors]
-        with torch.cuda.device(device):
-            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-            metadata = compiled.metadata
-            kernel = cuda_driver.Kernel(
-                compiled.function, launch.grid, cuda_driver.WARP_THREADS * metadata.num_warps, metadata.shared
-            )
-            try:
-                parameters = cuda_driver.parameters_of(compiled, launch.arguments)
-                patches = cuda_driver.find_patches(parameters, spans)
-                kept = [t for t in _tensors(tuple(launch.arguments.values())) if not _is_in(t, spans)]
-                stream = torch.cuda.current_stream(device)
-                return cuda_driver.Ready(kernel, stream, parameters, patches, (kept, launch.uses))
-            except cuda_driver.Unknown as reason:
-                log.debug("%s: Triton makes this launch every time, because of %s", launch.op, reason)
-                return None
-
-    def launch_ready(self, rank: int, group: Group, ready: cuda_driver.Ready, addresses: Sequence[int]) -> None:
-        if group.size > 1 and self._threads is not None:
-            call: Any = group._call
-            repeated = Repeated(ready, addresses)
-            self._threads.run_together(group, call[0], call, (repeated, ready.stream), self.launch_together)
-            return
-        if group.size > 1:
-            group.confirm()
-        self.repeat(rank, ready, addresses)
-
-    def repeat(self, rank: int, ready: cuda_driver.Ready, addresses: Sequence[int]) -> None:
-        """Queue a prepared launch behind the rank's last one."""
-        if torch._C._cuda_getDevice() != self._indices[rank]:
-            with torch.cuda.device(self._devices[rank]):
-                self.repeat(rank, ready, addresses)
-            return
-        stream = ready.stream
-        last_stream, event = self._last[rank]
-        if last_stream is not stream and last_stream != stream:
-            stream.wait_event(event)
-        ready.start(addresses)
-        event.record(stream)
-        if last_stream is not stream:
-            self._last[rank] = (stream, event)
-
     def launch_together(self, launches: Mapping[int, tuple[Launch | Repeated, torch.cuda.Stream]]) -> None:
         """Load the kernels of several ranks, then start them all."""
         for rank, (launch, stream) in launches.items():
             if isinstance(launch, Launch):
                 self.loader.load(rank, launch, stream)
         for rank, (launch, stream) in launches.items():
-            if isinstance(launch, Launch):
-                self.start(rank, launch, stream)
-            else:
-                self.repeat(rank, *launch)
+            self.start(rank, launch, stream)
 
-    def start(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
+    def start(self, rank: int, launch: Launch | Repeated, stream: torch.cuda.Stream) -> None:
         """Queue a loaded kernel behind the rank's last one."""
-        with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
-            last = self._last.get(rank)
+        if torch._C._cuda_getDevice() != self._indices[rank]:
+            with torch.cuda.device(self._devices[rank]):
+                self.start(rank, launch, stream)
+            return
+        last = self._last.get(rank)
+        if isinstance(launch, Repeated):
+            assert last is not None  # it was launched before
+            if last[0] is not stream and last[0] != stream:
+                stream.wait_event(last[1])
+            launch.ready.start(launch.addresses)
+            last[1].record(stream)
+            self._last[rank] = (stream, last[1])
+            return
+        with torch.cuda.stream(stream):
             capturing = torch.cuda.is_current_stream_capturing()
             if last is not None and last[0] != stream and not capturing:
                 stream.wait_event(last[1])
@@ -300,19 +253,3 @@ class CudaLauncher:
 
     def clock(self, rank: int) -> CudaClock:
         return CudaClock(self._devices[rank])
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested structures, also those of tensor descriptors."""
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif hasattr(value, "block_shape"):
-        yield value.base
-
-
-def _is_in(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
-    """Does a tensor begin in one of these spans of (address, bytes)?"""
-    return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in spans)

@@ -58,7 +58,7 @@ class PreparedCalls:
         """
         group = self._group
         launcher = group._launcher
-        if not launcher.prepares or group.tracer is not None or launcher.capturing(group.world_rank):
+        if launcher.repeater is None or group.tracer is not None or launcher.capturing(group.world_rank):
             return None
         if forward_ad._current_level >= 0:
             return None
@@ -111,7 +111,9 @@ class PreparedCalls:
         for tensor in made:
             addresses.append(tensor.data_ptr())
         group._call, group._confirmed = prepared.call, False
-        group._launcher.launch_ready(rank, group, prepared.ready, addresses)
+        repeater = group._launcher.repeater
+        assert repeater is not None
+        repeater.launch(rank, group, prepared.ready, addresses)
         group._call, group._confirmed = None, False
         return made
 
@@ -132,9 +134,10 @@ class PreparedCalls:
         group = self._group
         made = [*made, *launch.scratch]
         tensors = [*passed, *made]
-        ready = None
-        if not any(tensor is not None and group.heap.find(tensor) is not None for tensor in tensors):
-            ready = group._launcher.prepare(group.world_rank, launch, tensors)
+        ready, repeater = None, group._launcher.repeater
+        in_heap = any(tensor is not None and group.heap.find(tensor) is not None for tensor in tensors)
+        if repeater is not None and not in_heap:
+            ready = repeater.prepare(group.world_rank, launch, tensors)
         spans = [span(tensor) if tensor is not None else 0 for tensor in tensors]
         shapes = [(tensor.shape, tensor.dtype) for tensor in made]
         self._calls[key] = Prepared(launch.call, ready, group.generation, spans, shapes)

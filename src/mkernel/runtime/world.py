@@ -189,10 +189,23 @@ class Clock(Protocol):
         """Readings of (host clock before, this clock, host clock after), in nanoseconds."""
 
 
+class Repeater(Protocol):
+    """The part of a Launcher that repeats launches (see prepared.py)."""
+
+    def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """What `launch` needs to repeat a launch on the current stream with other tensors of the same layout in place
+        of these; None if it cannot be repeated."""
+
+    def launch(self, rank: int, group: Group, ready: Any, addresses: Sequence[int]) -> None:
+        """Repeat a launch with tensors at these addresses, once all ranks of the group have confirmed the call."""
+
+
 class Launcher(Protocol):
     """Streams and kernels."""
 
-    prepares: bool  # can it repeat launches (see prepared.py)?
+    @property
+    def repeater(self) -> Repeater | None:
+        """Repeats launches; None if every launch is made anew."""
 
     def ctas(self, rank: int) -> int:
         """How many CTAs of one launch are resident at a time on the rank's share of its GPU."""
@@ -209,13 +222,6 @@ class Launcher(Protocol):
     def launch(self, rank: int, launch: Launch) -> None:
         """Queue a kernel on the rank's current stream once all ranks of the group have confirmed the call."""
 
-    def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """What `launch_ready` needs to repeat a launch on the current stream with other tensors of the same layout in
-        place of these; None if it cannot be repeated."""
-
-    def launch_ready(self, rank: int, group: Group, ready: Any, addresses: Sequence[int]) -> None:
-        """Repeat a launch with tensors at these addresses, once all ranks of the group have confirmed the call."""
-
     def synchronize(self, rank: int) -> None:
         """Wait for everything that the rank has queued."""
 
@@ -227,18 +233,6 @@ class Launcher(Protocol):
 
     def clock(self, rank: int) -> Clock:
         """The clock of the rank's traced kernels."""
-
-
-class PreparesNothing:
-    """The part of a Launcher that repeats launches, for launchers that make every launch anew."""
-
-    prepares = False
-
-    def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
-        return None
-
-    def launch_ready(self, rank: int, group: Group, ready: Any, addresses: Sequence[int]) -> None:
-        raise NotImplementedError
 
 
 class Network(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.runtime.group import RING_CAPACITY, Group
 from mkernel.runtime.network import poll_drained
-from mkernel.runtime.world import Clock, Launch, Part, PreparesNothing, Transfer, exchange_addresses
+from mkernel.runtime.world import Clock, Launch, Part, Transfer, exchange_addresses
 from mkernel.sim.interrupts import deferred
 from mkernel.sim.launches import DEFAULT_STREAM, Execution, RunningLaunch
 from mkernel.sim.memory import Keeps, call_when_freed
@@ -82,11 +82,12 @@ class SimClock:
         raise AssertionError("there is only one simulated clock")
 
 
-class SimLauncher(PreparesNothing):
+class SimLauncher:
     """The Launcher of simulated ranks. A call on the default stream returns when it has finished, as calls on CPU
     tensors do; a call on another stream (`Execution.stream`) returns before, as on a GPU."""
 
     def __init__(self, simulator: Simulator, exchange: SimExchange, network: SimNetwork):
+        self.repeater = None
         self.simulator = simulator
         self.execution = Execution(simulator)
         self.calls: dict[Hashable, dict[int, list[str]]] = {}  # group -> rank in it -> what it has launched
@@ -146,10 +147,11 @@ class SimLauncher(PreparesNothing):
         return SimClock()
 
 
-class InlineLauncher(PreparesNothing):
+class InlineLauncher:
     """The Launcher of one rank whose CTAs run inside the call, with no tasks beside them."""
 
     def __init__(self, simulator: Simulator, clock: Clock):
+        self.repeater = None
         self._simulator = simulator
         self.execution = Execution(simulator)
         self._clock = clock
