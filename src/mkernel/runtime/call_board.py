@@ -111,21 +111,18 @@ class CallBoard:
         self._number = 0
         self._digest = self._record = IN_STORE
         self._waiting: list[tuple[int, mmap.mmap]] = []  # those that have not reached this number yet
-        self._agreed: bool | None = None  # what comparing the calls of this number has shown
         self._confirmed = 0  # the last number that was confirmed on the board
 
     def write(self, number: int, digest: bytes) -> None:
         """This rank has reached the exchange of this number, with a call of this digest, or IN_STORE."""
         body = _BODY.pack(number, self._confirmed, digest)
         self._number, self._digest, self._record = number, digest, body + _CHECKSUM.pack(zlib.crc32(body))
-        self._waiting, self._agreed = self._peers, None
+        self._waiting = self._peers
         self._own[_RECORDS[number % 2]] = self._record
 
     def poll(self) -> bool | None:
         """Do all ranks make the call that this one wrote last? None while that is unknown; False if the store has to
         tell."""
-        if self._agreed is not None:
-            return self._agreed
         slot, record, waiting = _RECORDS[self._number % 2], self._record, []
         for peer, page in self._waiting:
             if page[slot] == record:
@@ -134,12 +131,11 @@ class CallBoard:
             if number < self._number:
                 waiting.append((peer, page))
             elif digest != self._digest if number == self._number else confirmed < self._number:
-                self._agreed = False
                 return False
         self._waiting = waiting
         if waiting:
             return None
-        self._confirmed, self._agreed = self._number, True
+        self._confirmed = self._number
         return True
 
     def spin(self) -> bool | None:

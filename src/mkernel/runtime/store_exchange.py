@@ -100,7 +100,7 @@ class StoreExchange:
 
     def join(self, group: Group) -> None:
         self.lost.add(group)
-        if group.size > 1 and self.lost.watches(group.members, self.rank):
+        if group.size > 1 and self.lost.peers.keys() >= {*group.members} - {self.rank}:  # all on this machine
             board = call_board.open_board(group)
             if board is not None:
                 self._boards[group.name] = board
@@ -189,7 +189,7 @@ class LostRanks:
         self._messages = messages
         self._first: dict[str, tuple[int, str]] = {}  # group -> the rank of it that was lost first, and why
         self._lock = threading.Lock()
-        self._peers: Mapping[int, tuple[int, int]] = {}
+        self.peers: Mapping[int, tuple[int, int]] = {}  # the other ranks of this machine
         self._watch: liveness.Watch | None = None
 
     def identity_of(self, name: Hashable) -> str:
@@ -197,7 +197,7 @@ class LostRanks:
 
     def watch(self, peers: Mapping[int, tuple[int, int]]) -> None:
         """Watch these ranks of this machine: rank -> its process and the file descriptor of its page."""
-        self._peers = peers
+        self.peers = peers
         this = weakref.ref(self)
 
         def lost(rank: int, why: str) -> None:
@@ -215,14 +215,10 @@ class LostRanks:
         self._watch = liveness.Watch(peers, lost, left)
         weakref.finalize(self, self._watch.close)
 
-    def watches(self, members: Sequence[int], own: int) -> bool:
-        """Are all of these ranks on the machine of rank `own`, this one?"""
-        return all(member == own or member in self._peers for member in members)
-
     def add(self, group: Group) -> None:
         self.groups[self.identity_of(group.name)] = group
         if self._watch is None:
-            self.watch(self._peers)
+            self.watch(self.peers)
         assert self._watch is not None
         for rank, why in list(self._watch.gone.items()):  # lost while the group was being made
             self._mark_lost(group, rank, why)
@@ -292,7 +288,7 @@ class LostRanks:
     def _wait_for_watch(self, missing: Sequence[int]) -> None:
         """Give the system time to report that one of these ranks, if they are on this machine, has ended."""
         deadline = time.monotonic() + REPORT_SECONDS
-        watched = self._peers.keys() & set(missing)
+        watched = self.peers.keys() & set(missing)
         while watched and self._watch is not None and not watched & self._watch.gone.keys():
             if time.monotonic() > deadline:
                 return
