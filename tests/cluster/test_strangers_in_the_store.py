@@ -82,7 +82,7 @@ FORGED = """
         while not messages.store.check(["forged"]):
             pass
         try:
-            mk.all_gather_matmul(a, a)
+            group.barrier()  # known calls do not use the store
             sys.exit("taken")
         except mk.MKernelError as refusal:
             print("refused:", refusal, flush=True)

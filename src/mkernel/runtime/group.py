@@ -309,7 +309,7 @@ class Group:
 
     # -- for operators
 
-    def next_exchange(self) -> Hashable:
+    def next_exchange(self) -> tuple[Hashable, int]:
         """The key of the next exchange: the same on all ranks that have taken part in the same number of them."""
         self._exchanges += 1
         return self.last_exchange
@@ -318,9 +318,9 @@ class Group:
     def last_exchange(self) -> tuple[Hashable, int]:
         return self.name, self._exchanges
 
-    def exchange(self, what: str, value: Any, call: Hashable = None) -> list[Any]:
+    def exchange(self, what: str, value: Any, call: Hashable = None, key: Hashable = None) -> list[Any]:
         """All-gather a value from every rank. Blocks; for set-up only. All ranks raise ArgumentError unless they pass
-        the same `call` (by default `what`)."""
+        the same `call` (by default `what`). `key`: of an exchange that has begun, if not the next one."""
         if self._broken is not None:
             self.check()
         self._check_process()
@@ -329,7 +329,7 @@ class Group:
         told = (call or what, value)
         try:
             given = self.world.exchange.all_gather(
-                self.world_rank, self.members, self.next_exchange(), what, told, self.timeout
+                self.world_rank, self.members, key or self.next_exchange(), what, told, self.timeout
             )
         except (CommTimeout, TransportError) as late:
             self.mark_out_of_sync(late)
@@ -408,7 +408,7 @@ class Group:
         agreed on. This is the last step before a launch; a call that launches nothing takes it, too."""
         try:
             self.world.exchange.confirm(self, self._call)
-        except CommTimeout as late:
+        except (CommTimeout, TransportError) as late:
             self.mark_out_of_sync(late)
             raise
         self._confirmed = True

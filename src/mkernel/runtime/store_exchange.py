@@ -1,8 +1,11 @@
 """The Exchange of ranks that are processes: through the store of their process group.
 
-A rank that waits for others polls the store. Now and then it checks whether the missing ranks are still there: the
-processes of one machine watch each other (`runtime/liveness.py`), the network proxy notices ranks on other machines,
-and whoever finds a group broken writes so into the store.
+Ranks of one machine compare calls that they have made before in shared memory instead (`runtime/call_board.py`), and
+use the store only if their calls differ.
+
+A rank that waits for others polls the store, or the shared memory. Now and then it checks whether the missing ranks are
+still there: the processes of one machine watch each other (`runtime/liveness.py`), the network proxy notices ranks on
+other machines, and whoever finds a group broken writes so into the store.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mkernel.runtime import liveness, records
+from mkernel.runtime import call_board, liveness, records
+from mkernel.runtime.call_board import CallBoard
 from mkernel.runtime.errors import CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.printable import printable
@@ -25,7 +31,8 @@ from mkernel.runtime.store import STORE_ERRORS, SignedStore
 log = logging.getLogger("mkernel")
 
 CHECK_SECONDS = 0.5  # between two checks whether the missing ranks are still there
-LONGEST_PAUSE = 0.02  # seconds between two polls
+LONGEST_PAUSE = 0.02  # seconds between two polls of the store
+LONGEST_BOARD_PAUSE = 0.001  # seconds between two polls of a board: a GPU may be idle meanwhile
 REPORT_SECONDS = 1.0  # for another rank to report why it has given up
 WARN_SECONDS = 30.0  # of waiting before a rank logs for whom it waits
 
@@ -38,16 +45,21 @@ class StoreExchange:
         self.messages = messages
         self.lost = LostRanks(messages)
         self.on_last_leave: Callable[[], None] = lambda: None  # called when the last group was closed
+        self._boards: dict[Hashable, CallBoard] = {}  # by the name of the group
+        self._process = os.getpid()
 
     def all_gather(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
         names = self.messages.names(members, key)
         own = list(members).index(rank)
-        begun = time.monotonic()
+        wait = Wait(self.lost, members, own, key, what, timeout)
+        self._mark_in_store(key)
         try:
             written = self.messages.put(names[own], value)
-            self._wait(names, members, own, key, what, timeout)
+            # The store's own wait would lock out other threads, and log a warning whenever it times out.
+            while not self.messages.store.check(list(names)):
+                wait.pause(lambda: [i for i, name in enumerate(names) if not self.messages.poll(name)], LONGEST_PAUSE)
             values = self.messages.get(names)
             self.messages.retire(members, written)
         except STORE_ERRORS as problem:
@@ -55,49 +67,53 @@ class StoreExchange:
                 raise
             # the process that hosts the store has exited
             missing = [i for i, name in enumerate(names) if i != own and not self.messages.poll(name)]
-            waited = time.monotonic() - begun
-            raise records.absent(what, own, missing or [own], len(members), waited) from problem
+            raise wait.timed_out(missing or [own]) from problem
         return values
 
-    def _wait(
-        self, names: Sequence[str], members: Sequence[int], own: int, key: Hashable, what: str, timeout: float
-    ) -> None:
-        """Return when all names are in the store. Raise after the timeout, or when a missing rank is lost."""
-        begun = time.monotonic()
-        warned, pause, next_check = False, 5e-5, CHECK_SECONDS
-        # The store's own wait would lock out other threads, and log a warning whenever it times out.
-        while not self.messages.store.check(list(names)):
-            waited = time.monotonic() - begun
-            if waited < min(next_check, timeout):
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_PAUSE)
-                continue
-            next_check = waited + CHECK_SECONDS
-            missing = [i for i, name in enumerate(names) if not self.messages.poll(name)]
-            if not missing:
-                return
-            timed_out = records.absent(what, own, missing, len(members), waited)
-            self.lost.check(key, members, missing, timed_out)
-            if waited >= timeout:
-                raise timed_out
-            if waited >= WARN_SECONDS and not warned:
-                warned = True
-                log.warning(
-                    "%s: rank %d has waited %.0f s for %s to make the same call, and will wait up to %.0f s",
-                    what, own, waited, _ranks(missing), timeout,
-                )  # fmt: skip
-
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
+        self._mark_in_store(key)
         name = self.messages.names(members, key)[list(members).index(rank)]
         self.messages.keep(members, self.messages.put(name, value))
 
+    def _mark_in_store(self, key: Hashable) -> None:
+        """Ranks that wait on the board for this one have to go to the store."""
+        name, number = key if isinstance(key, tuple) and len(key) == 2 else (None, 0)
+        if name in self._boards:
+            self._boards[name].write(number, call_board.IN_STORE)
+
     def confirm(self, group: Group, call: Any) -> None:
-        group.exchange(call[0], None, call=call)
+        key, usable = None, not group.broken and os.getpid() == self._process
+        if usable and group.size == 1:
+            return
+        board = self._boards.get(group.name)
+        if usable and board is not None:
+            key = group.next_exchange()
+            board.write(key[1], call_board.digest_of(call))
+            agreed = board.spin()
+            if agreed is None:
+                wait = Wait(self.lost, group.members, group.rank, key, call[0], group.timeout)
+                while (agreed := board.poll()) is None:
+                    wait.pause(board.poll_missing, LONGEST_BOARD_PAUSE)
+            if agreed:
+                return
+        group.exchange(call[0], None, call, key)
 
     def join(self, group: Group) -> None:
         self.lost.add(group)
+        if group.size > 1 and self.lost.peers.keys() >= {*group.members} - {self.rank}:  # all on this machine
+            board = call_board.open_board(group)
+            if board is not None:
+                self._boards[group.name] = board
+                # for a group that is never closed, or that another rank fails to make
+                weakref.finalize(group, self._close_board, group.name).atexit = False
+
+    def _close_board(self, name: Hashable) -> None:
+        board = self._boards.pop(name, None)
+        if board is not None:
+            board.close()
 
     def leave(self, group: Group) -> None:
+        self._close_board(group.name)
         self.lost.remove(group)
         if not self.lost.groups:
             self.lost.close()
@@ -121,6 +137,47 @@ class StoreExchange:
         return self.lost.wait_for_cause(group, 0.0 if timed_out else REPORT_SECONDS)
 
 
+@dataclass
+class Wait:
+    """A rank, number `own` of the members, waits for the others to make the same call."""
+
+    lost: LostRanks
+    members: Sequence[int]
+    own: int
+    key: Hashable
+    what: str
+    timeout: float
+    _begun: float = field(default_factory=time.monotonic)
+    _warned: bool = False
+    _pause: float = 5e-5
+    _next_check: float = CHECK_SECONDS
+
+    def timed_out(self, missing: Sequence[int]) -> CommTimeout:
+        return records.absent(self.what, self.own, missing, len(self.members), time.monotonic() - self._begun)
+
+    def pause(self, poll_missing: Callable[[], list[int]], longest: float) -> None:
+        """Sleep a little, longer every time. Raise after the timeout, or when a missing rank is lost."""
+        waited = time.monotonic() - self._begun
+        if waited < min(self._next_check, self.timeout):
+            time.sleep(self._pause)
+            self._pause = min(1.5 * self._pause, longest)
+            return
+        self._next_check = waited + CHECK_SECONDS
+        missing = poll_missing()
+        if not missing:
+            return
+        timed_out = self.timed_out(missing)
+        self.lost.check(self.key, self.members, missing, timed_out)
+        if waited >= self.timeout:
+            raise timed_out
+        if waited >= WARN_SECONDS and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: rank %d has waited %.0f s for %s to make the same call, and will wait up to %.0f s",
+                self.what, self.own, waited, _ranks(missing), self.timeout,
+            )  # fmt: skip
+
+
 class LostRanks:
     """What is known about ranks that are gone, by group.
 
@@ -132,7 +189,7 @@ class LostRanks:
         self._messages = messages
         self._first: dict[str, tuple[int, str]] = {}  # group -> the rank of it that was lost first, and why
         self._lock = threading.Lock()
-        self._peers: Mapping[int, tuple[int, int]] = {}
+        self.peers: Mapping[int, tuple[int, int]] = {}  # the other ranks of this machine
         self._watch: liveness.Watch | None = None
 
     def identity_of(self, name: Hashable) -> str:
@@ -140,7 +197,7 @@ class LostRanks:
 
     def watch(self, peers: Mapping[int, tuple[int, int]]) -> None:
         """Watch these ranks of this machine: rank -> its process and the file descriptor of its page."""
-        self._peers = peers
+        self.peers = peers
         this = weakref.ref(self)
 
         def lost(rank: int, why: str) -> None:
@@ -161,7 +218,7 @@ class LostRanks:
     def add(self, group: Group) -> None:
         self.groups[self.identity_of(group.name)] = group
         if self._watch is None:
-            self.watch(self._peers)
+            self.watch(self.peers)
         assert self._watch is not None
         for rank, why in list(self._watch.gone.items()):  # lost while the group was being made
             self._mark_lost(group, rank, why)
@@ -201,7 +258,12 @@ class LostRanks:
         """What another rank has reported: who was lost (-1 if unknown), and why."""
         if not self._messages.poll(f"broken/{identity}"):
             return None
-        rank, why = self._messages.get([f"broken/{identity}"])[0]
+        try:
+            rank, why = self._messages.get([f"broken/{identity}"])[0]
+        except STORE_ERRORS as problem:
+            if isinstance(problem, MKernelError):
+                raise
+            return None  # the process that hosts the store has exited meanwhile
         return int(rank), printable(str(why))
 
     def check(self, key: Hashable, members: Sequence[int], missing: Sequence[int], timed_out: CommTimeout) -> None:
@@ -226,7 +288,7 @@ class LostRanks:
     def _wait_for_watch(self, missing: Sequence[int]) -> None:
         """Give the system time to report that one of these ranks, if they are on this machine, has ended."""
         deadline = time.monotonic() + REPORT_SECONDS
-        watched = self._peers.keys() & set(missing)
+        watched = self.peers.keys() & set(missing)
         while watched and self._watch is not None and not watched & self._watch.gone.keys():
             if time.monotonic() > deadline:
                 return
