@@ -48,8 +48,9 @@ def test_sums(op, ranks, m):
             a, b = randn(group, m, 256, seed=seed), randn(group, 256, 512, seed=seed + 50)
             bias = torch.full((512,), 1.0 + seed, device=group.device, dtype=torch.bfloat16)
             y = getattr(mk, op)(a, b, bias=bias)
+            product = a.double() @ b.double()
             torch.cuda.current_stream().synchronize()
-            exact = sum(group.exchange("products", a.double() @ b.double())) + bias.double()
+            exact = sum(group.exchange("products", product)) + bias.double()
             if op == "matmul_reduce_scatter":
                 exact = exact.chunk(group.size)[group.rank]
             error = (y.double() - exact).abs().max().item()
