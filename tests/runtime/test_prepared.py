@@ -157,16 +157,45 @@ def test_what_has_no_key_is_never_repeated(repeated):
         shared.copy_(a)
         for _ in range(3):
             check(shared, b)  # in the symmetric heap
-            check(a.clone().requires_grad_(), b)
         with mk.trace():
             check(a, b)
+        group.barrier()
         assert len(repeated) == done
         group.barrier()
         # the heap has changed: the next call prepares anew
-        for _ in range(2):
+        for _ in range(3):
             check(a, b)
+        group.barrier()
+        assert len(repeated) == done + 2 * group.size
 
     mk.spawn(on_rank, gpus_per_node=2)
+
+
+def test_calls_that_pytorch_has_to_see_are_not_cut_short(repeated):
+    """A call that differs from a prepared one only in what PyTorch makes of it."""
+
+    def on_rank(group):
+        a, b = inputs(group, 1, M, K), inputs(group, 2, K, N)
+        bias = torch.ones(N)
+        for _ in range(3):
+            y = mk.all_gather_matmul(a, b)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert mk.all_gather_matmul(a, b).dtype == torch.bfloat16
+        weight = b.clone().requires_grad_()
+        assert mk.all_gather_matmul(a, weight).requires_grad
+        assert torch.equal(mk.all_gather_matmul(a, b, bias=bias), y + bias)
+        shaped = mk.all_gather_matmul(a.view(4, M // 4, K), b, gather_dim=1)
+        assert shaped.shape == (4, group.size * M // 4, N)
+        both, rows = mk.all_gather_matmul(a, b, return_gathered=True)
+        assert torch.equal(both, y)
+        assert rows.shape == (group.size * M, K)
+        with pytest.raises(TypeError, match="all_gather_matmul"):
+            mk.all_gather_matmul(a, b, bias)
+        with pytest.raises(TypeError, match="unknown"):
+            mk.all_gather_matmul(a, b, unknown=1)
+        assert torch.equal(mk.all_gather_matmul(a=a, b=b), y)
+
+    mk.spawn(on_rank, gpus_per_node=1)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])

@@ -162,7 +162,7 @@ class RingAttention:
         self._checked = weakref.ref(given)
 
 
-@traceable
+@traceable()
 def attend(
     attention: RingAttention, call: tuple[Any, ...], causal: bool, scaling: float | None, *, group: Any = None
 ) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,10 +18,18 @@ FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def collective(function: Function) -> Function:
+def collective(function: Function, repeat: Callable[..., Any] | None = None) -> Function:
     """Decorates functions that all ranks of a group call together: if the call fails on one rank before its launch, it
     fails on the others, too. `group` is anything that stands for a group (`GroupLike`), and defaults to the current
-    group. A function that another one of them calls leaves it to the outer one to tell the other ranks."""
+    group. A function that another one of them calls leaves it to the outer one to tell the other ranks.
+
+    Args:
+        repeat: takes some of the function's arguments, and returns what the function would return for them if the call
+            is prepared (`PreparedCalls`), otherwise None. It is asked first, unless PyTorch has to see the call.
+    """
+    parameters = list(inspect.signature(repeat).parameters.values()) if repeat is not None else []
+    taken = frozenset(parameter.name for parameter in parameters)
+    positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
 
     def run(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:
         resolved = resolve(group)
@@ -29,6 +38,10 @@ def collective(function: Function) -> Function:
         resolved._in_call = True
         try:
             resolved._check_usable()
+            if repeat is not None and len(args) == positional and taken.issuperset(kwargs) and not is_watched():
+                result = repeat(*args, group=resolved, **kwargs)
+                if result is not None:
+                    return result
             return function(*args, group=resolved, **kwargs)
         except BaseException as failure:
             resolved.failed(function.__name__, failure)
@@ -51,11 +64,26 @@ def collective(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def traceable(function: Function) -> Function:
+def is_watched() -> bool:
+    """Does PyTorch have to see the calls that are made now: to cast their arguments, or for a mode or a transform?
+    (Calls on tensors that require grad are another matter.)"""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+    )
+
+
+def traceable(repeat: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
     """`collective`, for functions that PyTorch can also trace into a graph, or run on tensors without values. While it
     does, there is nothing to tell other ranks, and the function is passed the name of its group, because a graph can
     hold no Python object."""
-    eager = collective(function)
+    return functools.partial(_traceable, repeat)
+
+
+def _traceable(repeat: Callable[..., Any] | None, function: Function) -> Function:
+    eager = collective(function, repeat)
 
     @functools.wraps(function)
     def call(*args: Any, group: GroupLike | None = None, **kwargs: Any) -> Any:

@@ -129,15 +129,16 @@ class PreparedCalls:
                 self._seen.clear()
             self._seen.add(key)
             return
-        if len(self._calls) >= CALLS_KEPT:
-            self._calls.clear()
         group = self._group
         made = [*made, *launch.scratch]
         tensors = [*passed, *made]
-        ready, repeater = None, group._launcher.repeater
-        in_heap = any(tensor is not None and group.heap.find(tensor) is not None for tensor in tensors)
-        if repeater is not None and not in_heap:
-            ready = repeater.prepare(group.world_rank, launch, tensors)
+        if group.heap.holds_one_of([tensor.data_ptr() for tensor in tensors if tensor is not None]):
+            return
+        if len(self._calls) >= CALLS_KEPT:
+            self._calls.clear()
+        repeater = group._launcher.repeater
+        assert repeater is not None  # the call has a key
+        ready = repeater.prepare(group.world_rank, launch, tensors)
         spans = [span(tensor) if tensor is not None else 0 for tensor in tensors]
         shapes = [(tensor.shape, tensor.dtype) for tensor in made]
         self._calls[key] = Prepared(launch.call, ready, group.generation, spans, shapes)

@@ -62,7 +62,7 @@ from mkernel.runtime.operands import overlap
 __all__ = ["TUNABLE", "all_gather_matmul", "explain", "prepare"]
 
 
-@traceable
+@traceable(call.repeat)
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor | Sequence[torch.Tensor],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ def all_gather_matmul(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the gathered rows if they are wanted: `mk.all_gather_matmul` of matrices, without gradients."""
-    key = group.prepared.key_of("all_gather_matmul", (a, b, out), return_gathered, config)
+    key = _key(group, a, b, out, return_gathered, config)
     made = group.prepared.repeat(key, (a, b, out), out=2)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_gathered else None
@@ -51,6 +52,21 @@ def all_gather_matmul(
         group.confirm()
         y.zero_()
     return y, gathered
+
+
+def _key(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, return_gathered: bool,
+    config: Config | None,
+) -> Hashable | None:  # fmt: skip
+    return group.prepared.key_of("all_gather_matmul", (a, b, out), return_gathered, config)
+
+
+def repeat(
+    a: torch.Tensor, b: torch.Tensor, *, group: Group, out: torch.Tensor | None = None, config: Config | None = None
+) -> torch.Tensor | None:
+    """The result of a prepared call of `mk.all_gather_matmul`; None for others."""
+    made = group.prepared.repeat(_key(group, a, b, out, False, config), (a, b, out), out=2)
+    return None if made is None else made[0] if out is None else out
 
 
 def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, config: Config | None) -> None:

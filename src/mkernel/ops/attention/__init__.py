@@ -93,7 +93,7 @@ from mkernel.runtime.group import current
 __all__ = ["TUNABLE", "explain", "prepare", "ring_attention"]
 
 
-@traceable
+@traceable(run.repeat)
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,

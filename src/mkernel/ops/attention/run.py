@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ def ring_attention(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
-    repeatable = cu_seqlens is None  # documents may change with every call
-    options = (bool(is_causal), type(scale), scale, enable_gqa, layout, return_lse, config)
-    call_key = group.prepared.key_of("ring_attention", (query, key, value, out), *options) if repeatable else None
+    options = (is_causal, scale, enable_gqa, layout, return_lse, config)
+    call_key = _key(group, query, key, value, out, *options) if cu_seqlens is None else None  # documents may change
     made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_lse else None
@@ -70,6 +70,33 @@ def ring_attention(
     else:
         group.confirm()
     return result, lse
+
+
+def _key(
+    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None,
+    is_causal: bool, scale: float | None, *options: Hashable,
+) -> Hashable | None:  # fmt: skip
+    passed = (query, key, value, out)
+    return group.prepared.key_of("ring_attention", passed, bool(is_causal), repr(type(scale)), scale, *options)
+
+
+def repeat(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: Group,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "contiguous",
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor | None:
+    """The result of a prepared call of `mk.ring_attention`; None for others."""
+    call_key = _key(group, query, key, value, out, is_causal, scale, enable_gqa, layout, False, config)
+    made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
+    return None if made is None else made[0] if out is None else out
 
 
 def check(

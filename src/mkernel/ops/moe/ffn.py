@@ -54,6 +54,7 @@ copy of it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -476,9 +477,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """`mk.moe_ffn`, without PyTorch's dispatcher."""
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
-    key = None
-    if max_tokens is not None or group.size == 1:  # otherwise the ranks exchange their numbers of tokens at every call
-        key = group.prepared.key_of("moe_ffn", passed, capacity, max_tokens, config)
+    key = _key(group, passed, capacity, max_tokens, config)
     made = group.prepared.repeat(key, passed, out=5)
     if made is not None:
         return made[0] if out is None else out
@@ -488,6 +487,33 @@ def moe_ffn(
     launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config)
     group.launch(launch, key, passed, [result] * (out is None))
     return result
+
+
+def _key(
+    group: Group, passed: tuple[Any, ...], capacity: int | None, max_tokens: int | None, config: Config | None
+) -> Hashable | None:
+    if max_tokens is None and group.size > 1:
+        return None  # the ranks exchange their numbers of tokens at every call
+    return group.prepared.key_of("moe_ffn", passed, capacity, max_tokens, config)
+
+
+def repeat(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    group: Group,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor | None:
+    """The result of a prepared call of `mk.moe_ffn`; None for others."""
+    passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
+    made = group.prepared.repeat(_key(group, passed, capacity, max_tokens, config), passed, out=5)
+    return None if made is None else made[0] if out is None else out
 
 
 def agree(

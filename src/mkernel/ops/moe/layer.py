@@ -19,7 +19,7 @@ PARAMETERS = (
 )
 
 
-@traceable
+@traceable(ffn.repeat)
 def moe_ffn(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

@@ -79,7 +79,7 @@ __all__ = ["TUNABLE", "explain", "matmul_all_reduce", "prepare"]
 registration.define_all_reduce(call.matmul_all_reduce)
 
 
-@traceable
+@traceable(call.repeat)
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,

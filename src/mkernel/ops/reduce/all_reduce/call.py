@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +39,8 @@ def matmul_all_reduce(
     config: Config | None = None,
 ) -> torch.Tensor:
     """`mk.matmul_all_reduce` of matrices, without gradients."""
-    ordered = fixed_order or torch.are_deterministic_algorithms_enabled()
     passed = (a, b, out, bias, residual)
-    key = group.prepared.key_of(OP, passed, reduce_dtype, config, fixed_order, ordered)
+    key = _key(group, passed, reduce_dtype, config, fixed_order)
     made = group.prepared.repeat(key, passed, out=2)
     if made is not None:
         return made[0] if out is None else out
@@ -56,6 +56,31 @@ def matmul_all_reduce(
     else:
         group.confirm()
     return call.out
+
+
+def _key(
+    group: Group, passed: tuple[Any, ...], reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool
+) -> Hashable | None:
+    ordered = fixed_order or torch.are_deterministic_algorithms_enabled()
+    return group.prepared.key_of(OP, passed, reduce_dtype, config, fixed_order, ordered)
+
+
+def repeat(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Group,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    fixed_order: bool = True,
+    config: Config | None = None,
+) -> torch.Tensor | None:
+    """The result of a prepared call of `mk.matmul_all_reduce`; None for others."""
+    passed = (a, b, out, bias, residual)
+    made = group.prepared.repeat(_key(group, passed, reduce_dtype, config, fixed_order), passed, out=2)
+    return None if made is None else made[0] if out is None else out
 
 
 def sum_of(

@@ -67,7 +67,7 @@ __all__ = ["TUNABLE", "explain", "matmul_reduce_scatter", "prepare"]
 registration.define_reduce_scatter(call.matmul_reduce_scatter)
 
 
-@traceable
+@traceable(call.repeat)
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,

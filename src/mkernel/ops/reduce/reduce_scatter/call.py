@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """`mk.matmul_reduce_scatter` of matrices, without gradients."""
     passed = (a, b, out, bias, residual)
-    key = group.prepared.key_of(OP, passed, reduce_dtype, config)
+    key = _key(group, passed, reduce_dtype, config)
     made = group.prepared.repeat(key, passed, out=2)
     if made is not None:
         return made[0] if out is None else out
@@ -48,6 +49,29 @@ def matmul_reduce_scatter(
     else:
         group.confirm()
     return call.out
+
+
+def _key(
+    group: Group, passed: tuple[Any, ...], reduce_dtype: torch.dtype | None, config: Config | None
+) -> Hashable | None:
+    return group.prepared.key_of(OP, passed, reduce_dtype, config)
+
+
+def repeat(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: Group,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor | None:
+    """The result of a prepared call of `mk.matmul_reduce_scatter`; None for others."""
+    passed = (a, b, out, bias, residual)
+    made = group.prepared.repeat(_key(group, passed, reduce_dtype, config), passed, out=2)
+    return None if made is None else made[0] if out is None else out
 
 
 def prepare(group: Group, call: Sum) -> Launch:
