@@ -21,7 +21,7 @@ from support.scenarios import Attends
 import mkernel as mk
 from mkernel.lang import entries
 from mkernel.ops.attention import call as attention_call
-from mkernel.ops.attention import kernel, mask, protocol, softmax
+from mkernel.ops.attention import kernel, mask, protocol, rows, softmax
 from mkernel.ops.attention.kernel import _mask_scores
 from mkernel.ops.attention.mask import Blocks, key_blocks, keys_below, seen_by_rank
 from mkernel.ops.attention.protocol import notify_chunk, poll_arrived
@@ -211,7 +211,7 @@ BROKEN = {
         host={"mkernel.ops.attention.plan.Helpers": lambda count, ready, joined: Helpers(count, 0.0, 0)},
     ),
     # what is sent, and what is computed
-    "zeros are not sent behind the last key": Broken(RAGGED, {kernel._read_flat: read_flat_with_nan}, WRONG),
+    "zeros are not sent behind the last key": Broken(RAGGED, {rows.read_flat: read_flat_with_nan}, WRONG),
     "a visible chunk is not sent": Broken(CAUSAL, {mask.is_seen: is_all_seen}, mk.CommTimeout, {"signal": "arrived"}),
     "the mask is off by one": Broken(CAUSAL, {kernel._mask_scores: mask_one_less}, WRONG),
     "what every row sees is one block too long": Broken(CAUSAL, {mask.key_blocks: one_full_block_more}, WRONG),

@@ -69,7 +69,7 @@ balance as well as the static schedule, but the warps of the Hopper kernel would
 number on to each other. Waiting for one chunk after the other: see `poll_all_arrived`.
 
 Where to read on: mask.py (which keys a row sees), protocol.py (the workspace and its signals), transfer.py
-(send and intra), softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
+(send and intra), softmax.py, rows.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
 kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
 launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in PyTorch's graphs).
 """
