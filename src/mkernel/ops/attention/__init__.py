@@ -176,6 +176,6 @@ def explain(
     run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    chosen = run.choose(group, query, key, bool(is_causal), layout, documents, config)
+    chosen = run.choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
     decided = plan(group, query, key, value, out, bool(is_causal), layout, documents, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
