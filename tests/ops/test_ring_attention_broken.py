@@ -200,7 +200,9 @@ BROKEN = {
     "nobody waits for the entry": Broken(
         Attends((1, 2), Case(16), calls=2), {protocol.wait_entered: do_not_wait_until_entered}
     ),
-    "a rank runs ahead of its own rounds": Broken(AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}),
+    "a rank runs ahead of its own rounds": Broken(
+        AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}, mk.CommTimeout, {"signal": "freed"}
+    ),
     "nobody waits for chunks that no row sees": Broken(GAP, {attention_call.awaits_whole_panels: awaits_what_it_sees}),
     # rule 4: nobody waits for a tile of a CTA that still sends
     "a copying CTA computes tiles of early rounds": Broken(

@@ -34,6 +34,7 @@ from mkernel.ops.attention.backward.protocol import (
     store_block,
     wait_node_sum,
     wait_partial,
+    wait_posted,
     wait_prepared,
     wait_reducible,
     wait_sum_writable,
@@ -358,13 +359,14 @@ def _add_other_nodes(comm, call, task, tile, key, dk, dv):
 @triton.jit
 def _reduce(comm, call, task, which):
     """Add up the partials of a block of keys: of this rank's own, which completes dk and dv, or of its counterpart's in
-    another node. which: the number of the reduction in its round."""
+    another node. which: the number of the reduction in its round. Returns the ticket of what was posted, or -1."""
     rank = rank_of(comm.context)
     node = rank // comm.RANKS_PER_NODE
     owner = (rank + which // call.tiles * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
     tile = which % call.tiles
     key = task.begin + tile * call.TILE_N
-    wait_reducible(comm, call, task.round_index)
+    wait_reducible(comm, call, task.round_index, which)
+    ticket = tl.cast(-1, tl.int64)
     if key < task.until:
         if owner == rank:
             dk, dv = _sum_of_node(comm, call, task, owner, tile, key)
@@ -378,7 +380,8 @@ def _reduce(comm, call, task, which):
             wait_sum_writable(comm, call, task.round_index, owner)
             tl.debug_barrier()  # this rank's own partial, which other threads may still load, is in the same place
             store_block(block_at(comm, call.exchange.partials, rank, index, tile), dk, dv, call.TILE_N, call.DIM)
-            post_node_sum(comm, call, task.round_index, owner, tile)
+            ticket = post_node_sum(comm, call, task.round_index, owner, tile)
+    return ticket
 
 
 # -- the whole
@@ -388,6 +391,7 @@ def _reduce(comm, call, task, which):
 def _compute(comm, call, first, end):
     """Do the tasks in entries first..end-1 of the schedule."""
     rank = rank_of(comm.context)
+    posted = tl.cast(-1, tl.int64)
     tiles_of_dq = call.heads // call.kv_heads * call.blocks
     for entry in range(first, end):
         task = task_at(comm, call, entry)
@@ -404,10 +408,13 @@ def _compute(comm, call, first, end):
                 finish_task(comm, call.rounds, task.round_index, COMPUTE)
         else:
             if comm.WORLD_SIZE > 1:
-                _reduce(comm, call, task, task.within - tiles_of_dq - comm.WORLD_SIZE * call.tiles)
+                ticket = _reduce(comm, call, task, task.within - tiles_of_dq - comm.WORLD_SIZE * call.tiles)
+                posted = tl.maximum(posted, ticket)
                 trace(comm.context, TILES, REDUCE, rank, entry, since)
                 if call.rounds.CREDITS:
                     finish_task(comm, call.reductions, task.round_index, COMPUTE)
+    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+        wait_posted(comm, posted)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
 from mkernel.lang.layout import single_word_of, slot_of
 from mkernel.lang.partials import load_partial, store_partial
-from mkernel.lang.requests import Transfer, post
+from mkernel.lang.requests import Transfer, post, wait_sent
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify, raise_signal, wait, wait_again
 from mkernel.ops.attention.kinds import ADDED, NODE_SUM, PARTIAL_GRADIENTS, PREPARED
@@ -130,11 +130,20 @@ def wait_added(comm, reductions, peer, round_index):
 
 
 @triton.jit
-def wait_reducible(comm, call, round_index):
+def wait_reducible(comm, call, round_index, which):
     """Wait until this rank may reduce blocks of the round: it has finished those of round `round_index` - window. So
-    one counter per round of the window is enough."""
+    one counter per round of the window is enough. The first reduction of a round also waits for all ranks that tell
+    this one about it, so that all their signals are here when the launch ends: in a later call the words may be other
+    signals."""
     if call.rounds.CREDITS:
-        wait_added(comm, call.reductions, rank_of(comm.context), round_index)
+        rank = rank_of(comm.context)
+        wait_added(comm, call.reductions, rank, round_index)
+        if which == 0:
+            for i in range(1, comm.RANKS_PER_NODE):
+                peer = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE + (rank + i) % comm.RANKS_PER_NODE
+                wait_added(comm, call.reductions, peer, round_index)
+            for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
+                wait_added(comm, call.reductions, (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE, round_index)
 
 
 @triton.jit
@@ -215,7 +224,8 @@ def add_block(place, dk, dv, TILE_N: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def post_node_sum(comm, call, round_index, owner, tile):
-    """Post the sum of this rank's node, staged in place of this rank's own partial, to the owner of the keys."""
+    """Post the sum of this rank's node, staged in place of this rank's own partial, to the owner of the keys. Returns
+    the request's ticket."""
     rank = rank_of(comm.context)
     exchange = call.exchange
     segment = tl.load(comm.context + SEGMENT)
@@ -226,4 +236,12 @@ def post_node_sum(comm, call, round_index, owner, tile):
     size = tl.cast(exchange.partials.SIZE * 4, tl.int64)
     signal = single_word_of(exchange.node_sum, index, tile) * 8
     transfer = Transfer(owner, segment, source, segment, target, size)
-    post(comm.context, transfer, signal, stamp(comm.epoch, round_index), COMPUTE)
+    return post(comm.context, transfer, signal, stamp(comm.epoch, round_index), COMPUTE)
+
+
+@triton.jit
+def wait_posted(comm, ticket):
+    """Wait until the network has read the sums that this CTA has posted; ticket: of the last one, or -1. Calls of
+    another shape may have slots there, and their writers know only that this rank has left the epoch."""
+    if ticket >= 0:
+        wait_sent(comm.context, ticket, COMPUTE)
