@@ -227,14 +227,13 @@ def post_node_sum(comm, call, round_index, owner, tile):
     """Post the sum of this rank's node, staged in place of this rank's own partial, to the owner of the keys. Returns
     the request's ticket."""
     rank = rank_of(comm.context)
-    exchange = call.exchange
     segment = tl.load(comm.context + SEGMENT)
     staged = partial_index(comm, call.rounds, round_index, owner, rank, rank)
     index = node_sum_index(comm, call.rounds, round_index, owner, rank // comm.RANKS_PER_NODE)
-    source = slot_of(exchange.partials, comm.epoch, staged, tile) * 4
-    target = slot_of(exchange.node_sums, comm.epoch, index, tile) * 4
-    size = tl.cast(exchange.partials.SIZE * 4, tl.int64)
-    signal = single_word_of(exchange.node_sum, index, tile) * 8
+    source = slot_of(call.exchange.partials, comm.epoch, staged, tile) * 4
+    target = slot_of(call.exchange.node_sums, comm.epoch, index, tile) * 4
+    size = tl.cast(call.exchange.partials.SIZE * 4, tl.int64)
+    signal = single_word_of(call.exchange.node_sum, index, tile) * 8
     transfer = Transfer(owner, segment, source, segment, target, size)
     return post(comm.context, transfer, signal, stamp(comm.epoch, round_index), COMPUTE)
 

@@ -1,0 +1,58 @@
+"""ring_attention_backward in the demo."""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.demo.case import EPS, Case, Demo, everyones, random
+from mkernel.operators import Shape
+from mkernel.ops.attention import ring_attention
+from mkernel.ops.attention.backward import ring_attention_backward
+from mkernel.runtime.group import Group
+
+
+def case(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    batch, heads, positions, dim = shape
+    length = positions // group.size
+    causal = not large  # without a mask, all ranks have the same work, so times are easier to compare
+    query, key, value, dout = (random(group, seed, batch, heads, length, dim, what=what) for what in range(4))
+    out, lse = ring_attention(query, key, value, is_causal=causal, return_lse=True)
+    whole = [torch.zeros_like(key).repeat(1, 1, group.size, 1).requires_grad_() for _ in range(2)]
+    own = query.clone().requires_grad_()
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        """dq, dk and dv, of which each rank has the sum over its queries or keys. Bounds: weights, gradients of scores
+        and results are rounded, and so was `out`."""
+        q, k, v, do = (
+            torch.cat(everyones(group, name, tensor), dim=2).double()
+            for name, tensor in (("query", query), ("key", key), ("value", value), ("dout", dout))
+        )
+        scores = q @ k.mT * dim**-0.5
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        weights = scores.softmax(-1)
+        terms = do * (weights @ v)
+        ds = weights * (do @ v.mT - terms.sum(-1, keepdim=True))
+        error = 1.5 * EPS * ds.abs() + EPS * weights * terms.abs().sum(-1, keepdim=True)
+        factor = dim**-0.5
+        rows = slice(group.rank * length, (group.rank + 1) * length)
+        gradients = torch.stack([factor * ds @ k, factor * ds.mT @ q, weights.mT @ do])[:, :, :, rows]
+        bounds = [factor * error @ k.abs(), factor * error.mT @ q.abs(), 1.5 * EPS * weights.mT @ do.abs()]
+        return gradients, torch.stack(bounds)[:, :, :, rows] + 2.0**-18
+
+    def library() -> None:
+        attended = torch.nn.functional.scaled_dot_product_attention(own, *whole)
+        torch.autograd.grad(attended, [own, *whole], dout)
+
+    return Case(
+        inputs=f"query, key and value, {batch} x {heads} x {length} x {dim}, its part of a sequence, the result of "
+        f"ring_attention and its gradient" + ("; a causal mask" if causal else ""),
+        call=lambda: ring_attention_backward(dout, query, key, value, out, lse, is_causal=causal),
+        result=torch.stack,
+        exact=exact,
+        library=library,
+    )
+
+
+DEMO = Demo(case, simulated=lambda ranks: (1, 2, 32 * ranks, 64), large=lambda ranks: (1, 16, 1024 * ranks, 128))
