@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 import mkernel as mk
+from support import attention_reference
 from support.attention_reference import Case, scores_of
 
 NAMES = ("query", "key", "value")
@@ -98,6 +99,14 @@ def assert_gradients(found, case, rank, size, turn=0, with_lse=True):
         assert bool((error <= bound).all()), (
             f"{name} of rank {rank}: {worst} bounds, largest error {error.max().item()}"
         )
+
+
+def inputs(group, case, turn=0):
+    """((dout, query, key, value, out, lse), dlse) of this rank, for a call without a forward call before it."""
+    query, key, value = (case.part(name, group.rank, turn) for name in NAMES)
+    dout, dlse = cotangents(case, group.rank, turn)
+    out, lse, _ = attention_reference.exact(case, group.rank, group.size, turn)
+    return (dout, query, key, value, out.to(case.dtype), lse.float()), dlse
 
 
 def call(group, case, turn=0, *, with_lse=True, tensors=None, dout=None, config=None, forward_config=None):

@@ -42,7 +42,7 @@ def case(group: Group, shape: Shape, seed: int, large: bool) -> Case:
         return gradients, torch.stack(bounds)[:, :, :, rows] + 2.0**-18
 
     def library() -> None:
-        attended = torch.nn.functional.scaled_dot_product_attention(own, *whole)
+        attended = torch.nn.functional.scaled_dot_product_attention(own, whole[0], whole[1])
         torch.autograd.grad(attended, [own, *whole], dout)
 
     return Case(
