@@ -99,7 +99,8 @@ def measure(
         "floor_fraction": floor_ms / times["fused"],
         "sustained_fused_ms": sustained["fused"], "sustained_library_ms": sustained["library"] / gpus,
         "sustained_host_driven_ms": sustained["host_driven"],
-        "sustained_floor_fraction": max(sustained["library"] / gpus, wire_ms) / sustained["fused"], "max_error": error, "error_bound": 1.0,
+        "sustained_floor_fraction": max(sustained["library"] / gpus, wire_ms) / sustained["fused"],
+        "max_error": error, "error_bound": 1.0,
         "plan": str(explain(dout, query, key, value, out, lse, **given, config=config)),
     }  # fmt: skip
 
