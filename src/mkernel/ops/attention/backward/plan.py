@@ -18,7 +18,7 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import matmul_precision
+from mkernel.runtime.operands import has_descriptors, matmul_precision
 
 DQ_PRODUCTS, DKV_PRODUCTS = 3, 4  # products of a tile of queries with a block of keys
 
@@ -67,6 +67,8 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
         tile_m, tile_n, stages, warps = (32, 32, 1, 8) if dim == 64 else (16, 16, 1, 8)
+    elif dim == 64 and not has_descriptors(group.device):  # an older GPU, on which a square tile spills
+        tile_m, tile_n, stages, warps = 64, 32, 2, 8
     else:
         tile_m, tile_n, stages, warps = (64, 64, 2, 8) if dim <= 128 else (32, 32, 1, 8)
     tile_n = tile_n if given.tile_n is None else given.tile_n
