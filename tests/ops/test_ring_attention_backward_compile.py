@@ -58,4 +58,5 @@ def test_it_compiles(name, capability):
     assert compiled.spilled <= spilled
     assert compiled.shared <= (SHARED_MEMORY if capability == 90 else 163 * 1024)
     if call.get("dtype") != torch.float32:
-        assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in compiled.ptx
+        wide = capability == 90 and name != "256 columns"  # whose tiles have fewer rows than a warpgroup multiplies
+        assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.ptx
