@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mkernel.ops.all_gather_matmul import all_gather_matmul
     from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
     from mkernel.ops.attention import ring_attention
+    from mkernel.ops.attention.backward import ring_attention_backward
     from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
     from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
     from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
@@ -55,6 +56,7 @@ _MODULES = {
     "all_gather_matmul": "ops.all_gather_matmul",
     "all_gather_matmul_weight_grad": "ops.all_gather_matmul.weight_grad",
     "ring_attention": "ops.attention",
+    "ring_attention_backward": "ops.attention.backward",
     "from_zigzag": "ops.attention.sequences",
     "to_zigzag": "ops.attention.sequences",
     "moe_combine": "ops.moe",
@@ -114,6 +116,7 @@ __all__ = [
     "moe_ffn",
     "register",
     "ring_attention",
+    "ring_attention_backward",
     "spawn",
     "to_zigzag",
     "trace",

@@ -30,7 +30,7 @@ from mkernel.runtime.tracer import EVENTS, LANES, WORDS
 from mkernel.tracing.session import trace
 from mkernel.workloads import Cost, Workload
 
-LONG = 180.0  # seconds; a longer simulation needs confirmation
+LONG = 240.0  # seconds; a longer simulation needs confirmation
 SHORT = 10.0  # seconds that a proposed shape takes at most
 SLOWEST = (0.1, 0.01)  # seconds per tile and per tile k-step: no machine is slower
 MOST_RANKS = 65_534  # a trace numbers ranks in 16 bits

@@ -134,11 +134,6 @@ def test_experts_start_alike_on_any_number_of_ranks():
     ("make", "given", "message"),
     [
         (
-            lambda: nn.ContextParallelAttention(),
-            lambda: [torch.zeros(1, 4, 1, 64, requires_grad=True)] * 3,
-            "query requires grad, but ContextParallelAttention is forward only: mk.ring_attention has no backward pass",
-        ),
-        (
             lambda: nn.ExpertParallelMoE(8, 8, 2, 1),
             lambda: [torch.zeros(4, 8)],
             "weights requires grad, but ParallelExperts is forward only: mk.moe_ffn has no backward pass",

@@ -14,6 +14,7 @@ CASES = [
     ("matmul_all_reduce", ALONE, [(1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1)]),
     ("matmul_all_reduce", [(1, 2)], [(1, 1, 1), (2000, 2000, 1)]),
     ("ring_attention", LARGE, [(1, 1, 4, 128)]),
+    ("ring_attention_backward", LARGE, [(1, 1, 4, 128)]),
     ("moe_dispatch_matmul", [(2, 2)], [(1, 1, 1)]),
     ("moe_combine", [(2, 2)], [(1, 1)]),
     ("moe_ffn", [(1, 1)], [(1, 1, 1)]),

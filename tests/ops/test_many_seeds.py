@@ -7,7 +7,18 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums, WeightGrads
+from support.scenarios import (
+    MULTICAST,
+    REDUCE,
+    SCATTER,
+    SLICED,
+    Attends,
+    AttendsBackward,
+    Gathers,
+    Routes,
+    Sums,
+    WeightGrads,
+)
 
 SEEDS = int(os.environ.get("MKERNEL_TEST_SEEDS", "3"))
 CLUSTERS = [(1, 2), (2, 1), (2, 2)]
@@ -19,7 +30,7 @@ def layer(ranks):
 
 def attends(cluster):
     case = attention_reference.Case(8, heads=2, kv_heads=1, dim=64, dtype=torch.float32, causal=True, layout="zigzag")
-    return Attends(cluster, case, calls=2)
+    return [kind(cluster, case, calls=2) for kind in (Attends, AttendsBackward)]
 
 
 SCENARIOS = {
@@ -28,7 +39,8 @@ SCENARIOS = {
     "matmul_reduce_scatter": [Sums(cluster, SCATTER, calls=3) for cluster in CLUSTERS],
     "matmul_all_reduce": [Sums(cluster, REDUCE, calls=3) for cluster in CLUSTERS]
     + [Sums((1, 2), way, calls=3) for way in (SLICED, MULTICAST)],
-    "ring_attention": [attends(cluster) for cluster in CLUSTERS],
+    "ring_attention": [attends(cluster)[0] for cluster in CLUSTERS],
+    "ring_attention_backward": [attends(cluster)[1] for cluster in CLUSTERS],
     "moe_dispatch_matmul": [Routes(c, "moe_dispatch_matmul", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_combine": [Routes(c, "moe_combine", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_ffn": [Routes(c, "moe_ffn", layer(c[0] * c[1])) for c in CLUSTERS],

@@ -220,6 +220,19 @@ def test_many_calls(cluster):
     run(work, cluster=cluster, seed=3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_alternate_in_nodes(causal):
+    """No signal and no transfer of a call is on its way when it ends: the next call uses the words and slots in another
+    way."""
+
+    def work(group):
+        for turn, (length, heads, steps) in enumerate([(48, 8, 2), (16, 2, None), (32, 3, 2), (16, 8, 2)]):
+            case = Case(length, heads=heads, kv_heads=heads, causal=causal)
+            call(group, case, turn, config=small(steps=steps))
+
+    run(work, cluster=(2, 2), slow={1: 0.02})
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_shapes_alternate(cluster, seed):

@@ -21,7 +21,7 @@ from support.scenarios import Attends
 import mkernel as mk
 from mkernel.lang import entries
 from mkernel.ops.attention import call as attention_call
-from mkernel.ops.attention import kernel, mask, protocol, softmax
+from mkernel.ops.attention import kernel, mask, protocol, rows, softmax
 from mkernel.ops.attention.kernel import _mask_scores
 from mkernel.ops.attention.mask import Blocks, key_blocks, keys_below, seen_by_rank
 from mkernel.ops.attention.protocol import notify_chunk, poll_arrived
@@ -200,7 +200,9 @@ BROKEN = {
     "nobody waits for the entry": Broken(
         Attends((1, 2), Case(16), calls=2), {protocol.wait_entered: do_not_wait_until_entered}
     ),
-    "a rank runs ahead of its own rounds": Broken(AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}),
+    "a rank runs ahead of its own rounds": Broken(
+        AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}, mk.CommTimeout, {"signal": "freed"}
+    ),
     "nobody waits for chunks that no row sees": Broken(GAP, {attention_call.awaits_whole_panels: awaits_what_it_sees}),
     # rule 4: nobody waits for a tile of a CTA that still sends
     "a copying CTA computes tiles of early rounds": Broken(
@@ -211,7 +213,7 @@ BROKEN = {
         host={"mkernel.ops.attention.plan.Helpers": lambda count, ready, joined: Helpers(count, 0.0, 0)},
     ),
     # what is sent, and what is computed
-    "zeros are not sent behind the last key": Broken(RAGGED, {kernel._read_flat: read_flat_with_nan}, WRONG),
+    "zeros are not sent behind the last key": Broken(RAGGED, {rows.read_flat: read_flat_with_nan}, WRONG),
     "a visible chunk is not sent": Broken(CAUSAL, {mask.is_seen: is_all_seen}, mk.CommTimeout, {"signal": "arrived"}),
     "the mask is off by one": Broken(CAUSAL, {kernel._mask_scores: mask_one_less}, WRONG),
     "what every row sees is one block too long": Broken(CAUSAL, {mask.key_blocks: one_full_block_more}, WRONG),

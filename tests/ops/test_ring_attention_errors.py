@@ -21,7 +21,11 @@ REFUSED = {
     "out is no tensor": (SAME, {"out": 3}, ["out must be a torch.Tensor", "int"]),
     "3 dimensions": ((zeros(2, 8, 64), zeros(), zeros()), {}, ["query must be [batch, heads, seq_local, dim]"]),
     "elsewhere": ((zeros(), zeros(device="meta"), zeros()), {}, ["key is on meta", "this rank's device is cpu"]),
-    "grad": ((zeros(requires_grad=True), zeros(), zeros()), {}, ["query requires grad", "torch.no_grad()"]),
+    "grad": (
+        (zeros(requires_grad=True), zeros(), zeros()),
+        dict(out=zeros()),
+        ["out cannot be combined with tensors that require grad", "torch.no_grad()"],
+    ),
     "two dtypes": ((zeros(), zeros(), zeros(dtype=torch.float16)), {}, ["value has dtype torch.float16", "the same"]),
     "float64": ((zeros(dtype=torch.float64),) * 3, {}, ["query has dtype torch.float64", "torch.bfloat16"]),
     "head dimension": ((zeros(1, 2, 8, 80),) * 3, {}, ["head dimension 80", "64, 96, 128, 256", "scale=80**-0.5"]),

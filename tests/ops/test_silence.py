@@ -50,6 +50,7 @@ def attended(value, dtype):
         mk.ring_attention(query, key, values, return_lse=True)[0],
         mk.ring_attention(query, key, values, is_causal=True, cu_seqlens=[0, 3, 32]),
         mk.ring_attention(nothing, key, values, config=mk.Config(tile_n=16)),  # rows in which all scores are NaN
+        *mk.ring_attention_backward(query, query, key, values, values, filled(value, torch.float32, 1, 2, 16)),
     ]
 
 

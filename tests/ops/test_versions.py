@@ -46,6 +46,7 @@ PORTABLE = {
     "two_level_kernel": Call("matmul_all_reduce", (4096, 4096, 2048)),
     "sliced_kernel": Call("matmul_all_reduce", (256, 8192, 2048), ONE_NODE),
     "ring_attention_kernel": Call("ring_attention", (1, 8, 2048, 128), config=TRITON),
+    "ring_attention_backward_kernel": Call("ring_attention_backward", (1, 8, 2048, 128)),
 }
 # TMA, or NVLink's multicast
 SINCE_HOPPER = {

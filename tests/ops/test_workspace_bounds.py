@@ -6,13 +6,25 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.scenarios import MULTICAST, REDUCE, SCATTER, SLICED, Attends, Gathers, Routes, Sums, WeightGrads
+from support.scenarios import (
+    MULTICAST,
+    REDUCE,
+    SCATTER,
+    SLICED,
+    Attends,
+    AttendsBackward,
+    Gathers,
+    Routes,
+    Sums,
+    WeightGrads,
+)
 
 from mkernel.runtime.errors import SimulatorError
 from mkernel.sim import memory
 
 LAYER = Layer((3, 3), (1, 1), hidden=16, out=16, dtype=torch.float32)
 KEYS = attention_reference.Case(64, heads=4, kv_heads=4, dim=64, dtype=torch.float32)
+FEW_KEYS = attention_reference.Case(32, heads=4, kv_heads=4, dim=64, dtype=torch.float32)
 SCENARIOS = {
     "all_gather_matmul": Gathers((2, 2), calls=2),
     "all_gather_matmul_weight_grad": WeightGrads((2, 2), calls=2),
@@ -20,6 +32,7 @@ SCENARIOS = {
     **{way: Sums((1, 2) if way in (SLICED, MULTICAST) else (2, 2), way, calls=2)
        for way in (REDUCE, SLICED, MULTICAST)},
     "ring_attention": Attends((2, 2), KEYS, calls=2),
+    "ring_attention_backward": AttendsBackward((2, 2), FEW_KEYS, calls=2),
     "moe_dispatch_matmul": Routes((1, 2), "moe_dispatch_matmul", LAYER, calls=2),
     "moe_combine": Routes((1, 2), "moe_combine", LAYER, calls=2),
     "moe_ffn": Routes((2, 1), "moe_ffn", LAYER, calls=2),

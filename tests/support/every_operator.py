@@ -11,6 +11,7 @@ import argparse
 import torch
 
 import mkernel as mk
+from support.attention_gradients import assert_gradients, inputs
 from support.attention_reference import Case, assert_attention, exact
 from support.patience import WAIT
 
@@ -105,6 +106,16 @@ def ring_attention(group):
         assert_attention(out, lse, exact(case, group.rank, group.size, turn, device=group.device), case)
 
 
+def ring_attention_backward(group):
+    length, dim = on_gpu(group, (256, 128), (16, 64))
+    for turn, (causal, layout) in enumerate([(False, "contiguous"), (True, "contiguous"), (True, "zigzag")]):
+        case = Case(length, heads=4, kv_heads=2, dim=dim, dtype=BF16, causal=causal, layout=layout)
+        given, dlse = inputs(group, case, turn)
+        given, dlse = [tensor.to(group.device) for tensor in given], dlse.to(group.device)
+        found = done(group, mk.ring_attention_backward(*given, dlse=dlse, **case.arguments()))
+        assert_gradients([gradient.cpu() for gradient in found], case, group.rank, group.size, turn)
+
+
 class Layer:
     """A mixture of experts: ranks with other numbers of tokens, one of them with none, and of experts."""
 
@@ -193,7 +204,7 @@ OPERATORS = {
     operator.__name__: operator
     for operator in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        moe_dispatch_matmul, moe_ffn,
+        ring_attention_backward, moe_dispatch_matmul, moe_ffn,
     )
 }  # fmt: skip
 

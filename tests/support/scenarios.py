@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 import mkernel as mk
-from support import attention_reference, operator_calls, reduce_reference, weight_grad_reference
+from support import attention_gradients, attention_reference, operator_calls, reduce_reference, weight_grad_reference
 from support.broken_variants import SimulatedCalls
 from support.moe_reference import Layer, combine, dispatch, ffn
 from support.operator_calls import assert_product, assert_same
@@ -119,6 +119,25 @@ class Attends(SimulatedCalls):
             attention_reference.call(group, self.case, turn, config=config)
             if group.rank == 0 and self.arrives:
                 assert group.world.traffic.network[1][0] == (turn + 1) * self.arrives
+
+
+@dataclass(frozen=True)
+class AttendsBackward(SimulatedCalls):
+    """ring_attention_backward. Its inputs come from a plain attention, so that only it is broken."""
+
+    op: ClassVar = "ring_attention_backward"
+    case: attention_reference.Case
+    steps: int | None = None
+    others: tuple[attention_reference.Case, ...] = ()  # further calls, with the default number of steps
+
+    def work(self, group):
+        calls = [(self.case, self.steps)] * self.calls + [(case, None) for case in self.others]
+        given = [attention_gradients.inputs(group, case, turn) for turn, (case, _) in enumerate(calls)]
+        for turn, (case, steps) in enumerate(calls):
+            arguments, dlse = given[turn]
+            config = mk.Config(tile_m=16, tile_n=16, steps=steps)
+            found = mk.ring_attention_backward(*arguments, dlse=dlse, config=config, **case.arguments())
+            attention_gradients.assert_gradients(found, case, group.rank, group.size, turn)
 
 
 LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)

@@ -46,9 +46,9 @@ def register(
 ) -> None:
     """Register `mk.ring_attention` with transformers: models made with `attn_implementation=name` use it.
 
-    Each rank passes its part of the sequence and of the positions to the model; see `part_of`. Forward only, as
-    `mk.ring_attention`: call the model under torch.no_grad(). Refused, with the reason: masks other than causal or none
-    (padding, sliding windows shorter than the sequence, packed documents), dropout, decoding with a cache.
+    Each rank passes its part of the sequence and of the positions to the model; see `part_of`. Gradients work.
+    Refused, with the reason: masks other than causal or none (padding, sliding windows shorter than the sequence,
+    packed documents), dropout, decoding with a cache.
 
     Args:
         name: of the implementation. Register several under different names to use several layouts or groups.

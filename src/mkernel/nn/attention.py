@@ -17,23 +17,9 @@ from mkernel.runtime.group import Group, current
 INPUT_LAYOUTS = ("bshd", "bhsd")
 
 
-def refuse_gradients(module: str, op: str, **tensors: torch.Tensor) -> None:
-    """Refuse tensors that require grad in a module whose operator has no backward pass."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            raise ArgumentError(
-                f"{name} requires grad, but {module} is forward only: mk.{op} has no backward pass. Call the model "
-                f"under torch.no_grad() or torch.inference_mode()"
-            )
-
-
 class ContextParallelAttention(nn.Module):
     """Attention of this rank's queries over the keys and values of all ranks, in one kernel (`mk.ring_attention`). It
     has no parameters.
-
-    Forward only: inputs that require grad are refused, because `mk.ring_attention` has no backward pass.
 
     Args:
         is_causal, scale: as in `torch.nn.functional.scaled_dot_product_attention`, for the whole sequence.
@@ -72,7 +58,6 @@ class ContextParallelAttention(nn.Module):
         value: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        refuse_gradients("ContextParallelAttention", "ring_attention", query=query, key=key, value=value)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 order = ("batch, seq_local, heads, dim", "batch, heads, seq_local, dim")

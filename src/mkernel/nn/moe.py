@@ -8,11 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from mkernel.nn.attention import refuse_gradients
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.ops.moe import moe_ffn
 from mkernel.ops.moe.arguments import MOST_SLOTS
 from mkernel.runtime.errors import ArgumentError
+
+
+def refuse_gradients(module: str, op: str, **tensors: torch.Tensor) -> None:
+    """Refuse tensors that require grad in a module whose operator has no backward pass."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise ArgumentError(
+                f"{name} requires grad, but {module} is forward only: mk.{op} has no backward pass. Call the model "
+                f"under torch.no_grad() or torch.inference_mode()"
+            )
 
 
 class TopKRouter(nn.Module):

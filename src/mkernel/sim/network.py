@@ -133,10 +133,10 @@ class Proxy(Task):
             self.scheduler.hub.switch()
 
     def _set_word(
-        self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock, in_order: bool = False
+        self, tensor: torch.Tensor, value: int, thread: Thread | None, clock: Clock | None, in_order: bool = False
     ) -> None:
-        """Set a word, and release `clock` with it. in_order: all earlier changes of the word must happen before this
-        one."""
+        """Set a word, and release `clock` with it; None stands for everything that the thread has done, this change
+        included. in_order: all earlier changes of the word must happen before this one."""
         word = tensor.data_ptr()
         before = int(tensor.view(torch.int64)[0])
         address = np.array([word], dtype=np.uint64)
@@ -147,8 +147,8 @@ class Proxy(Task):
             races.scopes(NETWORK - self.rank, [word], False, site)
             for access in self.memory.accesses(address, 8, "a signal of the network"):
                 races.atomic(Actor(thread, thread.clock), access, True, site, in_order)
-            if in_order:
-                clock = thread.release_clock()  # including this change
+            if clock is None:
+                clock = thread.release_clock()
             races.release(thread, clock, word, before, value, site)
 
     def _touch(self, thread: Thread | None, tensor: torch.Tensor, stores: bool) -> None:
@@ -259,10 +259,9 @@ class Proxy(Task):
         assert request.signal is not None
         before = int(request.signal.view(torch.int64).item())
         thread = request.thread
-        clock = thread.release_clock() if thread is not None else NOTHING
         # with two unordered requests to one signal, a wait for one of them could be satisfied by the other
         in_order = request.target.numel() > 0 and not self.given_up()
-        self._set_word(request.signal, max(before, request.value), thread, clock, in_order)
+        self._set_word(request.signal, max(before, request.value), thread, None, in_order)
         self.scheduler.signalled(request.signal.data_ptr(), request.arrives)
         self.on_arrival(request)
         self.flying.remove(request)

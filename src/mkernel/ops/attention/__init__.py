@@ -69,9 +69,10 @@ balance as well as the static schedule, but the warps of the Hopper kernel would
 number on to each other. Waiting for one chunk after the other: see `poll_all_arrived`.
 
 Where to read on: mask.py (which keys a row sees), protocol.py (the workspace and its signals), transfer.py
-(send and intra), softmax.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
+(send and intra), softmax.py, rows.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
 kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
 launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in PyTorch's graphs).
+backward/ is the gradient, with a design record of its own.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def ring_attention(
 ) -> Any:
     """Attention of this rank's queries over the keys and values of all ranks, in one kernel.
 
-    Forward only: tensors that require grad are refused.
+    Differentiable: gradients of query, key and value are computed by `mk.ring_attention_backward`, in one kernel.
 
     Args:
         query: [batch, heads, seq_local, dim], this rank's part of the sequence; dim is 64, 96, 128 or 256.
@@ -130,8 +131,9 @@ def ring_attention(
         return_lse: also return the log-sum-exp of the scores of each row.
         group: the group that holds the sequence: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name
             of a group; the current group by default.
-        out: tensor for the result; must not overlap query, key or value.
-        config: tiles, chunks, CTAs, and `steps`, the size of the buffer for other ranks' keys and values.
+        out: tensor for the result; must not overlap query, key or value. Not with tensors that require grad.
+        config: of the forward pass: tiles, chunks, CTAs, and `steps`, the size of the buffer for other ranks' keys and
+            values.
 
     Returns:
         [batch, heads, seq_local, dim], in query's dtype. With return_lse, a pair (result, lse), where lse is
@@ -144,10 +146,11 @@ def ring_attention(
     """
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
+    library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
-        library.refuse_gradients("ring_attention", query=query, key=key, value=value, out=out)
+        library.refuse_out_with_gradients(out, query, key, value)
         arguments = (query, key, value, is_causal, scale, enable_gqa, layout, registration.as_tensor(cu_seqlens))
-        result, lse = registration.call(arguments, return_lse, group, config, out)
+        result, lse = registration.call(arguments, group, config, out)
     else:
         result, lse = run.ring_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
@@ -176,6 +179,6 @@ def explain(
     run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    chosen = run.choose(group, query, key, bool(is_causal), layout, documents, config)
+    chosen = run.choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
     decided = plan(group, query, key, value, out, bool(is_causal), layout, documents, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -22,11 +22,11 @@ from mkernel.runtime.group import Group
 ROWS_CHECKED = 16  # rows of each rank and head that are compared with float64
 
 
-_sdpa_lock = threading.Lock()  # sdpa_kernel sets the backend of the whole process, and ranks are threads
+sdpa_lock = threading.Lock()  # sdpa_kernel sets the backend of the whole process, and ranks are threads
 
 
 def cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-    with _sdpa_lock, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_lock, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import Comm, current_epoch, rank_of, segment_of
+from mkernel.lang.context import Comm, current_epoch, rank_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.entries import announce
-from mkernel.lang.gemm import masked_block
-from mkernel.lang.layout import row_of
-from mkernel.lang.matrix import Block
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.attention.call import Descriptors, awaits_whole_panels, head_of, tile_at
-from mkernel.ops.attention.mask import is_seen, key_blocks, keys_below, seen_by, seen_by_rank, seen_by_tile
+from mkernel.ops.attention.mask import key_blocks, keys_below, seen_by, seen_by_rank, seen_by_tile
 from mkernel.ops.attention.protocol import (
     Panel,
     chunks_with,
@@ -30,48 +27,9 @@ from mkernel.ops.attention.protocol import (
     wait_own_round,
     wait_panel,
 )
+from mkernel.ops.attention.rows import copy_rows, read_rows, read_slots
 from mkernel.ops.attention.softmax import State, normalize, online_softmax_step
 from mkernel.ops.attention.transfer import intra, send
-
-
-@triton.jit
-def _read_flat(source, place, dim):
-    """Elements of contiguous rows at the offsets `place`; zeros beyond the last row."""
-    return tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
-
-
-@triton.jit
-def _copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
-    """See transfer.py."""
-    rank = rank_of(comm.context)
-    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-    DTYPE: tl.constexpr = source.pointer.dtype.element_ty
-    ROWS: tl.constexpr = call.COPY // call.DIM
-    PEERS: tl.constexpr = 1 if STAGED else comm.RANKS_PER_NODE - 1
-    FIRST: tl.constexpr = 0 if STAGED else 1
-    dim = call.dim
-    steps = tl.cdiv(height * dim, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
-    for step in range(steps):
-        if source.FLAT:
-            offsets = step * call.COPY + tl.arange(0, call.COPY)
-            inside = offsets < height * dim
-            block = _read_flat(source, offsets, dim)
-        else:
-            i = step * ROWS + tl.arange(0, ROWS)[:, None]
-            j = tl.arange(0, call.DIM)[None, :]
-            offsets = i * dim + j
-            inside = (i < height) & (j < dim)
-            pointers = source.pointer + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride
-            block = tl.load(pointers, mask=inside & (i < source.count), other=0.0)
-        for which in tl.static_range(PEERS):
-            peer = base + (rank - base + FIRST + which) % comm.RANKS_PER_NODE
-            wanted = inside
-            if not STAGED:
-                wanted &= is_seen(call.mask, peer, chunk.source, chunk.key, chunk.height)
-            first = slot_row(comm, call.rounds, chunk.round_index, chunk.source, peer) + row
-            target = segment_of(comm.context, peer, DTYPE)
-            target += tl.multiple_of(row_of(call.rounds.slots, comm.epoch, first), 16)
-            tl.store(target + offsets, block, mask=wanted)
 
 
 @triton.jit
@@ -80,19 +38,16 @@ def _read_rows(call, heads, tma, batch, head, row, ROWS: tl.constexpr):
     if call.USES_TMA:
         return tma.load([batch, head, row, 0]).reshape(ROWS, call.DIM)
     else:
-        block = Block(head_of(heads, batch, head), heads.row_stride, heads.column_stride)
-        return masked_block(block, row, 0, call.mask.length, call.dim, ROWS, call.DIM)
+        return read_rows(call, heads, batch, head, row, ROWS)
 
 
 @triton.jit
 def _read_slots(call, tma, row):
-    """TILE_N rows of the slots. There is no bounds check, because panels consist of whole blocks."""
+    """TILE_N rows of the slots."""
     if call.USES_TMA:
         return tma.slots.load([row, 0])
     else:
-        i = row + tl.arange(0, call.TILE_N)[:, None]
-        j = tl.arange(0, call.DIM)[None, :]
-        return tl.load(call.slots + i.to(tl.int64) * call.dim + j, mask=j < call.dim, other=0.0)
+        return read_slots(call, row)
 
 
 @triton.jit
@@ -258,9 +213,9 @@ def _run(comm, call, tma):
         if cta == 0:
             announce(comm.context, comm.epoch, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
     if cta < call.SENDERS:
-        send(comm, call, cta, call.SENDERS, _copy_rows)
+        send(comm, call, cta, call.SENDERS, copy_rows)
     elif cta < call.SENDERS + call.INTRAS:
-        intra(comm, call, cta - call.SENDERS, call.INTRAS, _copy_rows)
+        intra(comm, call, cta - call.SENDERS, call.INTRAS, copy_rows)
     first = tl.load(call.schedule + cta).to(tl.int32)
     end = tl.load(call.schedule + cta + 1).to(tl.int32)
     _compute(comm, call, tma, first, end)

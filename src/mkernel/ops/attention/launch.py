@@ -45,7 +45,7 @@ def launch(
     )
     slots = memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None
     call = Call(
-        q=_heads(query), k=_heads(key), v=_heads(value), out=_heads(out), lse=lse,
+        q=heads_of(query), k=heads_of(key), v=heads_of(value), out=heads_of(out), lse=lse,
         slots=None if plan.uses_tma else slots, partial=partial,
         schedule=plan.schedule, mask=mask,
         rounds=_rounds(group, plan, memory, workspace, tiles=heads // kv_heads * blocks),
@@ -108,7 +108,8 @@ def _received(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + (plan.sequences.size - 1) * panel) for start in starts)
 
 
-def _heads(tensor: torch.Tensor) -> Heads:
+def heads_of(tensor: torch.Tensor) -> Heads:
+    """A tensor, as the kernels take it."""
     return Heads(tensor, *tensor.stride(), *constants(tensor.stride()[2:] == (tensor.shape[3], 1)))
 
 

@@ -75,7 +75,7 @@ class Tiles:
     steps: int
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -104,12 +104,12 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
         tile_n=tile_n,
         stages=stages if given.stages is None else given.stages,
         warps=warps if given.warps is None else given.warps,
-        chunk_rows=_round_up(chunk_rows, tile_n),
+        chunk_rows=round_up(chunk_rows, tile_n),
         steps=max(2, math.ceil(min(2, units) * slots / max(units, 1))) if given.steps is None else given.steps,
     )
 
 
-def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
+def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
     """(parts, part_rows, window): a round moves a whole unit if the buffer holds two units, else a part of one."""
     room = tiles.steps * units * padded  # rows of keys that the buffer holds, together with as many rows of values
     parts = 1
@@ -122,7 +122,7 @@ def _cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int,
                 f"the buffer must hold two blocks of {tiles.tile_n} keys and values from every rank"
             )
         parts = math.ceil(padded / most)
-    part_rows = _round_up(math.ceil(padded / parts), tiles.tile_n)
+    part_rows = round_up(math.ceil(padded / parts), tiles.tile_n)
     parts = math.ceil(padded / part_rows)
     return parts, part_rows, min(units * parts, room // (slots * part_rows))
 
@@ -214,7 +214,7 @@ def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, l
     return True, []
 
 
-def _spans(group: Group, sequences: Sequences) -> torch.Tensor | None:
+def spans_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
     """`Mask.spans`: what each rank sees, then what each row of this rank sees; None unless the sequence is packed."""
     if sequences.documents is None:
         return None
@@ -236,10 +236,10 @@ def plan(
     tiles = tiles_of(group, query, key, config)
     sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
 
-    padded = _round_up(length, tiles.tile_n)
+    padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
     whole = size == 1 or not query.numel()
-    parts, part_rows, window = (1, padded, units) if whole else _cut_rounds(units, padded, slots, tiles)
+    parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
     rounds = units * parts
     chunks = math.ceil(part_rows / tiles.chunk_rows)
 
@@ -288,5 +288,5 @@ def plan(
         config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,
         slots=slots, parts=parts, part_rows=part_rows, window=window, rounds=rounds, chunks=chunks,
         precision=matmul_precision(query.dtype), schedule=group.world.memory.upload(group.world_rank, schedule),
-        syncs_grid=syncs_grid, spans=_spans(group, sequences), reasons=tuple(reasons),
+        syncs_grid=syncs_grid, spans=spans_of(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip

@@ -186,6 +186,12 @@ def is_last_task(comm, rounds, done):
 
 
 @triton.jit
+def is_reused(rounds, round_index):
+    """Whether a later round of the call uses the slots of this one."""
+    return round_index + rounds.window < rounds.count
+
+
+@triton.jit
 def post_freed(comm, rank, word, round_index, ROLE: tl.constexpr):
     """Tell this rank's counterparts that it no longer reads the round, with requests that transfer only a signal."""
     number = tl.load(comm.context + SEGMENT)
@@ -206,16 +212,18 @@ def notify_freed(comm, rank, word, round_index):
 
 @triton.jit
 def finish_task(comm, rounds, round_index, ROLE: tl.constexpr):
-    """Finish one of this rank's tasks of a round. The last task frees the slots of the round."""
+    """Finish one of this rank's tasks of a round. The last task frees the slots of the round, if another round will use
+    them: a signal for which nobody waits could arrive in a later call, where the word may be another signal."""
     tl.debug_barrier()
     rank = rank_of(comm.context)
     segment = segment_of(comm.context, rank, tl.int64)
     done = segment + single_word_of(rounds.done, round_index % rounds.window, 0)
     if is_last_task(comm, rounds, done):
         tl.atomic_xchg(done, 0, sem="relaxed", scope="gpu")
-        word = freed_word(rounds, rank, round_index)
-        post_freed(comm, rank, word, round_index, ROLE)
-        notify_freed(comm, rank, word, round_index)
+        if is_reused(rounds, round_index):
+            word = freed_word(rounds, rank, round_index)
+            post_freed(comm, rank, word, round_index, ROLE)
+            notify_freed(comm, rank, word, round_index)
 
 
 @triton.jit
@@ -227,8 +235,8 @@ def notify_chunk(comm, rounds, chunk, peer):
 
 @triton.jit
 def post_chunk(comm, rounds, chunk, peer, ELEMENT: tl.constexpr):
-    """Post a chunk of this rank's keys and values, staged in its own slot, to a counterpart in another node.
-    ELEMENT: bytes of an element."""
+    """Post a chunk of this rank's keys and values, staged in its own slot, to a counterpart in another node. Returns
+    the request's ticket. ELEMENT: bytes of an element."""
     rank = rank_of(comm.context)
     segment = tl.load(comm.context + SEGMENT)
     source_offset = chunk_offset(comm, rounds, chunk, rank) * ELEMENT
@@ -236,7 +244,7 @@ def post_chunk(comm, rounds, chunk, peer, ELEMENT: tl.constexpr):
     size = (2 * chunk.height).to(tl.int64) * rounds.slots.row_stride * ELEMENT
     signal = arrived_word(comm, rounds, chunk.round_index, rank, peer, chunk.index) * 8
     transfer = Transfer(peer, segment, source_offset, segment, target_offset, size)
-    post(comm.context, transfer, signal, stamp(comm.epoch, chunk.round_index), SEND)
+    return post(comm.context, transfer, signal, stamp(comm.epoch, chunk.round_index), SEND)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""torch.ops.mkernel.ring_attention: with the group by name, and the boundaries of documents as a tensor. Forward only.
+"""torch.ops.mkernel.ring_attention and its gradient: with the group by name, and the boundaries of documents as a
+tensor.
 
-Both operators return the log-sum-exp, or an empty tensor where it is not wanted.
+The operators return the result and its log-sum-exp, whether a caller wants that or not: the gradient needs it. The
+gradient is another operator, `ring_attention_backward`, which has none itself.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ from typing import Any
 import torch
 
 from mkernel.ops import library
+from mkernel.ops.attention.backward import ring_attention_backward
 from mkernel.ops.attention.run import ring_attention
 from mkernel.ops.attention.sequences import Documents
 from mkernel.runtime.config import Config
 
 Numbers = Sequence[int] | None  # an encoded configuration
-PARAMETERS = (
-    "Tensor query, Tensor key, Tensor value, bool is_causal, float? scale, bool enable_gqa, str layout, "
-    "Tensor? cu_seqlens, bool return_lse, str group"
-)
+OPTIONS = "bool is_causal, float? scale, bool enable_gqa, str layout, Tensor? cu_seqlens, str group"
+PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
 
 
 def as_tensor(documents: Documents) -> torch.Tensor | None:
@@ -28,47 +29,93 @@ def as_tensor(documents: Documents) -> torch.Tensor | None:
 
 
 def call(
-    arguments: tuple[Any, ...], return_lse: bool, group: Any, config: Config | None, out: torch.Tensor | None
+    arguments: tuple[Any, ...], group: Any, config: Config | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the registered operator with its first arguments and the others."""
-    rest = (return_lse, library.name_of(group), library.encoded(config))
+    rest = (library.name_of(group), library.encoded(config))
     if out is None:
         return torch.ops.mkernel.ring_attention(*arguments, *rest)
     return out, torch.ops.mkernel.ring_attention_out(*arguments, *rest, out)
 
 
+# -- on real tensors
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, return_lse: bool, group: str,
+    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, group: str,
     config: Numbers = None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     result, lse = ring_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
-        cu_seqlens=cu_seqlens, return_lse=return_lse, group=group, out=out, config=library.decoded(config),
+        cu_seqlens=cu_seqlens, return_lse=True, group=group, out=out, config=library.decoded(config),
     )  # fmt: skip
-    return result, lse if lse is not None else query.new_empty(0, dtype=torch.float32)
+    assert lse is not None
+    return result, lse
 
 
 def _attend_into(*arguments: Any) -> torch.Tensor:
     return _attend(*arguments)[1]
 
 
-def _fake_lse(query: torch.Tensor, return_lse: bool) -> torch.Tensor:
-    return query.new_empty(query.shape[:3] if return_lse else (0,), dtype=torch.float32)
+def _attend_backward(
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool, layout: str,
+    cu_seqlens: torch.Tensor | None, group: str, config: Numbers = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return ring_attention_backward(
+        dout, query, key, value, out, lse, dlse=dlse, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        layout=layout, cu_seqlens=cu_seqlens, group=group, config=library.decoded(config),
+    )  # fmt: skip
+
+
+# -- shapes
+
+
+def _fake_lse(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), _fake_lse(query, others[7])
+    return query.new_empty(query.shape), _fake_lse(query)
 
 
-def _fake_into(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _fake_lse(query, others[7])
+def _fake_backward(
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+# -- the gradient
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, *ctx.options, cu_seqlens, ctx.group, _ = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    """All ranks compute all gradients, whichever of them a rank needs: it is one call."""
+    query, key, value, out, lse, cu_seqlens = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else library.dense(dout)
+    gradients = torch.ops.mkernel.ring_attention_backward(
+        dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, ctx.group, None
+    )
+    wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
+    return (*wanted, None, None, None, None, None, None, None)
 
 
 library.define(
     "ring_attention", f"({PARAMETERS}, int[]? config=None) -> (Tensor, Tensor)", _attend, _fake,
-    backward=library.no_backward("ring_attention"),
+    save=_save, backward=_backward,
 )  # fmt: skip
 library.define(
-    "ring_attention_out", f"({PARAMETERS}, int[]? config, Tensor(a!) out) -> Tensor", _attend_into, _fake_into
+    "ring_attention_out", f"({PARAMETERS}, int[]? config, Tensor(a!) out) -> Tensor", _attend_into, _fake_lse
 )
+library.define(
+    "ring_attention_backward",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? dlse, "
+    f"{OPTIONS}, int[]? config=None) -> (Tensor, Tensor, Tensor)",
+    _attend_backward, _fake_backward, backward=library.no_backward("ring_attention_backward"),
+)  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def ring_attention(
         return made[0] if out is None else out, made[-1] if return_lse else None
     check(group, query, key, value, out, layout, enable_gqa, scale, config)
     documents = documents_of(group, cu_seqlens, query.shape[2])
-    config = choose(group, query, key, bool(is_causal), layout, documents, config)
+    config = choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
     tiles = tiles_of(group, query, key, config)
     group.agree(
         "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
@@ -104,22 +104,38 @@ def check(
     layout: str, enable_gqa: bool, scale: float | None, config: Config | None,
 ) -> None:  # fmt: skip
     """Reject invalid arguments. The error names the argument and the rule."""
+    check_config(config, "ring_attention")
+    given = dict(query=query, key=key, value=value)
+    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)))
+    check_options(group, query, key, layout, enable_gqa, scale)
+    if out is not None:
+        check_out(out, tuple(query.shape), "as query", query.dtype, given)
+
+
+def check_config(config: Config | None, op: str) -> None:
+    """Reject what no attention operator has a use for."""
     planning.check_given(config)
     for name in ("tile_k", "group_m", "join_tiles"):
         if config is not None and getattr(config, name) is not None:
-            raise ArgumentError(f"config.{name} does not apply to ring_attention: leave it unset")
+            raise ArgumentError(f"config.{name} does not apply to {op}: leave it unset")
     if config is not None and config.steps == 0:
         raise ArgumentError("config.steps must be at least 1; got 0")
-    given = dict(query=query, key=key, value=value) | ({} if out is None else dict(out=out))
+
+
+def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
+    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value."""
+    query = given["query"]
     for name, tensor in given.items():
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
             raise ArgumentError(f"{name} must be [batch, heads, seq_local, dim], got shape {tuple(tensor.shape)}")
-        check_tensor("ring_attention", group, name, tensor, dimensions=4)
+        check_tensor(op, group, name, tensor, dimensions=4)
+    for name, tensor in given.items():
         if query.dtype not in DTYPES:
             raise ArgumentError(f"query has dtype {query.dtype}; supported: {', '.join(str(d) for d in DTYPES)}")
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
-    batch, heads, length, dim = query.shape
+    key, value = given["key"], given["value"]
+    batch, _, length, dim = query.shape
     if dim not in HEAD_DIMS:
         raise ArgumentError(
             f"query has head dimension {dim}; supported head dimensions: {', '.join(map(str, HEAD_DIMS))}. "
@@ -131,6 +147,13 @@ def check(
         raise ArgumentError(
             f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch, seq_local and dim must be the same"
         )
+
+
+def check_options(
+    group: Group, query: torch.Tensor, key: torch.Tensor, layout: str, enable_gqa: bool, scale: float | None
+) -> None:
+    """Reject invalid options of a call with valid query and key."""
+    heads, length = query.shape[1:3]
     if key.shape[1] != heads:
         if not enable_gqa:
             raise ArgumentError(
@@ -152,12 +175,10 @@ def check(
         raise ArgumentError(
             f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative scale, negate query"
         )
-    if out is not None:
-        check_out(out, tuple(query.shape), "as query", query.dtype, dict(query=query, key=key, value=value))
 
 
 def choose(
-    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
+    tunable: Tunable, group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
     documents: tuple[int, ...] | None, given: Config | None,
 ) -> Config | None:  # fmt: skip
     """The configuration of a call: the same on every rank, because it depends only on arguments that are the same on
@@ -165,7 +186,7 @@ def choose(
     if documents is not None:
         return given
     batch, heads, length, dim = query.shape
-    return TUNABLE.choose(
+    return tunable.choose(
         group, query.dtype, given, batch=batch, heads=heads, kv_heads=key.shape[1], length=length, dim=dim,
         causal=is_causal, zigzag=layout == "zigzag",
     )  # fmt: skip
@@ -177,7 +198,7 @@ def prepare(
     documents: tuple[int, ...] | None, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(group, query, key, is_causal, layout, documents, config)
+    config = choose(TUNABLE, group, query, key, is_causal, layout, documents, config)
     layouts = tuple(layout_of(tensor) for tensor in (query, key, value, out))
     plan_key = ("ring_attention", layouts, is_causal, layout, config, matmul_precision(query.dtype))
     decided = group.planned(

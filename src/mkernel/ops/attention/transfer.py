@@ -15,6 +15,7 @@ import triton.language as tl
 
 from mkernel.lang.context import rank_of, segment_of
 from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.requests import wait_sent
 from mkernel.lang.roles import INTRA, SEND
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.attention.call import head_of
@@ -67,11 +68,13 @@ def _copy_own(comm, call, chunk, STAGED: tl.constexpr, COPY_ROWS: tl.constexpr):
 @triton.jit
 def send(comm, call, first, step, COPY_ROWS: tl.constexpr):
     """Stage this rank's chunks in its own slot, and post them to its counterparts in other nodes. Counted over all
-    rounds, this CTA takes chunks first, first + step, and so on."""
+    rounds, this CTA takes chunks first, first + step, and so on. At the end, the network has read all of them: in a
+    call of another shape, ranks of this node may write there as soon as this rank has left the epoch."""
     rank = rank_of(comm.context)
     NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
     chunks = call.rounds.chunks
+    posted = tl.cast(-1, tl.int64)
     for round_index in range(call.rounds.count):
         for i in range(1, NODES):
             wait_writable(comm, call.rounds, round_index, (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE, SEND)
@@ -86,8 +89,10 @@ def send(comm, call, first, step, COPY_ROWS: tl.constexpr):
                         _copy_own(comm, call, chunk, True, COPY_ROWS)
                         staged = chunk.key >= 0
                     peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-                    post_chunk(comm, call.rounds, chunk, peer, ELEMENT)
+                    posted = tl.maximum(posted, post_chunk(comm, call.rounds, chunk, peer, ELEMENT))
             trace(comm.context, SEND, SEND_CHUNK, rank, index, since)
+    if posted >= 0:
+        wait_sent(comm.context, posted, SEND)
 
 
 @triton.jit

@@ -1,0 +1,144 @@
+"""The launch of ring_attention_backward: builds the arguments of the kernel from a plan and the caller's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from mkernel.lang.context import Ranks
+from mkernel.ops.attention.backward import kernel
+from mkernel.ops.attention.backward.call import Call, Exchange
+from mkernel.ops.attention.backward.plan import Plan
+from mkernel.ops.attention.backward.protocol import OP
+from mkernel.ops.attention.launch import POLL_WIDTH, heads_of
+from mkernel.ops.attention.mask import Mask
+from mkernel.ops.attention.protocol import Rounds
+from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.layout import Layout
+from mkernel.runtime.operands import constants, named_constants
+from mkernel.runtime.world import Launch
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a call: inputs, and where the results go."""
+
+    dout: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def launch(
+    group: Group, plan: Plan, memory: Layout, tensors: Tensors, scale: float, variant: Hashable
+) -> Launch:  # fmt: skip
+    """The launch that executes a plan. Collective if the workspace must grow."""
+    workspace = memory.workspace(group)
+    query = tensors.query
+    batch, heads, length, dim = query.shape
+    kv_heads = tensors.key.shape[1]
+    c, size = plan.config, group.size
+    blocks = math.ceil(length / c.tile_m)
+    empty = group.world.memory.empty
+    partial = None
+    if plan.parts > 1:
+        kept = heads // kv_heads * blocks * c.tile_m * c.tile_k
+        partial = empty(group.world_rank, (kept,), torch.float32)
+    polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
+    rounds, reductions = _rounds(group, plan, memory, workspace, tiles_of_dq=heads // kv_heads * blocks)
+    call = Call(
+        q=heads_of(query), k=heads_of(tensors.key), v=heads_of(tensors.value), out=heads_of(tensors.out),
+        dout=heads_of(tensors.dout), dq=heads_of(tensors.dq), dk=heads_of(tensors.dk), dv=heads_of(tensors.dv),
+        lse=tensors.lse, dlse=tensors.dlse, delta=empty(group.world_rank, (batch, heads, length), torch.float32),
+        slots=memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None, partial=partial,
+        schedule=plan.schedule, ranges=plan.ranges,
+        mask=Mask(
+            length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
+        ),
+        rounds=rounds, reductions=reductions, exchange=_exchange(memory, workspace),
+        preparing=memory.words_in(workspace, "preparing"), prepared=memory.words_in(workspace, "prepared"),
+        scale=scale * math.log2(math.e), factor=scale, batch=batch, heads=heads, kv_heads=kv_heads, dim=dim,
+        blocks=blocks, tiles=plan.tiles,
+        **named_constants(
+            SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, DLSE=tensors.dlse is not None,
+            PRECISION=plan.precision, TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k,
+            COPY=max(c.copy_bytes // query.element_size(), c.tile_k), POLL_WIDTH=polled,
+        ),
+    )  # fmt: skip
+    read = [f"call.{name}.pointer" for name in ("q", "k", "v", "out", "dout")]
+    return Launch(
+        op=OP,
+        group=group,
+        kernel=kernel.ring_attention_backward_kernel,
+        grid=c.ctas,
+        arguments=dict(context=workspace.context, ranks=Ranks(*constants(size, group.gpus_per_node)), call=call),
+        options=dict(num_warps=c.warps, num_stages=c.stages),
+        # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
+        variant=(variant, workspace.signal_words),
+        uses=memory.uses(workspace, free=_received(group, plan)),
+        inputs=(*read, "call.lse", "call.dlse", "call.mask.spans", "call.schedule", "call.ranges"),
+        results=("call.dq.pointer", "call.dk.pointer", "call.dv.pointer"),
+    )
+
+
+def _rounds(group: Group, plan: Plan, memory: Layout, workspace: Workspace, tiles_of_dq: int) -> tuple[Rounds, Rounds]:
+    """How keys and values stream, and how their gradients are reduced."""
+    c = plan.config
+    link = group.world.links.nvlink if c.intra_ctas else None
+    forwarded = (group.nodes - 1) * plan.chunks if c.intra_ctas else 0
+    rounds = Rounds(
+        count=plan.rounds, window=plan.window, parts=plan.parts, part_rows=plan.part_rows, padded=plan.padded,
+        chunk_rows=c.chunk_rows, chunks=plan.chunks,
+        tasks=tiles_of_dq + group.size * plan.tiles + forwarded,
+        done=memory.words_in(workspace, "done"),
+        freed=memory.words_in(workspace, "freed"),
+        arrived=memory.words_in(workspace, "arrived"),
+        slots=memory.buffer_in(workspace, "slots"),
+        nanoseconds_per_mib=round(2**20 / link) if link else 0,
+        **named_constants(SLOTS=plan.slots, CREDITS=plan.credits, PACED=link is not None),
+    )  # fmt: skip
+    reductions = rounds._replace(
+        tasks=group.nodes * plan.tiles,
+        done=memory.words_in(workspace, "adding"),
+        freed=memory.words_in(workspace, "added"),
+    )
+    return rounds, reductions
+
+
+def _exchange(memory: Layout, workspace: Workspace) -> Exchange:
+    return Exchange(
+        partials=memory.slots_in(workspace, "partials"),
+        partial=memory.words_in(workspace, "partial"),
+        node_sums=memory.slots_in(workspace, "node_sums"),
+        node_sum=memory.words_in(workspace, "node_sum"),
+    )
+
+
+def _received(group: Group, plan: Plan) -> dict[str, tuple[tuple[int, int], ...] | None]:
+    """The rows of the buffers that nobody reads after the launch. In the others, chunks and sums are staged for other
+    nodes, and the network may still read them."""
+    if group.size == 1:
+        return {}
+    size, gpus = group.size, group.gpus_per_node
+    panel = 2 * plan.part_rows
+    starts = [index * plan.slots * panel for index in range(plan.window)]
+    partials = [
+        (index * size + node * gpus + (node != group.node), index * size + (node + 1) * gpus)
+        for index in range(plan.window)
+        for node in range(group.nodes)
+    ]
+    return {
+        "slots": tuple((start, start + (size - 1) * panel) for start in starts),
+        "partials": tuple((first, end) for first, end in partials if first < end),
+        "node_sums": None,
+    }

@@ -1,0 +1,218 @@
+"""The plan of a ring_attention_backward call: tiles, rounds, CTAs per role, and the schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from mkernel.ops.attention.backward.protocol import OP
+from mkernel.ops.attention.backward.schedule import Tasks, scheduled
+from mkernel.ops.attention.plan import CHUNK_BYTES, Tiles, cut_rounds, round_up, spans_of
+from mkernel.ops.attention.schedule import Helpers
+from mkernel.ops.attention.sequences import Sequences
+from mkernel.runtime import planning
+from mkernel.runtime.config import Config, Settings
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
+from mkernel.runtime.operands import has_descriptors, matmul_precision
+
+DQ_PRODUCTS, DKV_PRODUCTS = 3, 4  # products of a tile of queries with a block of keys
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    sequences: Sequences
+    nodes: int
+    padded: int  # keys of a unit, rounded up to whole blocks
+    slots: int  # slots per round on a rank
+    parts: int  # rounds per unit
+    part_rows: int  # keys of a panel
+    tiles: int  # blocks of keys of a panel
+    window: int  # rounds that have slots at the same time
+    rounds: int
+    chunks: int  # per panel
+    precision: str
+    schedule: torch.Tensor
+    ranges: torch.Tensor  # see `ranges_of`
+    spans: torch.Tensor | None  # packed sequences only: see `Mask`
+    reasons: tuple[str, ...]
+
+    @property
+    def credits(self) -> bool:
+        """Whether the call reuses slots, so that writers need credits (`freed`, `added`)."""
+        return self.sequences.size > 1 and self.rounds > self.window
+
+    def __str__(self) -> str:
+        c = self.config
+        head = (
+            f"{OP}: triton kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, room for "
+            f"{self.window} rounds"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
+    """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
+    given = config or Config()
+    dim, element = query.shape[3], query.element_size()
+    if group.device.type != "cuda":
+        tile_m, tile_n, stages, warps = 32, 32, 1, 4
+    elif query.dtype == torch.float32:
+        tile_m, tile_n, stages, warps = (32, 32, 1, 8) if dim == 64 else (16, 16, 1, 8)
+    elif dim == 64 and not has_descriptors(group.device):  # an older GPU, on which a square tile spills
+        tile_m, tile_n, stages, warps = 64, 32, 2, 8
+    else:
+        tile_m, tile_n, stages, warps = (64, 64, 2, 8) if dim <= 128 else (32, 32, 1, 8)
+    tile_n = tile_n if given.tile_n is None else given.tile_n
+    chunk_rows = given.chunk_rows
+    if chunk_rows is None:
+        chunk_rows = max(CHUNK_BYTES // (2 * dim * element), tile_n) if group.device.type == "cuda" else tile_n
+    units = key.shape[0] * key.shape[1]
+    slots = group.size - 1 if group.nodes == 1 else group.size
+    return Tiles(
+        tile_m=tile_m if given.tile_m is None else given.tile_m,
+        tile_n=tile_n,
+        stages=stages if given.stages is None else given.stages,
+        warps=warps if given.warps is None else given.warps,
+        chunk_rows=round_up(chunk_rows, tile_n),
+        steps=max(2, math.ceil(min(2, units) * slots / max(units, 1))) if given.steps is None else given.steps,
+    )
+
+
+def ranges_of(sequences: Sequences, rank: int, tile_n: int) -> np.ndarray:
+    """[source, block, 4]: for each block of tile_n keys of each source, the rows first..end-1 of this rank that see
+    some of them, and the rows full..full_end-1 that see all of them. Both ends of what a row sees grow with the row."""
+    starts, ends = sequences.seen(rank)
+    blocks = math.ceil(sequences.length / tile_n)
+    key = np.arange(blocks) * tile_n
+    key_end = key + tile_n  # a block that reaches beyond the last key is seen as a whole by no row
+    found = np.zeros((sequences.size, blocks, 4), dtype=np.int64)
+    for source in range(sequences.size):
+        lower, upper = sequences.keys_below(starts, source), sequences.keys_below(ends, source)
+        found[source, :, 0] = np.searchsorted(upper, key, side="right")
+        found[source, :, 1] = np.searchsorted(lower, key_end, side="left")
+        found[source, :, 2] = np.searchsorted(upper, key_end, side="left")
+        found[source, :, 3] = np.searchsorted(lower, key, side="right")
+    return found
+
+
+def _tasks(
+    group: Group, sequences: Sequences, ranges: np.ndarray, tile_m: int, tile_n: int, tiles: int, heads: int
+) -> Tasks:  # fmt: skip
+    """The tasks of a round, with costs in products of a tile. heads: of queries, per head of keys. If a unit takes
+    several rounds, costs have no meaning, and only their number counts."""
+    keys_of_tiles = sequences.key_blocks(group.rank, tile_m, tile_n)
+    queries = [1.0 + DQ_PRODUCTS * count for count in keys_of_tiles.tolist()] * heads
+    first, end = ranges[:, :, 0] // tile_m, -(-ranges[:, :, 1] // tile_m)
+    costs = 0.1 + DKV_PRODUCTS * heads * np.maximum(end - first, 0)
+    keys = costs.ravel().tolist() if costs.shape[1] == tiles else [1.0] * (sequences.size * tiles)
+    several = sequences.size > 1
+    return Tasks(queries, keys, own=tiles if several else 0, others=(group.nodes - 1) * tiles)
+
+
+def _resolve(
+    group: Group, query: torch.Tensor, tiles: Tiles, sequences: Sequences, tasks: Tasks, units: int,
+    config: Config | None,
+) -> tuple[Settings, float, list[str]]:  # fmt: skip
+    """(settings, when the copying CTAs are free, in products of a tile, and reasons): how many CTAs have which role."""
+    gpus, nodes, dim = group.gpus_per_node, group.nodes, query.shape[3]
+    most = group.world.launcher.ctas(group.world_rank)
+    pick = planning.chooser(config)
+    product = 2 * tiles.tile_m * tiles.tile_n * dim / (0.6 * planning.CTA_RATE[query.dtype])  # seconds, estimated
+    products = (sum(tasks.queries) + sum(tasks.keys)) * units
+    node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
+    sources = range(group.local_rank, group.size, gpus)  # ranks whose keys this rank pushes to its node
+    keys = sum(sequences.keys_sent(source, peer) for source in sources for peer in node) * units
+    pushed = keys * 2 * dim * query.element_size()
+    link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
+    rate = planning.push_rate(max(gpus - 1, 1))
+    seconds = products * product / most
+    send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
+    copiers = planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0
+    intra_ctas = pick("intra_ctas", copiers)
+    settings = Settings(
+        tile_m=tiles.tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
+        stages=tiles.stages, warps=tiles.warps,
+        ctas=pick("ctas", min(most, max(len(tasks) * units, 1) + send_ctas + intra_ctas)),
+        send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=tiles.chunk_rows,
+        copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096), steps=tiles.steps,
+    )  # fmt: skip
+    push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
+    reasons = []
+    if gpus > 1:
+        reasons.append(
+            f"{intra_ctas} CTAs push {pushed} bytes of keys and values over NVLink: estimated {push_seconds * 1e3:.3g} "
+            f"ms, during {seconds * 1e3:.3g} ms of compute"
+        )
+    return settings, 1.25 * push_seconds / product, reasons
+
+
+def plan(
+    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
+    documents: tuple[int, ...] | None, config: Config | None,
+) -> Plan:  # fmt: skip
+    """Decide how to run a call. The decision depends only on shapes, documents and the group."""
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    units, size, nodes = batch * kv_heads, group.size, group.nodes
+    tiles = tiles_of(group, query, key, config)
+    sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
+
+    padded = round_up(length, tiles.tile_n)
+    slots = max(size - 1 if nodes == 1 else size, 1)
+    whole = size == 1 or not query.numel()
+    parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
+    rounds, blocks = units * parts, part_rows // tiles.tile_n
+    ranges = ranges_of(sequences, group.rank, tiles.tile_n)
+    tasks = _tasks(
+        group, sequences, ranges, tiles.tile_m, tiles.tile_n, blocks, heads // max(kv_heads, 1)
+    )  # fmt: skip
+    settings, free, reasons = _resolve(group, query, tiles, sequences, tasks, units, config)
+    _check(group, settings, query.dtype)
+    if size > 1:
+        keys = window * slots * part_rows * 2 * dim * query.element_size() / 2**20
+        partials = window * (size + nodes - 1) * part_rows * 2 * settings.tile_k * 4 / 2**20
+        reasons.append(
+            f"the buffers take {keys:.3g} MiB for other ranks' keys and values and {partials:.3g} MiB for partials of "
+            f"their gradients: room for {window} of {rounds} rounds"
+            + (f"; a head's keys come in {parts} parts, sums of dq are kept in between" if parts > 1 else "")
+        )
+    helpers = settings.send_ctas + settings.intra_ctas
+    # the last rounds cannot be pushed before their slots are free
+    work = (sum(tasks.queries) + sum(tasks.keys)) * units / settings.ctas
+    ready = max(free, work * (rounds - window) / max(rounds, 1))
+    schedule = scheduled(
+        tasks, rounds, parts, window, settings.ctas, Helpers(helpers, ready, max(rounds - window, 0))
+    )  # fmt: skip
+    upload = group.world.memory.upload
+    return Plan(
+        config=settings, sequences=sequences, nodes=nodes, padded=padded, slots=slots, parts=parts,
+        part_rows=part_rows, tiles=blocks, window=window, rounds=rounds,
+        chunks=math.ceil(part_rows / tiles.chunk_rows), precision=matmul_precision(query.dtype),
+        schedule=upload(group.world_rank, schedule), ranges=upload(group.world_rank, ranges.ravel().tolist()),
+        spans=spans_of(group, sequences), reasons=tuple(reasons),
+    )  # fmt: skip
+
+
+def _check(group: Group, settings: Settings, dtype: torch.dtype) -> None:
+    """Refuse settings that could not run."""
+    columns = 2 * max(settings.tile_m, settings.tile_n, settings.tile_k)  # two sums at a time
+    if settings.tile_n * columns > planning.REGISTERS:
+        raise ArgumentError(
+            f"config.tile_n is {settings.tile_n}, but dk and dv of a block of keys, 2 x {settings.tile_n} x "
+            f"{settings.tile_k}, must fit into the {planning.REGISTERS} registers of a CTA, and so must its scores: "
+            f"with tile_m={settings.tile_m}, tile_n may be at most {planning.REGISTERS // columns}"
+        )
+    planning.check_tile(settings, dtype, False, columns=columns, staged=(settings.tile_m,) * 2)
+    planning.check(
+        settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if group.nodes > 1 else 0,
+        least_intra=1 if group.gpus_per_node > 1 else 0,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""How the Triton kernels of attention read and copy rows: through pointers, for tensors of any strides."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mkernel.lang.context import rank_of, segment_of
+from mkernel.lang.gemm import masked_block
+from mkernel.lang.layout import row_of
+from mkernel.lang.matrix import Block
+from mkernel.ops.attention.call import head_of
+from mkernel.ops.attention.mask import is_seen
+from mkernel.ops.attention.protocol import slot_row
+
+
+@triton.jit
+def read_flat(source, place, dim):
+    """Elements of contiguous rows at the offsets `place`; zeros beyond the last row."""
+    return tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
+
+
+@triton.jit
+def copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
+    """See transfer.py."""
+    rank = rank_of(comm.context)
+    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
+    DTYPE: tl.constexpr = source.pointer.dtype.element_ty
+    ROWS: tl.constexpr = call.COPY // call.DIM
+    PEERS: tl.constexpr = 1 if STAGED else comm.RANKS_PER_NODE - 1
+    FIRST: tl.constexpr = 0 if STAGED else 1
+    dim = call.dim
+    steps = tl.cdiv(height * dim, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
+    for step in range(steps):
+        if source.FLAT:
+            offsets = step * call.COPY + tl.arange(0, call.COPY)
+            inside = offsets < height * dim
+            block = read_flat(source, offsets, dim)
+        else:
+            i = step * ROWS + tl.arange(0, ROWS)[:, None]
+            j = tl.arange(0, call.DIM)[None, :]
+            offsets = i * dim + j
+            inside = (i < height) & (j < dim)
+            pointers = source.pointer + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride
+            block = tl.load(pointers, mask=inside & (i < source.count), other=0.0)
+        for which in tl.static_range(PEERS):
+            peer = base + (rank - base + FIRST + which) % comm.RANKS_PER_NODE
+            wanted = inside
+            if not STAGED:
+                wanted &= is_seen(call.mask, peer, chunk.source, chunk.key, chunk.height)
+            first = slot_row(comm, call.rounds, chunk.round_index, chunk.source, peer) + row
+            target = segment_of(comm.context, peer, DTYPE)
+            target += tl.multiple_of(row_of(call.rounds.slots, comm.epoch, first), 16)
+            tl.store(target + offsets, block, mask=wanted)
+
+
+@triton.jit
+def read_rows(call, heads, batch, head, row, ROWS: tl.constexpr):
+    """ROWS rows of a head; zeros outside the tensor."""
+    block = Block(head_of(heads, batch, head), heads.row_stride, heads.column_stride)
+    return masked_block(block, row, 0, call.mask.length, call.dim, ROWS, call.DIM)
+
+
+@triton.jit
+def read_slots(call, row):
+    """TILE_N rows of the slots. There is no bounds check, because panels consist of whole blocks."""
+    i = row + tl.arange(0, call.TILE_N)[:, None]
+    j = tl.arange(0, call.DIM)[None, :]
+    return tl.load(call.slots + i.to(tl.int64) * call.dim + j, mask=j < call.dim, other=0.0)
