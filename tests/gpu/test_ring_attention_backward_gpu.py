@@ -1,0 +1,47 @@
+"""Gradients of ring_attention on GPUs: through autograd, several ranks, several calls, the same bits every time."""
+
+import pytest
+import torch
+from support.attention_gradients import NAMES, assert_gradients, cotangents
+from support.attention_reference import Case
+
+import mkernel as mk
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+CASES = {
+    "plain": Case(256, heads=4, kv_heads=4, batch=2, dim=128, dtype=BF16),
+    "causal": Case(256, heads=4, kv_heads=4, dim=128, dtype=BF16, causal=True),
+    "zigzag": Case(320, heads=4, kv_heads=1, dim=128, dtype=BF16, causal=True, layout="zigzag"),
+    "ragged": Case(333, heads=3, kv_heads=3, dim=128, dtype=BF16),
+    "64": Case(200, heads=2, kv_heads=2, dim=64, dtype=torch.float16, causal=True),
+    "96": Case(200, heads=2, kv_heads=2, dim=96, dtype=BF16, causal=True),
+    "256": Case(200, heads=2, kv_heads=2, dim=256, dtype=BF16, causal=True),
+    "fp32": Case(200, heads=2, kv_heads=2, dim=64, dtype=torch.float32, causal=True),
+}
+
+
+def gradients(group, case, turn):
+    """Gradients of one call, through autograd, in the memory of the host."""
+    given = [case.part(name, group.rank, turn).to(group.device).requires_grad_() for name in NAMES]
+    dout, dlse = (tensor.to(group.device) for tensor in cotangents(case, group.rank, turn))
+    results = mk.ring_attention(*given, return_lse=True, group=group, **case.arguments())
+    found = torch.autograd.grad(results, given, [dout, dlse])
+    group.synchronize()
+    return [gradient.cpu() for gradient in found]
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, cluster):
+    case, (nodes, ranks) = CASES[name], cluster
+
+    def on_rank(group):
+        for turn in range(2):
+            found = gradients(group, case, turn)
+            again = gradients(group, case, turn)
+            assert all(torch.equal(one, other) for one, other in zip(found, again))
+            assert_gradients(found, case, group.rank, group.size, turn)
+
+    mk.spawn(on_rank, nodes=nodes, gpus_per_node=ranks, device="cuda", timeout=30.0)
