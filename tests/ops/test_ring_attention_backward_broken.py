@@ -137,10 +137,10 @@ def post_twice_the_tile(comm, call, round_index, owner, tile):
 BROKEN = {
     # rule 1: signals grow, and are waited for with their stamp
     "a partial is not signalled": Broken(
-        NODE, {protocol.notify_partial: notify_all_but_one}, mk.CommTimeout, {"signal": "partial", "index": 1}
+        NODE, {protocol.notify_partial: notify_all_but_one}, mk.CommTimeout, {"signal": "partial gradients", "index": 1}
     ),
     "a node's sum is not sent": Broken(
-        NETWORK, {protocol.post_node_sum: do_not_post}, mk.CommTimeout, {"signal": "node_sum"}
+        NETWORK, {protocol.post_node_sum: do_not_post}, mk.CommTimeout, {"signal": "node sum"}
     ),
     "nobody waits for delta": Broken(ONE, {protocol.wait_prepared: do_not_wait_until_prepared}),
     "delta is signalled by the first CTA": Broken(ONE, {protocol.notify_prepared: notify_early}),

@@ -45,12 +45,12 @@ register(
             Signal("mkernel.ops.attention.kinds:ADDED", "added", "rank {peer} to add up the partials of round {index}"),
             Signal(
                 "mkernel.ops.attention.kinds:PARTIAL_GRADIENTS",
-                "partial",
+                "partial gradients",
                 "the partial gradients of rank {peer} of block {index}",
             ),
             Signal(
                 "mkernel.ops.attention.kinds:NODE_SUM",
-                "node_sum",
+                "node sum",
                 "the partial gradients of rank {peer}'s node of block {index}",
             ),
             Signal("mkernel.ops.attention.kinds:PREPARED", "prepared", "the other CTAs of this rank to prepare rows"),
