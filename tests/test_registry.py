@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -357,3 +359,29 @@ def test_the_package_is_a_program():
     assert (done.returncode, done.stdout) == (0, f"mkernel {mk.__version__}\n"), done.stderr
     usage = subprocess.run([sys.executable, "-m", "mkernel", "demo", "--help"], capture_output=True, text=True).stdout
     assert "Usage: mkernel demo" in usage
+
+
+def test_threads_that_ask_at_the_same_time_all_wait_for_the_operators(monkeypatch):
+    known, importing = dict(operators._registered), threading.Event()
+    monkeypatch.setattr(operators, "_discovered", False)
+    monkeypatch.setattr(operators, "_registered", {})
+    lock = threading.Lock()  # as the lock of a module that is being imported
+
+    def import_slowly(name):
+        with lock:
+            importing.set()
+            time.sleep(0.2)
+            operators._registered.update(known)
+
+    monkeypatch.setattr(operators.importlib, "import_module", import_slowly)
+    found = {}
+
+    def ask(who):
+        found[who] = operators.registered()
+
+    first = threading.Thread(target=ask, args=(0,))
+    first.start()
+    importing.wait(5.0)
+    ask(1)
+    first.join()
+    assert found[0] == found[1] == known

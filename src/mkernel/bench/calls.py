@@ -34,6 +34,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
 from mkernel.tables import show
+from mkernel.workloads import DTYPES
 
 WARM_UP = 5
 BATCH = 50  # calls that the host issues without waiting
@@ -42,7 +43,6 @@ CAPTURED = 20  # calls in a graph
 REPLAYS = 10
 TIMEOUT = 60.0
 COLUMNS = ("host us", "library", "ratio", "kernel us", "library", "fraction")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def measure(group: Group, op: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:

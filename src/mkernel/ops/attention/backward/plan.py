@@ -11,7 +11,7 @@ import triton
 
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
-from mkernel.ops.attention.plan import CHUNK_BYTES, Tiles, cut_rounds, round_up, spans_of
+from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, round_up, spans_of
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.sequences import Sequences
 from mkernel.runtime import planning
@@ -61,8 +61,7 @@ class Plan:
 
 def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
     """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
-    given = config or Config()
-    dim, element = query.shape[3], query.element_size()
+    dim = query.shape[3]
     if group.device.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
@@ -71,20 +70,7 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
         tile_m, tile_n, stages, warps = 64, 32, 2, 8
     else:
         tile_m, tile_n, stages, warps = (64, 64, 2, 8) if dim <= 128 else (32, 32, 1, 8)
-    tile_n = tile_n if given.tile_n is None else given.tile_n
-    chunk_rows = given.chunk_rows
-    if chunk_rows is None:
-        chunk_rows = max(CHUNK_BYTES // (2 * dim * element), tile_n) if group.device.type == "cuda" else tile_n
-    units = key.shape[0] * key.shape[1]
-    slots = group.size - 1 if group.nodes == 1 else group.size
-    return Tiles(
-        tile_m=tile_m if given.tile_m is None else given.tile_m,
-        tile_n=tile_n,
-        stages=stages if given.stages is None else given.stages,
-        warps=warps if given.warps is None else given.warps,
-        chunk_rows=round_up(chunk_rows, tile_n),
-        steps=max(2, math.ceil(min(2, units) * slots / max(units, 1))) if given.steps is None else given.steps,
-    )
+    return completed(group, key, config, (tile_m, tile_n, stages, warps))
 
 
 def ranges_of(sequences: Sequences, rank: int, tile_n: int) -> np.ndarray:
