@@ -1,10 +1,12 @@
-"""Lets tests in every folder import `support`, keeps the machine's tuned configurations out, and torch to one
-thread."""
+"""Lets tests in every folder import `support`, keeps the machine's tuned configurations out, and torch to one thread;
+decides which cases of tests are left to `make test-all`."""
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,3 +24,28 @@ def pytest_runtest_teardown():
     groups = sys.modules.get("mkernel.runtime.group")
     if groups is not None:
         groups.set_current(None)
+
+
+CLUSTERS = ((1, 1), (1, 2), (2, 2))
+
+
+def is_usual(item):
+    """Whether `make test` runs this case of a test: with few clusters, seeds and dtypes."""
+    given = item.callspec.params
+    cluster, seed, dtype = (given.get(name) for name in ("cluster", "seed", "dtype"))
+    return (cluster is None or cluster in CLUSTERS) and not seed and (dtype is None or str(dtype) == "torch.bfloat16")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """The other cases are thorough, but not all cases of a test, and no variant that must be found broken."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.path.stem.endswith("_broken"):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        quick = [case for case in cases if not case.get_closest_marker("thorough")]
+        usual = [case for case in quick if is_usual(case)] or quick[:1]
+        for case in quick:
+            if case not in usual:
+                case.add_marker("thorough")

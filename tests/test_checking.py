@@ -267,6 +267,7 @@ def test_a_ctrl_c_that_is_lost_ends_it_all_the_same(tmp_path):
 # -- mkernel.testing
 
 
+@pytest.mark.thorough
 def test_the_helper_needs_no_pytest_and_no_command_line():
     program = (
         "import sys\n"

@@ -139,6 +139,7 @@ def known_speed(monkeypatch):
     monkeypatch.setattr(estimates, "measure", lambda workload: estimates.Speed(0.01, 0.001))
 
 
+@pytest.mark.thorough
 def test_a_shape_that_takes_days_is_refused_with_one_that_takes_seconds(tmp_path, monkeypatch):
     """The shape that is proposed is run, too."""
     monkeypatch.setattr(estimates, "SHORT", 1.0)
@@ -185,6 +186,7 @@ def test_absurd_sizes_are_refused_without_running_anything(monkeypatch, argument
         (["demo", "--nodes", "16", "--gpus-per-node", "8"], "This takes seconds: mkernel demo"),
     ],
 )
+@pytest.mark.thorough
 def test_many_ranks_are_refused_with_fewer(arguments, message):
     result = run(*arguments, "--device", "cpu")
     assert result.exit_code == 2

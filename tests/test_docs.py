@@ -30,7 +30,17 @@ def title(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page).strip()], ids=title)
+SLOW = ("new-operator", "tensor-parallel", "gradients-and-graphs", "training-loop", "testing", "frameworks")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.thorough if page.stem in SLOW else (), id=title(page))
+        for page in PAGES
+        if python_of(page).strip()
+    ],
+)
 def test_python_runs(page, tmp_path):
     # a file, since Triton reads the source of kernels; with the page's line numbers
     path = tmp_path / f"{page.stem}.py"

@@ -40,7 +40,14 @@ SAYS = {
 ELSEWHERE = {"all_gather_matmul": "cluster/test_torchrun.py", "06_processes_reduce": "cluster/test_torchrun.py"}
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in SAYS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.thorough if "train" in path.stem else ())
+        for path in EXAMPLES
+        if path.stem in SAYS
+    ],
+)
 def test_example(path):
     output = forked_processes.run_python([str(path), "cpu"])
     for expected in SAYS[path.stem]:
@@ -55,6 +62,7 @@ def test_what_needs_several_processes_says_how_to_start_them(name):
     assert says in forked_processes.run_ranks(path, 1)[0][0]
 
 
+@pytest.mark.thorough
 def test_the_same_under_torchrun():
     path = Path(__file__).parent.parent / "examples/all_gather_matmul.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(path)]
@@ -77,6 +85,7 @@ def test_training_in_one_node_of_the_simulator():
     assert_trained(output, 2, steps=2, losses="5.0930 -> 4.5032")
 
 
+@pytest.mark.thorough
 def test_training_in_processes():
     results = forked_processes.run_ranks(TRAINING, 2, store="apart")
     assert [code for _, code in results] == [0, 0], results
@@ -95,14 +104,14 @@ def test_training_under_torchrun():
 
 @pytest.mark.thorough
 def test_training_in_bf16():
-    output = forked_processes.torchrun(TRAINING, 4, arguments=["--bf16"])
-    assert output.count("in 20 steps, relative difference") == 4
+    output = forked_processes.torchrun(TRAINING, 4, arguments=["--bf16", "--steps", "5"])
+    assert output.count("in 5 steps, relative difference") == 4
 
 
 @pytest.mark.thorough
 def test_training_over_the_network():
-    output = forked_processes.torchrun(TRAINING, 4, arguments=["--gpus-per-node", "2", "--steps", "3"])
-    assert_trained(output, 4, nodes=2, steps=3, losses="5.0930 -> 4.3360")
+    output = forked_processes.torchrun(TRAINING, 4, arguments=["--gpus-per-node", "2", "--steps", "2"])
+    assert_trained(output, 4, nodes=2, steps=2, losses="5.0930 -> 4.5032")
 
 
 def test_examples_are_numbered_and_all_are_tested():

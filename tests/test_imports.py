@@ -45,11 +45,13 @@ def test_names_are_those_that_type_checkers_see():
     assert set(mk.__all__) <= set(dir(mk))
 
 
+@pytest.mark.thorough
 def test_every_name_is_there():
     done = python("from mkernel import *; import mkernel; print([name for name in mkernel.__all__ if not eval(name)])")
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.thorough
 def test_submodules_are_there_without_an_import():
     done = python("import mkernel as mk; print(mk.net.Tcp.__name__, mk.runtime.group.Group is mk.Group)")
     assert done.stdout.strip() == "Tcp True", done.stderr

@@ -11,6 +11,8 @@ from mkernel import demo, report
 from mkernel.bench import page as bench_page
 from mkernel.demo import page as demo_page
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def browser():

@@ -79,6 +79,7 @@ def test_a_process_can_be_killed_with_its_children():
         assert output.read() == "", "both have ended"
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_takes_its_children_with_it():
     program = """
 import os, sys

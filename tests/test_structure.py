@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from functools import cache
 from pathlib import Path
@@ -46,10 +47,14 @@ def parameters(function):
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
 
 
+@functools.cache
+def names_of_device_functions():
+    return {function.name for file in FILES for function in device_functions(file)}
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if device_functions(file)])
 def test_device_functions_have_short_argument_lists(file):
-    names = {function.name for each in FILES for function in device_functions(each)}
-    found = []
+    names, found = names_of_device_functions(), []
     for function in device_functions(file):
         # a device function may be passed to another one, too: only its name tells a kernel
         most = OF_KERNELS if function.name.endswith("_kernel") else PARAMETERS

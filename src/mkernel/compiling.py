@@ -52,11 +52,12 @@ def capability_of(architecture: str) -> int:
 class Compiled:
     """The PTX of a kernel, the resources that its machine code needs, and the warnings of ptxas.
 
-    registers: per thread. spilled: bytes per thread that are spilled to local memory. shared: bytes of shared memory
-    per CTA.
+    kernel: what Triton returned. registers: per thread. spilled: bytes per thread that are spilled to local memory.
+    shared: bytes of shared memory per CTA.
     """
 
     def __init__(self, compiled: Any, capability: int):
+        self.kernel = compiled
         self.ptx: str = compiled.asm["ptx"]
         self.shared: int = compiled.metadata.shared
         self._capability = capability

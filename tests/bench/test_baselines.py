@@ -148,6 +148,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     are_gone(tmp_path, 2)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed(tmp_path):
     with pytest.raises(peers.PeerFailure, match=r"^process 0 terminated with signal SIGKILL; rank 0: out of memory$"):
         peers.run(gloo_ranks.be_killed, 1, tmp_path, seconds=HANG)

@@ -41,6 +41,7 @@ def test_shapes_of_one_operator():
     assert len(calls.cases("matmul_all_reduce", ())) > 10
 
 
+@pytest.mark.thorough
 def test_processes():
     program = """
         from mkernel.bench import calls

@@ -132,6 +132,7 @@ DIFFER = """
 """
 
 
+@pytest.mark.thorough
 def test_calls_that_differ_are_named_and_the_group_stays_usable():
     assert_right(DIFFER.format(), 3)
 
@@ -230,7 +231,11 @@ NONE = """
 
 @pytest.mark.parametrize(
     ("how", "what"),
-    [("machines", ""), ("PermissionError", "call_board._map_page"), ("OSError", "os.memfd_create")],
+    [
+        ("machines", ""),
+        pytest.param("PermissionError", "call_board._map_page", marks=pytest.mark.thorough),
+        pytest.param("OSError", "os.memfd_create", marks=pytest.mark.thorough),
+    ],
 )
 def test_without_a_board_the_store_serves(how, what):
     assert_right(NONE.format(how=how, what=what or "unused"), 3)

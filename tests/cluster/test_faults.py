@@ -304,6 +304,7 @@ FORKED = """
 """
 
 
+@pytest.mark.thorough
 def test_a_forked_child_is_refused_and_the_parent_goes_on():
     for rank, (output, code) in enumerate(run_ranks(FORKED, 2, forked=False)):
         assert code == 0, output

@@ -41,10 +41,11 @@ MAIN = """
         check(group, case, twice=group.nodes == 1)
 """
 ALL = """
+    every = 3 if group.nodes > 1 else 1  # ranks of several nodes take their time, and the simulator has all cases
     for cases in ("small_cases", "frozen_cases", "tiled_cases"):
-        for case in getattr(gradient_cases, cases)(group.size):
+        for case in getattr(gradient_cases, cases)(group.size)[::every]:
             check(group, case, twice=cases != "tiled_cases")
-    for case in gradient_cases.second_cases(group.size):
+    for case in gradient_cases.second_cases(group.size)[::every]:
         second_gradients.check(group, case)
 """
 

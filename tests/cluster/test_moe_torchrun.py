@@ -1,5 +1,6 @@
 """A mixture-of-experts layer on several processes on CPUs: two nodes that talk over TCP."""
 
+import pytest
 from support.forked_processes import run_ranks
 
 PROGRAM = """
@@ -28,6 +29,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.thorough
 def test_two_nodes_over_tcp():
     for rank, (output, code) in enumerate(run_ranks(PROGRAM, 4, store="apart")):
         assert code == 0, output

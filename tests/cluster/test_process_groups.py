@@ -52,7 +52,7 @@ MESHES = """
 """
 
 
-@pytest.mark.parametrize(("shape", "seed"), [((3, 2), 2), ((2, 2, 2), 3)])
+@pytest.mark.parametrize(("shape", "seed"), [((3, 2), 2), pytest.param((2, 2, 2), 3, marks=pytest.mark.thorough)])
 def test_meshes(shape, seed):
     ranks = 1
     for size in shape:

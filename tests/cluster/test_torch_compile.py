@@ -15,7 +15,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("checks", ["run", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("checks", ["run", "inductor"])
 def test_two_ranks(checks):
     for rank, (output, code) in enumerate(run_ranks(PROGRAM.format(checks=checks), 2, store="apart")):
         assert code == 0, output

@@ -50,7 +50,10 @@ CALLS = """
 """
 
 
-@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node"),
+    [(1, 3), (2, 2), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((1, 2), (3, 1)))],
+)
 def test_calls(nodes, gpus_per_node):
     assert_right(on_cluster(CALLS, nodes, gpus_per_node), nodes * gpus_per_node)
 
@@ -120,6 +123,7 @@ def test_example_under_torchrun():
     assert output.count("of 2 x 2, cpu): (384, 48), largest error") == 4
 
 
+@pytest.mark.thorough
 def test_example_of_reductions():
     example = Path(__file__).parents[2] / "examples" / "06_processes_reduce.py"
     for output in outputs(example, 4):
@@ -150,7 +154,7 @@ REDUCTIONS = """
 """
 
 
-@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [pytest.param(1, 3, marks=pytest.mark.thorough), (2, 2)])
 def test_reductions(nodes, gpus_per_node):
     assert_right(on_cluster(REDUCTIONS, nodes, gpus_per_node), nodes * gpus_per_node)
 

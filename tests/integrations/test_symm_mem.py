@@ -126,7 +126,9 @@ EVERY_SHAPE = """
     [
         (2, ""),
         pytest.param(3, "", marks=pytest.mark.thorough),
-        (4, "assert mk.init(gpus_per_node=2, timeout=WAIT).nodes == 2"),
+        pytest.param(
+            4, "assert mk.init(gpus_per_node=2, timeout=WAIT).nodes == 2", marks=pytest.mark.thorough, id="two nodes"
+        ),
     ],
 )
 def test_every_shape(ranks, init):
@@ -148,6 +150,7 @@ GROUPS = """
 """
 
 
+@pytest.mark.thorough
 def test_groups():
     check(run_ranks(START + GROUPS + END, 4))
 
@@ -252,6 +255,7 @@ COMPILED = """
 """
 
 
+@pytest.mark.thorough
 def test_the_pass_of_inductor():
     """The pass of async tensor parallelism on the graphs of forward and backward, run without compiling them."""
     program = """

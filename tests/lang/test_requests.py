@@ -188,6 +188,7 @@ def test_small_rings_are_wrapped_around_many_times(seed, capacity):
     signals_of_many(5, 12, seed=seed, capacity=capacity)
 
 
+@pytest.mark.thorough
 def test_thousands_of_requests():
     """Four CTAs through a ring of four places: it is wrapped around 600 times."""
     signals_of_many(4, 600, seed=1, capacity=4)

@@ -412,6 +412,7 @@ def test_a_temporary_folder_that_others_could_change(small, tmp_path, clean_priv
 
 
 @as_root
+@pytest.mark.thorough
 def test_the_private_folder_goes_with_the_process(tmp_path):
     others_folder(tmp_path / "cache", ["something"])
     program = """if True:

@@ -39,7 +39,7 @@ def has_static_library() -> bool:
     return "/" in subprocess.run(command, capture_output=True, text=True, timeout=HANG).stdout
 
 
-@pytest.fixture(params=["shared", "static"])
+@pytest.fixture(params=["shared", pytest.param("static", marks=pytest.mark.thorough)])
 def library(request) -> Path:
     """The library as it is built, and with the C++ library in it."""
     if request.param == "shared":

@@ -272,6 +272,7 @@ def test_nothing_hangs_or_leaks_when_it_is_just_dropped(job):
 
 
 @pytest.mark.parametrize("end", ["", "import os\nif os.fork(): os.wait()"])
+@pytest.mark.thorough
 def test_the_interpreter_ends_with_a_proxy_running(end):
     program = f"""
 import torch

@@ -72,5 +72,6 @@ def test_rdma(stand_ins):
         run(sanitizer, what, libraries=folder)
 
 
+@pytest.mark.thorough
 def test_damaged_bytes_are_refused_or_harmless():
     run("memory", "fuzz", "4")

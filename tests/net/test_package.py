@@ -57,6 +57,7 @@ def installed(tmp_path_factory):
     return folder / "installed"
 
 
+@pytest.mark.thorough
 def test_no_compiler_is_needed(installed, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CXX"}
     environment |= {"PYTHONPATH": str(installed), "PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path)}

@@ -112,6 +112,7 @@ def noise(rank: Rank, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("devices", [None, 1], ids=["two rails", "one rail"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thorough
 def test_sizes(fake, control, kind, devices):
     names = None if devices is None else KINDS[kind][1][:1]
     with job(fake, kind, nbytes=9 * MIB, devices=names) as (zero, one):
@@ -384,6 +385,7 @@ def test_detaching_waits_for_requests_but_not_for_ever(fake, control):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thorough
 def test_requests_that_can_not_be_served(fake, control, kind, wrong, words):
     with job(fake, kind, in_order=False) as (zero, one):
         one.memory[:] = 3
@@ -478,6 +480,7 @@ def test_strangers_can_not_write(fake, control):
         stranger.close()
 
 
+@pytest.mark.thorough
 def test_without_headers(monkeypatch):
     """Compiled where infiniband/verbs.h is not: all else works, and the message says what to install."""
     library = build(

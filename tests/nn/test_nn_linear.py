@@ -8,7 +8,10 @@ import mkernel as mk
 from mkernel import nn
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.parametrize(
+    ("nodes", "gpus"),
+    [pytest.param(*world, marks=() if world in ((1, 2), (2, 2)) else pytest.mark.thorough) for world in WORLDS],
+)
 @pytest.mark.parametrize("case", LINEARS, ids=str)
 def test_gradients(nodes, gpus, case):
     mk.spawn(case.check, True, nodes=nodes, gpus_per_node=gpus, device="cpu")

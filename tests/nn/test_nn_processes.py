@@ -26,13 +26,17 @@ GRADIENTS = """
 """
 
 
-@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (1, 3), pytest.param(2, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node"),
+    [(1, 2), *(pytest.param(*cluster, marks=pytest.mark.thorough) for cluster in ((1, 3), (2, 2)))],
+)
 def test_gradients(nodes, gpus_per_node):
     program = GRADIENTS.format(nodes=nodes, gpus_per_node=gpus_per_node if nodes > 1 else None)
     run(program, nodes * gpus_per_node)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend):
     """fullgraph: what Dynamo cannot trace would be an error."""
     program = f"""

@@ -178,10 +178,12 @@ def test_compiled():
     run(PLANS + TRAINING.replace("COMPILED", "True"), 2)
 
 
+@pytest.mark.thorough
 def test_one_dimension_of_a_mesh():
     run(PLANS + MESHES, 4)
 
 
+@pytest.mark.thorough
 def test_with_styles_of_torch():
     run(PLANS + WITH_TORCH, 2)
 

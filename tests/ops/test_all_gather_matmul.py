@@ -396,6 +396,7 @@ def test_many_calls(cluster, calls):
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids=cluster_name)
+@pytest.mark.thorough
 def test_shapes_alternate(cluster, slow):
     """The numbers of chunks differ from call to call: the two halves of signals must stay apart."""
     config = mk.Config(tile_m=16, tile_n=16, tile_k=16, chunk_rows=1)
@@ -533,7 +534,11 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: ", ".join(f"{n}={v}" for n, v in vars(c).items() if v))
-@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (2, 2)], ids=cluster_name)
+@pytest.mark.parametrize(
+    "cluster",
+    [*(pytest.param(each, marks=pytest.mark.thorough) for each in ((1, 1), (1, 2))), (2, 2)],
+    ids=cluster_name,
+)
 def test_config(cluster, config):
     run(lambda group: call(group, Case(35, 20, 17), config=config), cluster=cluster, seed=1)
 

@@ -448,7 +448,7 @@ def test_calls_on_two_streams():
 
 @pytest.mark.thorough
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(
     cluster=st.sampled_from(CLUSTERS),

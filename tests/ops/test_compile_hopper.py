@@ -13,9 +13,9 @@ from mkernel.compiling import SHARED_MEMORY, compile_launch
     ("dtype", "gpus", "transposed", "paced"),
     [
         (torch.bfloat16, 4, True, False),
-        (torch.float16, 2, False, True),
-        (torch.bfloat16, 8, False, False),
-        (torch.bfloat16, 1, True, False),
+        pytest.param(torch.float16, 2, False, True, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, 8, False, False, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, 1, True, False, marks=pytest.mark.thorough),
     ],
 )
 def test_tensor_cores_tma_and_no_spills(dtype, gpus, transposed, paced):

@@ -6,15 +6,15 @@ import re
 
 import pytest
 import torch
-from support.compiled_launches import gathers, reduces, weight_grads
+from support.compiled_launches import gathers, reduces
 from support.package_copies import copy_package, module_of
 
 from mkernel.compiling import SHARED_MEMORY, compile_launch
 
 
-def gathering(cluster, launched=gathers):
+def gathering(cluster):
     def build(module, context, folder, monkeypatch):
-        launch = launched(cluster, module=module)
+        launch = gathers(cluster, module=module)
         if context == "*u64":
             launch.arguments["context"] = launch.arguments["context"].view(torch.uint64)
         return compile_launch(launch)
@@ -39,7 +39,6 @@ def summing(op, cluster, **call):
 TRACING = {"trace", "trace_time"}
 MODULES = {
     "all_gather_matmul": "ops.all_gather_matmul",
-    "all_gather_matmul_weight_grad": "ops.all_gather_matmul.weight_grad",
     "matmul_reduce_scatter": "ops.reduce.reduce_scatter",
     "matmul_all_reduce": "ops.reduce.all_reduce",
 }
@@ -47,9 +46,7 @@ MODULES = {
 KERNELS = {
     "all_gather_matmul": gathering((2, 2)),
     "all_gather_matmul hopper": gathering((1, 4)),
-    "all_gather_matmul_weight_grad": gathering((1, 4), weight_grads),
     "matmul_reduce_scatter hopper": summing("reduce_scatter", (1, 4), paced=True),
-    "matmul_reduce_scatter": summing("reduce_scatter", (2, 2)),
     "matmul_all_reduce": summing("all_reduce", (1, 4)),
     "matmul_all_reduce multicast": summing("all_reduce", (1, 4), multicast=True),
 }
@@ -97,9 +94,8 @@ def without_calls(folder, module):
     return module_of(folder, name, module)
 
 
-@pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=() if op == next(iter(KERNELS)) else pytest.mark.thorough) for op in KERNELS]
-)
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.thorough
 def test_nothing_when_off_and_no_spills_when_on(tmp_path, monkeypatch, op):
     name = MODULES[op.partition(" ")[0]]
     module = importlib.import_module(f"mkernel.{name}")

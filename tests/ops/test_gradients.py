@@ -232,6 +232,7 @@ def test_autocast(op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("frozen", ["a", "b"])
+@pytest.mark.thorough
 def test_frozen_tensors_are_not_kept_for_the_backward_pass(op, frozen):
     """b is needed for the gradient of a, and a for that of b. A frozen weight needs no activations."""
 

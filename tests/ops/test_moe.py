@@ -14,7 +14,12 @@ def several(group, call, layer, calls, **arguments):
         call(group, layer, turn, **arguments)
 
 
-RUNS = [(cluster, seed) for cluster in LAYERS for seed in range(2) if cluster != (3, 2) or seed]
+RUNS = [
+    pytest.param(cluster, seed, marks=pytest.mark.thorough if seed or cluster == (3, 2) else ())
+    for cluster in LAYERS
+    for seed in range(2)
+    if cluster != (3, 2) or seed
+]
 
 
 @both
@@ -51,6 +56,7 @@ def test_stragglers(cluster, options, call):
 
 
 @both
+@pytest.mark.thorough
 def test_all_schedules_give_the_same_bits(call):
     layer = Layer((5, 4, 3, 6), (2, 1, 2, 1), k=4)
     expected = run(call, layer, cluster=(2, 2), seed=0)

@@ -14,6 +14,7 @@ from mkernel.ops.moe import combine, dispatch_matmul, ffn
 from mkernel.ops.moe.bench import _gemm_alone_kernel, gemm_alone
 from mkernel.runtime.planning import default_tiles
 
+pytestmark = pytest.mark.thorough  # they take up to a minute each
 GROUPS = {"one rank": (1, 1), "four ranks": (1, 4), "two nodes": (2, 2)}
 EXPERTS, K, TOKENS, SIZE = 16, 8, 1024, 2048  # of a rank, of a token, of a rank, and of a token and of its results
 
@@ -53,9 +54,8 @@ def build(op, dtype, group, **chosen):
 
 CASES = [
     ("moe_dispatch_matmul", "one rank", torch.bfloat16),
-    ("moe_dispatch_matmul", "four ranks", torch.bfloat16),
-    ("moe_dispatch_matmul", "two nodes", torch.float16),
-    ("moe_ffn", "one rank", torch.float16),
+    ("moe_dispatch_matmul", "four ranks", torch.float16),
+    ("moe_dispatch_matmul", "two nodes", torch.bfloat16),
     ("moe_ffn", "two nodes", torch.bfloat16),
 ]
 
@@ -81,7 +81,7 @@ def test_hopper(op, group, dtype):
         assert compiled.ptx.count(narrow) <= 16, narrow  # NaN, where nothing was computed
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["one rank", "two nodes"])
 def test_a_result_leaves_while_the_next_tile_begins(group):
     """It has a place of its own in shared memory, beside the operands' stages. Triton gives it one only in a loop with
     a count."""
@@ -130,7 +130,7 @@ def test_combine(group, dtype):
 @pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_combine", "moe_ffn"])
 def test_numbers_that_follow_the_batch_make_no_other_binary(op):
     """It would be compiled while a model is being served. As many tokens as are divisible by 16, or as are not."""
-    whole, ragged = (compile_launch(launch_of(op, (1, 2), torch.bfloat16, tokens=tokens)) for tokens in (1024, 997))
+    whole, ragged = (compile_launch(launch_of(op, (2, 2), torch.bfloat16, tokens=tokens)) for tokens in (1024, 997))
     assert whole.ptx == ragged.ptx
 
 

@@ -22,6 +22,7 @@ def compiled_from(module):
     return module.kernel.all_gather_matmul_kernel.cache_key
 
 
+@pytest.mark.thorough
 def test_the_copy_calls_other_functions(tmp_path):
     with copied(tmp_path, "ops.all_gather_matmul", {}) as plain:
         key = compiled_from(plain)
@@ -32,6 +33,7 @@ def test_the_copy_calls_other_functions(tmp_path):
     assert transfer.notify_chunk is notify_chunk
 
 
+@pytest.mark.thorough
 def test_so_do_modules_that_are_imported_later(tmp_path):
     with copied(tmp_path, "ops.all_gather_matmul", {protocol.notify_chunk: notify_all_but_one}) as broken:
         hopper = __import__(f"{broken.__name__}.hopper", fromlist=["notify_chunk"])
@@ -39,6 +41,7 @@ def test_so_do_modules_that_are_imported_later(tmp_path):
         compiled_from(broken)
 
 
+@pytest.mark.thorough
 def test_a_function_that_no_kernel_calls_is_an_error(tmp_path):
     @triton.jit
     def refuse_nothing(context, reason, peer, seen, expected):
@@ -51,6 +54,7 @@ def test_a_function_that_no_kernel_calls_is_an_error(tmp_path):
         compiled_from(broken)
 
 
+@pytest.mark.thorough
 def test_a_copy_passes(tmp_path, monkeypatch):
     """Copying alone breaks nothing."""
     with copied(tmp_path, "ops.all_gather_matmul", {}) as module:

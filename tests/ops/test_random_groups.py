@@ -30,6 +30,8 @@ def run_program(seed, steps=STEPS):
     )
 
 
-@pytest.mark.parametrize("seed", seeds(range(7)))
+@pytest.mark.parametrize(
+    "seed", seeds([0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 7))])
+)
 def test_random_programs(seed):
     run_program(seed)

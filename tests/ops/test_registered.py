@@ -1,5 +1,6 @@
 """torch.ops.mkernel: opcheck, tensors without values, and exported programs."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.forked_processes import run_ranks
@@ -20,6 +21,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.thorough
 def test_two_ranks():
     for rank, (output, code) in enumerate(run_ranks(PROGRAM, 2, store="apart")):
         assert code == 0, output

@@ -221,6 +221,7 @@ def test_many_calls(cluster):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.thorough
 def test_shapes_alternate_in_nodes(causal):
     """No signal and no transfer of a call is on its way when it ends: the next call uses the words and slots in another
     way."""

@@ -30,7 +30,6 @@ def launched(cluster=(1, 4), capability=90, dlse=False, **case):
 
 
 CAUSAL = dict(causal=True, layout="zigzag")
-THOROUGH = pytest.mark.thorough
 CALLS = {
     "64 columns": (dict(dim=64, **CAUSAL), 0),
     "128 columns": (CAUSAL, 128),
@@ -46,11 +45,11 @@ CALLS = {
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        ("64 columns", 90), ("128 columns", 90),
-        *(pytest.param(name, 90, marks=THOROUGH) for name in list(CALLS)[2:]),
-        *(pytest.param(name, 80, marks=THOROUGH) for name in CALLS),
+        *((name, 90) for name in CALLS),
+        *((name, 80) for name in ("64 columns", "everything at once", "fp32")),
     ],
 )  # fmt: skip
+@pytest.mark.thorough
 def test_it_compiles(name, capability):
     """With few spilled registers, or none, and tensor cores."""
     call, spilled = CALLS[name]

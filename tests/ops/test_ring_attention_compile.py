@@ -61,7 +61,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    "call", ["one rank", *(pytest.param(name, marks=THOROUGH) for name in CALLS if name != "one rank")]
+)
 def test_gluon(call):
     """Tensor cores fed by TMA, and products that overlap as they were written."""
     compiled, plan = built(**CALLS[call])
@@ -86,6 +91,7 @@ def test_gluon_does_not_wait_for_its_result_to_be_stored():
     assert places[0] < stores[0]
 
 
+@THOROUGH
 def test_gluon_begins_a_tile_while_one_ends():
     """With one rank: there is room for the queries of two tiles, and products with queries and keys, eight instructions
     each, are begun in one more place of each warpgroup: where a tile ends. With several ranks there is neither."""
@@ -97,6 +103,7 @@ def test_gluon_begins_a_tile_while_one_ends():
 
 
 @pytest.mark.parametrize(("layout", "length"), [("contiguous", LENGTH), ("zigzag", 4096)])
+@THOROUGH
 def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
     """Every thread of the loading warp acquires some signals; then a barrier, since one of them starts the loads, and
     the fence for loads that go another way. The loops that load have their addresses in registers of the warp: they
@@ -116,6 +123,7 @@ def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
 
 
 @pytest.mark.parametrize(("cluster", "length"), [((1, 1), LENGTH), ((1, 4), 4096)])
+@THOROUGH
 def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
     """The loading warp of a CTA waits for the others. It is another binary, so that all ranks must have it or none: one
     whose schedule has no grid syncs, too. Packed documents have none: tiles read different keys."""
@@ -135,6 +143,7 @@ def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
 
 
 @pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])
+@THOROUGH
 def test_gluon_sets_no_cta_aside_for_pushing(cluster):
     """All CTAs push but those that send to other nodes, and all that push compute from the start."""
     _, plan = built(cluster=cluster, causal=True, layout="zigzag", heads=32)
@@ -147,6 +156,7 @@ def test_gluon_sets_no_cta_aside_for_pushing(cluster):
     assert max(rounds[settings.send_ctas :]) < plan.rounds - plan.window
 
 
+@THOROUGH
 def test_gluon_with_few_that_push():
     config = mk.Config(ctas=4, intra_ctas=4)
     assert built(cluster=(1, 2), config=config)[1].config.intra_ctas == 4
@@ -155,6 +165,7 @@ def test_gluon_with_few_that_push():
 
 
 @pytest.mark.parametrize("dim", [256])
+@THOROUGH
 def test_gluon_head_dimensions(dim):
     compiled, plan = built(cluster=(1, 2), dim=dim, causal=True)
     assert plan.kernel == "gluon"
@@ -163,6 +174,7 @@ def test_gluon_head_dimensions(dim):
     assert not compiled.warnings
 
 
+@THOROUGH
 def test_gluon_fp16():
     compiled, plan = built(dtype=torch.float16)
     assert plan.kernel == "gluon"
@@ -171,6 +183,7 @@ def test_gluon_fp16():
 
 
 @pytest.mark.parametrize("call", CALLS)
+@THOROUGH
 def test_triton(call):
     compiled, plan = built(config=TRITON, **CALLS[call])
     assert plan.kernel == "triton"
@@ -182,12 +195,14 @@ def test_triton(call):
 
 
 @pytest.mark.parametrize("dim", [256])
+@THOROUGH
 def test_triton_head_dimensions(dim):
     compiled, _ = built(cluster=(1, 2), config=TRITON, dim=dim)
     assert compiled.spilled == 0
     assert compiled.shared <= SHARED_MEMORY
 
 
+@THOROUGH
 def test_triton_in_parts():
     compiled, plan = built(cluster=(1, 4), config=mk.Config(steps=2), heads=1, causal=True)
     assert plan.parts > 1
@@ -195,6 +210,7 @@ def test_triton_in_parts():
     assert compiled.spilled == 0
 
 
+@THOROUGH
 def test_tensors_that_tma_can_not_read():
     compiled, plan = built(cluster=(1, 2), transposed=True)
     assert plan.kernel == "triton"
@@ -203,6 +219,7 @@ def test_tensors_that_tma_can_not_read():
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@THOROUGH
 def test_fp32(dim):
     """Multiplied as fp32, without tensor cores; from 128 on not everything stays in registers."""
     compiled, plan = built(cluster=(1, 2), dtype=torch.float32, dim=dim)
@@ -212,6 +229,7 @@ def test_fp32(dim):
     assert dim > 64 or compiled.spilled == 0
 
 
+@THOROUGH
 def test_ampere():
     compiled, plan = built(cluster=(1, 2), capability=80, causal=True)
     assert plan.kernel == "triton"
@@ -221,6 +239,7 @@ def test_ampere():
     assert compiled.spilled <= 512
 
 
+@THOROUGH
 def test_blackwell():
     compiled, plan = built(cluster=(1, 2), capability=100)
     assert plan.kernel == "triton"
@@ -228,6 +247,7 @@ def test_blackwell():
     assert compiled.spilled <= 512
 
 
+@THOROUGH
 def test_a_rank_alone_has_nothing_to_wait_for():
     for config in (None, TRITON):
         ptx = built(config=config)[0].ptx
@@ -236,6 +256,7 @@ def test_a_rank_alone_has_nothing_to_wait_for():
 
 
 @pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])
+@THOROUGH
 def test_a_launcher_can_be_made(config):
     """Triton compiles tensor descriptors inside of structures, but its launcher passes only those that are parameters
     by themselves. On a GPU the first launch fails."""
@@ -249,6 +270,7 @@ def test_a_launcher_can_be_made(config):
 
 
 @pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])
+@THOROUGH
 def test_what_arrives_is_acquired_and_fenced(config):
     ptx = built(config=config, **CALLS["four ranks, causal, zigzag"])[0].ptx
     assert re.search(r"(ld|atom)\.global\.sys\.acquire|atom\.global\.acquire\.sys", ptx), "no acquire"
@@ -257,6 +279,7 @@ def test_what_arrives_is_acquired_and_fenced(config):
 
 
 @pytest.mark.parametrize("config", [None, TRITON], ids=["gluon", "triton"])
+@THOROUGH
 def test_copies_move_16_bytes_at_a_time(config):
     ptx = built(config=config, **CALLS["four ranks, causal, zigzag"])[0].ptx
     assert ptx.count("st.global.v4") >= (3 * 8 if config else 2 * 2)  # Gluon: 1 KB at a time, in a loop over the peers

@@ -204,6 +204,7 @@ def assert_right(cluster, more=""):
         assert re.search(rf"right on rank {rank}\b", output), output
 
 
+@pytest.mark.thorough
 def test_processes():
     assert_right((1, 2))
 
@@ -219,5 +220,6 @@ def test_more_processes(cluster):
     assert_right(cluster)
 
 
+@pytest.mark.thorough
 def test_compiled():
     assert_right((1, 2), COMPILED)

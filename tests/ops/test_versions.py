@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import pkgutil
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from support.workloads import workload_of
 import mkernel as mk
 from mkernel import checking, operators, ops
 from mkernel.compiling import compile_launch, launched
+from mkernel.runtime import cuda_driver
 
 TRITON = mk.Config(warps=8)  # a configuration that the kernels for Hopper do not have
 
@@ -96,6 +98,7 @@ def test_every_kernel_is_compiled():
     [marked(capability, kernel) for capability, kernels in BY_CAPABILITY.items() for kernel in kernels],
 )
 def test_compiles(capability, kernel):
+    """Without warnings, and with the parameters that a repeated launch passes to the driver."""
     launch = BY_CAPABILITY[capability][kernel].launch(capability)
     assert launch.kernel.fn.__name__ == kernel
     with warnings.catch_warnings():
@@ -103,3 +106,16 @@ def test_compiles(capability, kernel):
         compiled = compile_launch(launch, capability)
     assert f".target sm_{capability}" in compiled.ptx
     assert compiled.shared <= SHARED_MEMORY[capability]
+    parameters = cuda_driver.parameters_of(compiled.kernel, launch.arguments)
+    assert [cuda_driver.size_of(value) for value in parameters] == declared(compiled.ptx)
+
+
+def declared(ptx):
+    """Bytes of the parameters that a kernel declares."""
+    entry = ptx[ptx.index(".entry") :]
+    sizes = []
+    for line in re.findall(r"\.param ([^\n]*)", entry[: entry.index(")")]):
+        array = re.search(r"\[(\d+)\]", line)
+        kind = re.search(r"\.[usbf](8|16|32|64)\b", line)
+        sizes.append(int(array[1]) if array else int(kind[1]) // 8)
+    return sizes

@@ -45,7 +45,12 @@ UNUSED = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+SLOW = ("ring_attention", "ring_attention_backward", "moe_combine", "moe_ffn")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in SCENARIOS]
+)
 def test_bounds_are_exact(name, monkeypatch):
     scenario = SCENARIOS[name]
     regions = memory._regions

@@ -1,16 +1,12 @@
 """Repeated launches: the parameters of kernels, which of them depend on tensors, and what the driver is passed. The
-driver is a stand-in; parameters are compared with those that compiled kernels declare."""
+driver is a stand-in; test_versions.py compares parameters with those that compiled kernels declare."""
 
 import ctypes
-import re
 import struct
 from types import SimpleNamespace
 
 import pytest
-import torch
-from support.workloads import workload_of
 
-from mkernel import compiling, operators
 from mkernel.runtime import cuda_driver
 from mkernel.runtime.cuda_driver import INVALID_CONTEXT, SCRATCH, Kernel, Patch, Ready, TensorMap, Unknown, find_patches
 
@@ -169,40 +165,6 @@ def test_numbers():
 def test_what_is_not_certain_is_left_to_triton(signature, metadata):
     with pytest.raises(Unknown):
         cuda_driver.parameters_of(compiled_with(signature, **metadata), {"a": 1})
-
-
-def declared(ptx):
-    """Bytes of the parameters that a kernel declares."""
-    entry = ptx[ptx.index(".entry") :]
-    sizes = []
-    for line in re.findall(r"\.param ([^\n]*)", entry[: entry.index(")")]):
-        array = re.search(r"\[(\d+)\]", line)
-        kind = re.search(r"\.[usbf](8|16|32|64)\b", line)
-        sizes.append(int(array[1]) if array else int(kind[1]) // 8)
-    return sizes
-
-
-QUICK = ("all_gather_matmul", "matmul_reduce_scatter")
-
-
-@pytest.mark.parametrize(
-    "op",
-    [op if op in QUICK else pytest.param(op, marks=pytest.mark.thorough) for op in operators.registered("workload")],
-)
-def test_parameters_are_those_of_compiled_kernels(op):
-    """Of the kernels that four ranks on an H200 run."""
-    workload = workload_of(op)
-
-    def prepare(group):
-        return workload.make(group, workload.on_gpu, torch.bfloat16).tried.prepare(None)
-
-    launch = compiling.launched(prepare, (1, 4), ctas=33)
-    with compiling.pretending(90):
-        launch.kernel.device_caches.clear()
-        compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-        launch.kernel.device_caches.clear()
-    parameters = cuda_driver.parameters_of(compiled, launch.arguments)
-    assert [cuda_driver.size_of(value) for value in parameters] == declared(compiled.asm["ptx"])
 
 
 def test_structures_are_laid_out_as_the_driver_s():

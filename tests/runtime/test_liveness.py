@@ -54,6 +54,7 @@ def watched(peer):
     watch.close()
 
 
+@pytest.mark.thorough
 def test_a_killed_process_is_lost(peer, watched):
     watch, told = watched
     peer.process.kill()

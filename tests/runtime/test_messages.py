@@ -176,6 +176,12 @@ def test_what_rank_0_wrote_can_not_be_changed():
     for agreement in agreements:
         agreement.take(offers)
     masked = agreements[0].masked()
-    for wrong in ([masked[0]] * 2, [], None, [b"", b"x" * 64], [masked[0], masked[1][:-1] + b"x"]):
+    for wrong in (
+        [masked[0]] * 2,
+        [],
+        None,
+        [b"", b"x" * 64],
+        [masked[0], masked[1][:-1] + bytes([masked[1][-1] ^ 1])],
+    ):
         with pytest.raises(MKernelError, match="somebody is interfering"):
             agreements[1].unmask(wrong)

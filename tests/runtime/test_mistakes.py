@@ -22,6 +22,7 @@ def is_right(group, y):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+@pytest.mark.thorough
 def test_calls_on_a_stream_behind_a_mistake(cluster):
     """A call on a stream returns before it is done: what a rank queues next must not run beside what is taken back."""
 
@@ -39,6 +40,7 @@ def test_calls_on_a_stream_behind_a_mistake(cluster):
         run(on_rank, cluster=cluster, seed=seed)
 
 
+@pytest.mark.thorough
 def test_a_launch_that_is_taken_back_takes_no_time():
     """Its many waits end one after the other, and meanwhile nobody else times out."""
 
@@ -57,6 +59,7 @@ def test_a_launch_that_is_taken_back_takes_no_time():
         assert run(on_rank, cluster=(5, 1), seed=seed) == [0] * 5
 
 
+@pytest.mark.thorough
 def test_ranks_that_refuse_do_not_run_into_what_others_launched():
     """All but one refuse what that one has launched; one of them comes late to it, when others make the next call."""
 

@@ -227,6 +227,7 @@ def without(packages: list[str], source: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.thorough
 def test_the_package_can_be_imported_with_torch_and_triton_alone():
     done = without(
         ["greenlet", "typer", "rich"],
@@ -242,6 +243,7 @@ def test_the_package_can_be_imported_with_torch_and_triton_alone():
 
 
 @pytest.mark.parametrize("start", ["mk.spawn(print, device='cpu')", "mk.init()"])
+@pytest.mark.thorough
 def test_the_package_that_simulations_need_is_named(start):
     done = without(
         ["greenlet", "typer", "rich"],
@@ -258,6 +260,7 @@ def test_the_package_that_simulations_need_is_named(start):
     assert "mkernel-gpu[sim]" in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_simulator_needs_no_command_line_packages():
     done = without(
         ["typer", "rich"],

@@ -369,6 +369,7 @@ def test_some_can_be_left_out():
 # -- the same order again
 
 
+@pytest.mark.thorough
 def test_an_operator_repeats_itself_exactly(monkeypatch):
     resumed = []
     for kind in (Choices, Systematic):

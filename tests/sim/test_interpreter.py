@@ -347,6 +347,7 @@ def in_a_new_process(source: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.thorough
 def test_it_works_under_triton_interpret():
     done = in_a_new_process(
         """

@@ -323,6 +323,7 @@ def loads(request):
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(steps=PROGRAMS, chosen=st.integers(0, 20))
+@pytest.mark.thorough
 def test_the_detector_and_the_oracle_agree(loads, steps, chosen):
     """Steps that race are left out, so that programs get long. Some are tried, each behind what was left before it."""
     oracle, ordered, racing = Oracle(), [], []

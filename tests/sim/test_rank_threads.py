@@ -95,6 +95,7 @@ def check_gradients(found, size):
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
+@pytest.mark.thorough
 def test_backward_passes_wait_for_other_ranks(nodes, gpus):
     for seed in range(10):
         found = simulate(gradients, nodes=nodes, gpus=gpus, seed=seed)

@@ -176,6 +176,7 @@ REPLAY = """
 """
 
 
+@pytest.mark.thorough
 def test_a_seed_means_the_same_in_another_process():
     """Whatever the addresses of tensors and the order of sets are there."""
     first, second = (in_a_new_process(REPLAY, PYTHONHASHSEED=seed) for seed in ("1", "2"))

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import selectors
 import signal
 import socket
@@ -21,17 +22,35 @@ import types
 
 NUMBER = struct.Struct("i")
 IMPORTS = ["torch.distributed.device_mesh", "mkernel", "mkernel.net.library", "mkernel.runtime.processes"]
-if importlib.util.find_spec("greenlet") is not None:  # tests on a GPU do without the simulator
+IMPORTS += ["mkernel.ops", "torch.fx.experimental.symbolic_shapes"]  # autograd imports the latter when first used
+SIMULATES = importlib.util.find_spec("greenlet") is not None  # tests on a GPU do without the simulator
+if SIMULATES:
     IMPORTS.append("mkernel.runtime.cpu_processes")
 
 
 def import_what_ranks_import():
     for name in IMPORTS:
         importlib.import_module(name)
+    if SIMULATES:
+        translate_kernels()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork has one of them only"
     gc.collect()
     gc.freeze()  # the collector would write to every page that the children share
+
+
+def translate_kernels():
+    """Have the interpreter translate all portable kernels, as the first launch of each would."""
+    from triton.runtime.jit import JITFunction
+
+    from mkernel.sim.interpreter import python_function
+
+    for module in pkgutil.walk_packages(sys.modules["mkernel.ops"].__path__, "mkernel.ops."):
+        if module.name.rpartition(".")[2] in ("baselines", "bench", "demo", "tuning", "workload"):
+            continue  # for the command line, with what it imports
+        for name, value in list(vars(importlib.import_module(module.name)).items()):
+            if name.endswith("_kernel") and type(value) is JITFunction:
+                python_function(value)
 
 
 def serve(control):

@@ -84,6 +84,7 @@ def test_transfers_that_overlap_have_rows_of_their_own(trace):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no browser here")
+@pytest.mark.thorough
 def test_in_a_browser(trace, tmp_path):
     trace.html(tmp_path / "trace.html")
     path = tmp_path / "trial.html"
@@ -116,6 +117,7 @@ def browser():
 
 
 @pytest.mark.parametrize("name", browsers.HOSTILE)
+@pytest.mark.thorough
 def test_hostile_names(trace, tmp_path, browser, name):
     hostile = copy.copy(trace)
     hostile.device = name

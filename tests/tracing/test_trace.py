@@ -151,6 +151,7 @@ def test_copies_and_tiles_overlap(trace):
     assert len(trace.summary()) == 8
 
 
+@pytest.mark.thorough
 def test_a_traced_call_explores_the_same_schedules():
     """The results are right with a straggler, a late rank, and CTAs that run one after the other."""
     for options in (dict(slow={1: 0.05}), dict(late={0: 300}), dict(resident=1)):
