@@ -33,8 +33,8 @@ TWO_LEVELS = AttendsBackward((2, 2), Case(16))
 TWO_LEVELS_REUSE = AttendsBackward((2, 2), Case(16, heads=6, kv_heads=6), steps=2)
 # node 0 sees nothing of node 1, and the calls use the words of the workspace in different ways
 SHAPES = AttendsBackward(
-    (2, 2), Case(48, heads=8, kv_heads=8, causal=True), steps=2,
-    others=(Case(16, heads=2, kv_heads=2, causal=True), Case(32, heads=3, kv_heads=3, causal=True)),
+    (2, 2), Case(16, heads=6, kv_heads=6, causal=True), steps=2,
+    others=(Case(16, heads=2, kv_heads=2, causal=True), Case(16, heads=3, kv_heads=3, causal=True)),
 )  # fmt: skip
 # rank 3 adds up, for rank 1, what rank 2 computes; its own rows see nothing of rank 1
 RELAY = AttendsBackward(
