@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.compiled_launches import NAMES, paced_links
+from support.compiled_launches import paced_links
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, launched
@@ -52,14 +52,6 @@ def build(op, dtype, group, **chosen):
     return _kept(op, dtype, group, tuple(sorted(chosen.items())))
 
 
-CASES = [
-    ("moe_dispatch_matmul", "one rank", torch.bfloat16),
-    ("moe_dispatch_matmul", "four ranks", torch.float16),
-    ("moe_dispatch_matmul", "two nodes", torch.bfloat16),
-    ("moe_ffn", "two nodes", torch.bfloat16),
-]
-
-
 def check(compiled, op):
     assert "wgmma.mma_async" in compiled.ptx
     # the layer keeps a few scalars on the stack, none of which its loops over k need
@@ -68,10 +60,8 @@ def check(compiled, op):
     assert compiled.registers * 8 * 32 <= REGISTERS
 
 
-@pytest.mark.parametrize(("op", "group", "dtype"), CASES, ids=lambda value: NAMES.get(value, value))
-def test_hopper(op, group, dtype):
-    """The default tile: tensor cores fed by TMA, everything in registers, 16 bytes a copy."""
-    compiled = build(op, dtype, group)
+def check_default_tile(compiled, op):
+    """Tensor cores fed by TMA, everything in registers, 16 bytes a copy."""
     assert ".target sm_90a" in compiled.ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared::(cluster|cta)\.global", compiled.ptx), "no TMA load"
     assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta", compiled.ptx), "no TMA store"
@@ -81,14 +71,49 @@ def test_hopper(op, group, dtype):
         assert compiled.ptx.count(narrow) <= 16, narrow  # NaN, where nothing was computed
 
 
-@pytest.mark.parametrize("group", ["one rank", "two nodes"])
-def test_a_result_leaves_while_the_next_tile_begins(group):
-    """It has a place of its own in shared memory, beside the operands' stages. Triton gives it one only in a loop with
-    a count."""
+def check_combine(compiled):
+    """Rows are read and written 16 bytes at a time, and none is spilled."""
+    # the assembler keeps some scalars on the stack to have more warps; more would be a piece of a row
+    assert compiled.spilled <= 64
+    assert compiled.ptx.count("ld.global.v4") >= 8
+    assert compiled.ptx.count("st.global.v4") >= 2
+
+
+def check_same_binary(compiled, op):
+    """Numbers that follow the batch make no other binary, which would be compiled while a model is being served. As
+    many tokens as are divisible by 16, or as are not."""
+    assert compile_launch(launch_of(op, GROUPS["two nodes"], torch.bfloat16, tokens=997)).ptx == compiled.ptx
+
+
+def test_dispatch_matmul():
+    compiled = build("moe_dispatch_matmul", torch.bfloat16, "two nodes")
+    check_default_tile(compiled, "moe_dispatch_matmul")
+    check_same_binary(compiled, "moe_dispatch_matmul")
+    # A result leaves while the next tile begins: it has a place of its own in shared memory, beside the operands'
+    # stages. Triton gives it one only in a loop with a count.
     tiles = default_tiles(torch.device("cuda"), torch.bfloat16, SIZE, True)
     operands = (tiles.tile_m + tiles.tile_n) * tiles.tile_k * tiles.stages
-    compiled = build("moe_dispatch_matmul", torch.bfloat16, group)
     assert compiled.shared >= 2 * (operands + tiles.tile_m * tiles.tile_n)
+
+
+def test_dispatch_matmul_in_one_node():
+    check_default_tile(build("moe_dispatch_matmul", torch.float16, "four ranks"), "moe_dispatch_matmul")
+
+
+def test_ffn():
+    compiled = build("moe_ffn", torch.bfloat16, "two nodes")
+    check_default_tile(compiled, "moe_ffn")
+    check_same_binary(compiled, "moe_ffn")
+    # tiles are in memory before they are signalled
+    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", compiled.ptx)
+    assert "fence.proxy.async.global" in compiled.ptx
+
+
+def test_combine():
+    compiled = build("moe_combine", torch.bfloat16, "two nodes")
+    check_combine(compiled)
+    check_same_binary(compiled, "moe_combine")
+    check_combine(build("moe_combine", torch.float32, "one rank"))
 
 
 def test_the_compute_role_alone():
@@ -100,38 +125,15 @@ def test_the_compute_role_alone():
     assert {"n128k16", "n256k16"} <= set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64(n\d+k16)", compiled.ptx))
 
 
-def test_tiles_of_the_layer_are_in_memory_before_they_are_signalled():
-    ptx = build("moe_ffn", torch.bfloat16, "two nodes").ptx
-    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx)
-    assert "fence.proxy.async.global" in ptx
-
-
 @pytest.mark.parametrize("chosen", [dict(transposed=True, paced=True), dict(described=False)], ids=str)
 def test_hopper_variants(chosen):
-    check(build("moe_dispatch_matmul", torch.bfloat16, "two nodes", **chosen), "moe_dispatch_matmul")
+    check(build("moe_dispatch_matmul", torch.bfloat16, "four ranks", **chosen), "moe_dispatch_matmul")
 
 
 def test_fp32():
-    compiled = build("moe_dispatch_matmul", torch.float32, "two nodes")
+    compiled = build("moe_dispatch_matmul", torch.float32, "one rank")
     assert "fma.rn.f32" in compiled.ptx
     assert not compiled.spilled
-
-
-@pytest.mark.parametrize(("group", "dtype"), [("one rank", torch.float32), ("two nodes", torch.bfloat16)], ids=str)
-def test_combine(group, dtype):
-    """Rows are read and written 16 bytes at a time, and none is spilled."""
-    compiled = build("moe_combine", dtype, group)
-    # the assembler keeps some scalars on the stack to have more warps; more would be a piece of a row
-    assert compiled.spilled <= 64
-    assert compiled.ptx.count("ld.global.v4") >= 8
-    assert compiled.ptx.count("st.global.v4") >= 2
-
-
-@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_combine", "moe_ffn"])
-def test_numbers_that_follow_the_batch_make_no_other_binary(op):
-    """It would be compiled while a model is being served. As many tokens as are divisible by 16, or as are not."""
-    whole, ragged = (compile_launch(launch_of(op, (2, 2), torch.bfloat16, tokens=tokens)) for tokens in (1024, 997))
-    assert whole.ptx == ragged.ptx
 
 
 def nested_descriptors(value):

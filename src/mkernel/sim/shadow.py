@@ -45,7 +45,7 @@ class Region:
         within = (addresses >= self.start) & (addresses + np.uint64(size) <= self.end)
         if self.inside is not None:
             if size not in self._fits:
-                fits = self.inside.copy()
+                fits = self.inside.copy() if size > 1 else self.inside
                 for shift in range(1, size):
                     fits[:-shift] &= self.inside[shift:]
                 self._fits[size] = fits
