@@ -16,6 +16,7 @@ from mkernel import compiling
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, pretending
 from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
+from mkernel.ops.attention.sequences import Pattern
 
 LENGTH = 512
 
@@ -35,8 +36,8 @@ def launched(
             key = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
         out_lse = torch.empty(1, heads, length) if lse else None
         launch = prepare(
-            group, query, key, key, torch.empty_like(query), out_lse, shape.causal, None, shape.layout,
-            shape.documents, config,
+            group, query, key, key, torch.empty_like(query), out_lse,
+            Pattern(shape.causal, shape.layout, shape.documents), None, config,
         )  # fmt: skip
         ((plan,),) = (plans.values() for plans in group._plans.values())
         return launch, plan

@@ -8,7 +8,7 @@ from lang.harness import as_cta, launch, simulate, workspace_of
 
 from mkernel.ops.attention.mask import Mask, Visible, key_blocks, keys_below, position_of
 from mkernel.ops.attention.protocol import Rounds, chunk_at, slot_of
-from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.ops.attention.softmax import normalize, online_softmax_step
 from mkernel.runtime.operands import constants
 
@@ -21,7 +21,7 @@ def mask_of(sequences):
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize(("size", "length"), [(1, 6), (2, 4), (3, 2), (3, 10)])
 def test_positions(size, length, zigzag):
-    sequences = Sequences(size, length, zigzag, True, None)
+    sequences = Sequences(size, length, Pattern(True, "zigzag" if zigzag else "contiguous"))
     mask = mask_of(sequences)
     places = [sequences.positions(rank).tolist() for rank in range(size)]
     assert sorted(place for rank in places for place in rank) == list(range(size * length))
@@ -37,10 +37,12 @@ def test_positions(size, length, zigzag):
 
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("documents", [None, (0, 5, 20, 36)])
-def test_key_blocks_hold_what_is_seen(zigzag, documents):
-    """Every block in which a row of the tile sees a key, and no other; those that all rows see whole apart."""
+@pytest.mark.parametrize("window", [None, (3, None), (0, None), (14, 2)])
+def test_key_blocks_hold_what_is_seen(zigzag, documents, window):
+    """Every block in which a row of the tile sees a key, and no other; those that all rows see whole apart. Between the
+    two pieces of a zigzag there may be others, which no row of a tile with rows of both sees."""
     size, length, tile_m, tile_n = 3, 12, 4, 4
-    sequences = Sequences(size, length, zigzag, True, documents)
+    sequences = Sequences(size, length, Pattern(True, "zigzag" if zigzag else "contiguous", documents, window))
     with as_cta() as call:
         for rank in range(size):
             starts, ends = sequences.seen(rank)
@@ -60,7 +62,7 @@ def test_key_blocks_hold_what_is_seen(zigzag, documents):
                             assert first <= block < end
                         if full <= block < full_end:
                             assert all(map(all, part))
-                        elif first <= block < end and documents is None:
+                        elif first <= block < end and documents is None and (window is None or not zigzag):
                             assert any(map(any, part))
                             assert not all(map(all, part))
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from mkernel.ops.attention.schedule import SYNC_INTERVAL, SYNC_MARK, SYNC_SLACK, Helpers, scheduled
-from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.sequences import Pattern, Sequences
 
 CASES = {
     # size, length, zigzag, causal, rank; CTAs, helpers, units
@@ -24,7 +24,11 @@ CASES = {
 def lists_of(case, sync):
     """(the tiles of each CTA, costs of a unit's tiles)"""
     size, length, zigzag, causal, rank, ctas, helpers, units = CASES[case]
-    costs = Sequences(size, length, zigzag, causal, None).key_blocks(rank, 128, 128).tolist()
+    costs = (
+        Sequences(size, length, Pattern(causal, "zigzag" if zigzag else "contiguous"))
+        .key_blocks(rank, 128, 128)
+        .tolist()
+    )
     words = scheduled(costs, 1, units, 1, ctas, Helpers(helpers, 1000.0, units // 2), sync)
     return [words[words[cta] : words[cta + 1]] for cta in range(ctas)], costs
 

@@ -22,6 +22,7 @@ class Case:
     layout: str = "contiguous"
     documents: tuple[int, ...] | None = None
     scale: float | None = None
+    window: tuple[int, int] | None = None
 
     def part(self, which, rank, turn=0):
         """query, key or value of a rank."""
@@ -49,12 +50,17 @@ class Case:
         if self.documents is not None:
             bounds = torch.tensor(self.documents)
             seen &= torch.searchsorted(bounds, row, right=True) == torch.searchsorted(bounds, key, right=True)
+        before, after = self.window or (-1, -1)
+        if before >= 0:
+            seen &= key >= row - before
+        if after >= 0:
+            seen &= key <= row + after
         return seen
 
     def arguments(self):
         return dict(
             is_causal=self.causal, layout=self.layout, cu_seqlens=self.documents, scale=self.scale,
-            enable_gqa=self.heads != self.kv_heads,
+            enable_gqa=self.heads != self.kv_heads, window_size=self.window,
         )  # fmt: skip
 
 

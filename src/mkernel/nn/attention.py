@@ -11,6 +11,7 @@ from torch import nn
 from mkernel.nn.shards import Membership
 from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.run import LAYOUTS
+from mkernel.ops.attention.sequences import window_of
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
@@ -24,6 +25,7 @@ class ContextParallelAttention(nn.Module):
     Args:
         is_causal, scale: as in `torch.nn.functional.scaled_dot_product_attention`, for the whole sequence.
         layout: which positions of the sequence a rank holds: "contiguous" or "zigzag", see `mk.ring_attention`.
+        window_size: how many positions before and after its own a position sees, see `mk.ring_attention`.
         input_layout: the order of dimensions of inputs and output: "bshd" is [batch, seq_local, heads, dim], "bhsd" is
             [batch, heads, seq_local, dim].
         group: the group whose ranks share the sequence; None is the current group.
@@ -34,7 +36,7 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(
         self, *, is_causal: bool = False, scale: float | None = None, layout: str = "contiguous",
-        input_layout: str = "bshd", group: Any = None,
+        window_size: tuple[int, int] | None = None, input_layout: str = "bshd", group: Any = None,
     ):  # fmt: skip
         super().__init__()
         if layout not in LAYOUTS:
@@ -43,7 +45,9 @@ class ContextParallelAttention(nn.Module):
             raise ArgumentError(
                 f"input_layout must be one of {', '.join(map(repr, INPUT_LAYOUTS))}; got {input_layout!r}"
             )
+        window_of(window_size, is_causal, whole=2**31)  # raises if it is invalid
         self.is_causal, self.scale, self.layout, self.input_layout = is_causal, scale, layout, input_layout
+        self.window_size = window_size
         self.membership = Membership(current(group))
 
     @property
@@ -68,13 +72,16 @@ class ContextParallelAttention(nn.Module):
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1], layout=self.layout, cu_seqlens=cu_seqlens, group=self.group,
+            enable_gqa=query.shape[1] != key.shape[1], layout=self.layout, cu_seqlens=cu_seqlens,
+            window_size=self.window_size, group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result.transpose(1, 2) if self.input_layout == "bshd" else result
 
     def extra_repr(self) -> str:
         shown = [f"is_causal={self.is_causal}", f"layout={self.layout!r}", f"input_layout={self.input_layout!r}"]
+        if self.window_size is not None:
+            shown.append(f"window_size={self.window_size}")
         if self.scale is not None:
             shown.append(f"scale={self.scale}")
         return ", ".join([*shown, f"part {self.membership.rank} of {self.membership.size}"])

@@ -3,7 +3,7 @@
 What it computes. Every rank holds its part of the sequence: query, key and value [batch, heads, length,
 dim]. The result on each rank is the attention of its queries over the keys and values of all ranks, as
 F.scaled_dot_product_attention would compute it for the whole sequence. mask.py defines which positions a
-rank holds (contiguous, zigzag) and which keys a row sees (causal, packed documents).
+rank holds (contiguous, zigzag) and which keys a row sees (causal, packed documents, windows).
 
 How the work is divided. A *unit* is one batch entry and one head of keys. Transfers and computation both
 proceed unit by unit: a rank sends unit 0 to all other ranks, then unit 1, and so on, and attends in the
@@ -30,7 +30,7 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 Signals: see protocol.py. A *round* moves one unit from every rank. If the buffer cannot hold two units of
 all ranks, a round moves only a part of a unit's keys. The CTA that owns a tile then keeps the tile's state
 in fp32 in `partial` between two parts. Keys outside the range that a rank's rows see, because of the causal
-mask or of document boundaries, are neither sent to that rank nor computed there.
+mask, of document boundaries or of a window, are neither sent to that rank nor computed there.
 
 Why buffers are safe. The workspace is not double buffered: a rank writes to a peer in epoch e only after
 the peer has entered e. By then the peer has left e-1, and has read everything that was sent to it in e-1,
@@ -86,7 +86,7 @@ from mkernel.ops import library
 from mkernel.ops.attention import registration, run
 from mkernel.ops.attention.plan import Plan, plan
 from mkernel.ops.attention.run import TUNABLE, prepare
-from mkernel.ops.attention.sequences import Documents, documents_of
+from mkernel.ops.attention.sequences import Documents, pattern_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import current
@@ -99,12 +99,15 @@ def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
+    window_size: tuple[int, int] | None = None,
     return_lse: bool = False,
     group: Any = None,
     out: torch.Tensor | None = None,
@@ -118,6 +121,8 @@ def ring_attention(
         query: [batch, heads, seq_local, dim], this rank's part of the sequence; dim is 64, 96, 128 or 256.
             Shapes and dtype must be the same on every rank. Any strides.
         key, value: [batch, kv_heads, seq_local, dim].
+        attn_mask, dropout_p: must be None and 0; they are here so that positional arguments are in the order of
+            F.scaled_dot_product_attention.
         is_causal: a position sees only itself and earlier positions of the whole sequence.
         scale: the factor of the scores, greater than 0; dim**-0.5 by default.
         enable_gqa: heads may be a multiple of kv_heads; heads // kv_heads consecutive heads then share
@@ -128,6 +133,9 @@ def ring_attention(
         cu_seqlens: boundaries of packed documents in the whole sequence, from 0 to world*seq_local, the
             same on every rank; a document may span ranks. A position sees only its own document. The host
             reads them: a tensor on a GPU costs a synchronization.
+        window_size: (before, after): a position sees only that many positions before and after its own, beside
+            itself; -1 is no limit. With is_causal, it sees none after its own. The time of a call is proportional to
+            the window. A model's "sliding window of w" is (w - 1, 0).
         return_lse: also return the log-sum-exp of the scores of each row.
         group: the group that holds the sequence: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name
             of a group; the current group by default.
@@ -144,17 +152,19 @@ def ring_attention(
         CommTimeout: a peer did not arrive within the group's timeout. On a GPU, where calls return before
             they are done, the next call on the group or `group.synchronize()` raises it.
     """
+    run.refuse_mask_and_dropout(attn_mask, dropout_p)
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
-        arguments = (query, key, value, is_causal, scale, enable_gqa, layout, registration.as_tensor(cu_seqlens))
+        documents = registration.as_tensor(cu_seqlens)
+        arguments = (query, key, value, is_causal, scale, enable_gqa, layout, documents, window_size)
         result, lse = registration.call(arguments, group, config, out)
     else:
         result, lse = run.ring_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
-            cu_seqlens=cu_seqlens, return_lse=return_lse, group=group, out=out, config=config,
+            cu_seqlens=cu_seqlens, window_size=window_size, return_lse=return_lse, group=group, out=out, config=config,
         )  # fmt: skip
     return (result, lse) if return_lse else result
 
@@ -163,12 +173,15 @@ def explain(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
+    window_size: tuple[int, int] | None = None,
     return_lse: bool = False,
     group: Any = None,
     out: torch.Tensor | None = None,
@@ -176,9 +189,10 @@ def explain(
 ) -> Plan:
     """The plan that `ring_attention` would execute with these arguments."""
     group = current(group)
+    run.refuse_mask_and_dropout(attn_mask, dropout_p)
     run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
-    documents = documents_of(group, cu_seqlens, query.shape[2])
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    chosen = run.choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
-    decided = plan(group, query, key, value, out, bool(is_causal), layout, documents, chosen)
+    chosen = run.choose(TUNABLE, group, query, key, pattern, config)
+    decided = plan(group, query, key, value, out, pattern, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

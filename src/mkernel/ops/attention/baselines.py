@@ -14,7 +14,7 @@ from mkernel.bench import nccl
 from mkernel.bench.problems import Calls, Problem
 from mkernel.operators import Shape
 from mkernel.ops.attention import bench
-from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.sequences import Pattern, Sequences
 
 
 class Attention(Problem):
@@ -24,7 +24,9 @@ class Attention(Problem):
         super().__init__(rank, size, shape, dtype, device, options)
         everyone = [bench.heads_of(source, size, shape, dtype, device) for source in range(size)]
         self.query, self.key, self.value = everyone[rank]
-        self.sequences = Sequences(size, self.query.shape[2], "zigzag" in options, "causal" in options, None)
+        self.sequences = Sequences(
+            size, self.query.shape[2], Pattern("causal" in options, "zigzag" if "zigzag" in options else "contiguous")
+        )
         order = self.order()
         self._whole = [torch.cat([parts[i] for parts in everyone], 2)[:, :, order] for i in range(3)]
 

@@ -15,7 +15,7 @@ from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.operators import Shape
 from mkernel.ops.attention import explain, prepare, ring_attention
-from mkernel.ops.attention.sequences import Sequences, from_zigzag
+from mkernel.ops.attention.sequences import Pattern, Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -66,7 +66,7 @@ def measure(
     out = torch.empty_like(query)
     torch.cuda.current_stream(device).synchronize()
     parts = group.exchange("parts", (query, key, value))
-    sequences = Sequences(size, length, layout == "zigzag", causal, None)
+    sequences = Sequences(size, length, Pattern(causal, layout))
     rate = group.world.links.nvlink
     wire_ms = _wire_ms(group, sequences, row_bytes=batch * heads * 2 * dim * query.element_size())
 
@@ -95,7 +95,7 @@ def measure(
     host_driven()
     library()
     torch.cuda.current_stream(device).synchronize()
-    launch = prepare(group, query, key, value, out, None, causal, None, layout, None, config)
+    launch = prepare(group, query, key, value, out, None, Pattern(causal, layout), None, config)
     times, sustained = time_ways(group, dict(library=library, fused=launch, host_driven=host_driven), repeats)
 
     out.fill_(float("nan"))

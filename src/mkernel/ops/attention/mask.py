@@ -6,9 +6,10 @@ r*length to (r+1)*length-1. Zigzag: the sequence is divided into 2*world equal p
 are sorted by position. Everything below relies on that.
 
 What a row sees. The row at a position sees the keys of one interval of positions: all positions; with a causal mask,
-those up to its own; in a packed sequence, those of its document. Both ends of the interval grow with the row. So a tile
-of rows sees one range of each rank's keys, and inside it is one range that every row of the tile sees. Key blocks in
-the inner range need no mask, the other blocks of the range do, and blocks outside the range are skipped.
+those up to its own; in a packed sequence, those of its document; with a window, those near its own. Both ends of the
+interval grow with the row. So a tile of rows sees one range of each rank's keys, and inside it is one range that every
+row of the tile sees. Key blocks in the inner range need no mask, the other blocks of the range do, and blocks outside
+the range are skipped.
 
 sequences.py computes the same on the host. No function here depends on a register layout, so the Triton and the Gluon
 kernel call the same ones.
@@ -23,8 +24,9 @@ import triton.language as tl
 
 
 class Mask(NamedTuple):
-    """Which positions the ranks hold, and which they see. PACKED: `spans` holds the (start, end) that each rank sees,
-    then the start for every row of this rank, then the end for every row. Otherwise it is None."""
+    """Which positions the ranks hold, and which they see. PACKED, of packed sequences and of windows: `spans` holds the
+    (start, end) that each rank sees, then the start for every row of this rank, then the end for every row. Otherwise
+    it is None."""
 
     length: Any
     spans: Any

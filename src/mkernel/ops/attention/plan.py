@@ -9,7 +9,7 @@ import torch
 import triton
 
 from mkernel.ops.attention.schedule import SYNC_MARK, Helpers, scheduled, sync_pays
-from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
@@ -39,7 +39,7 @@ class Plan:
     precision: str
     schedule: torch.Tensor
     syncs_grid: bool  # the schedule may have grid syncs; the same on all ranks, so that they share one binary
-    spans: torch.Tensor | None  # packed sequences only: see `Mask`
+    spans: torch.Tensor | None  # packed sequences and windows only: see `Mask`
     reasons: tuple[str, ...]
 
     @property
@@ -219,8 +219,9 @@ def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, l
 
 
 def spans_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
-    """`Mask.spans`: what each rank sees, then what each row of this rank sees; None unless the sequence is packed."""
-    if sequences.documents is None:
+    """`Mask.spans`: what each rank sees, then what each row of this rank sees; None unless the sequence is packed, or
+    there is a window."""
+    if not sequences.pattern.has_spans:
         return None
     ranges = [edge for rank in range(sequences.size) for edge in sequences.span(rank)]
     starts, ends = sequences.seen(group.rank)
@@ -229,16 +230,16 @@ def spans_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
 
 def plan(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    is_causal: bool, layout: str, documents: tuple[int, ...] | None, config: Config | None,
+    pattern: Pattern, config: Config | None,
 ) -> Plan:  # fmt: skip
-    """Decide how to run a call. The decision depends only on shapes, strides, alignment, documents and the group."""
+    """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     units = batch * kv_heads
     size, nodes, gpus = group.size, group.nodes, group.gpus_per_node
     element = query.element_size()
     tiles = tiles_of(group, query, key, config)
-    sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
+    sequences = Sequences(size, length, pattern)
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
@@ -279,7 +280,7 @@ def plan(
     )
     helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
     unit_bytes = size * length * 2 * dim * element
-    syncs_grid = hopper and documents is None and sync_pays(unit_bytes)
+    syncs_grid = hopper and not pattern.has_spans and sync_pays(unit_bytes)
     schedule = scheduled(
         work.costs, heads // max(kv_heads, 1), units, parts, resolved.ctas,
         Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid,

@@ -18,14 +18,19 @@ from mkernel.ops.attention.run import ring_attention
 from mkernel.ops.attention.sequences import Documents
 from mkernel.runtime.config import Config
 
-Numbers = Sequence[int] | None  # an encoded configuration
-OPTIONS = "bool is_causal, float? scale, bool enable_gqa, str layout, Tensor? cu_seqlens, str group"
+Numbers = Sequence[int] | None  # an encoded configuration, or a window
+OPTIONS = "bool is_causal, float? scale, bool enable_gqa, str layout, Tensor? cu_seqlens, int[]? window_size, str group"
 PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
 
 
 def as_tensor(documents: Documents) -> torch.Tensor | None:
     """The boundaries of documents, as an argument of the registered operators."""
     return documents if documents is None or isinstance(documents, torch.Tensor) else torch.tensor(list(documents))
+
+
+def as_pair(window_size: Numbers) -> Any:
+    """A window, as the functions take it: a list of integers of the registered operators is not hashable."""
+    return None if window_size is None else tuple(window_size)
 
 
 def call(
@@ -43,12 +48,13 @@ def call(
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, group: str,
+    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
     config: Numbers = None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     result, lse = ring_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
-        cu_seqlens=cu_seqlens, return_lse=True, group=group, out=out, config=library.decoded(config),
+        cu_seqlens=cu_seqlens, window_size=as_pair(window_size), return_lse=True, group=group, out=out,
+        config=library.decoded(config),
     )  # fmt: skip
     assert lse is not None
     return result, lse
@@ -61,11 +67,12 @@ def _attend_into(*arguments: Any) -> torch.Tensor:
 def _attend_backward(
     dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool, layout: str,
-    cu_seqlens: torch.Tensor | None, group: str, config: Numbers = None,
+    cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str, config: Numbers = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return ring_attention_backward(
         dout, query, key, value, out, lse, dlse=dlse, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-        layout=layout, cu_seqlens=cu_seqlens, group=group, config=library.decoded(config),
+        layout=layout, cu_seqlens=cu_seqlens, window_size=as_pair(window_size), group=group,
+        config=library.decoded(config),
     )  # fmt: skip
 
 
@@ -90,7 +97,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, *ctx.options, cu_seqlens, ctx.group, _ = inputs
+    query, key, value, *ctx.options, cu_seqlens, ctx.window_size, ctx.group, _ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
     ctx.set_materialize_grads(False)
 
@@ -100,10 +107,10 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     query, key, value, out, lse, cu_seqlens = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else library.dense(dout)
     gradients = torch.ops.mkernel.ring_attention_backward(
-        dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, ctx.group, None
+        dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, ctx.window_size, ctx.group, None
     )
     wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
-    return (*wanted, None, None, None, None, None, None, None)
+    return (*wanted, *[None] * 8)
 
 
 library.define(

@@ -10,7 +10,7 @@ import torch
 from mkernel.ops.attention import protocol
 from mkernel.ops.attention.launch import launch
 from mkernel.ops.attention.plan import plan, tiles_of
-from mkernel.ops.attention.sequences import Documents, documents_of
+from mkernel.ops.attention.sequences import Documents, Pattern, pattern_of
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -41,30 +41,32 @@ def ring_attention(
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
+    window_size: tuple[int, int] | None = None,
     return_lse: bool = False,
     group: Any,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
-    options = (is_causal, scale, enable_gqa, layout, return_lse, config)
+    options = (is_causal, scale, enable_gqa, layout, window_size, return_lse, config)
     call_key = _key(group, query, key, value, out, *options) if cu_seqlens is None else None  # documents may change
     made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_lse else None
     check(group, query, key, value, out, layout, enable_gqa, scale, config)
-    documents = documents_of(group, cu_seqlens, query.shape[2])
-    config = choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
+    config = choose(TUNABLE, group, query, key, pattern, config)
     tiles = tiles_of(group, query, key, config)
     group.agree(
-        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
-        layout=layout, cu_seqlens=documents, tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
+        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype,
+        is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
+        tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty, rank = group.world.memory.empty, group.world_rank
     result = empty(rank, query.shape, query.dtype) if out is None else out
     lse = empty(rank, query.shape[:3], torch.float32) if return_lse else None
     if query.numel():
-        launch = prepare(group, query, key, value, result, lse, bool(is_causal), scale, layout, documents, config)
+        launch = prepare(group, query, key, value, result, lse, pattern, scale, config)
         made = [result] * (out is None) + [lse] * return_lse
         group.launch(launch, call_key, (query, key, value, out), made)
     else:
@@ -90,13 +92,25 @@ def repeat(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
+    window_size: tuple[int, int] | None = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.ring_attention`; None for others."""
-    call_key = _key(group, query, key, value, out, is_causal, scale, enable_gqa, layout, False, config)
+    call_key = _key(group, query, key, value, out, is_causal, scale, enable_gqa, layout, window_size, False, config)
     made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
     return None if made is None else made[0] if out is None else out
+
+
+def refuse_mask_and_dropout(attn_mask: Any, dropout_p: Any) -> None:
+    """Refuse arguments of F.scaled_dot_product_attention that a fused ring has no use for."""
+    if attn_mask is not None:
+        raise ArgumentError(
+            "attn_mask must be None: a rank holds only its part of the sequence. Describe the mask by is_causal, "
+            "cu_seqlens (packed documents) and window_size"
+        )
+    if dropout_p:
+        raise ArgumentError(f"dropout_p must be 0, got {dropout_p!r}: ring_attention has no dropout of weights")
 
 
 def check(
@@ -178,38 +192,38 @@ def check_options(
 
 
 def choose(
-    tunable: Tunable, group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
-    documents: tuple[int, ...] | None, given: Config | None,
+    tunable: Tunable, group: Group, query: torch.Tensor, key: torch.Tensor, pattern: Pattern,
+    given: Config | None,
 ) -> Config | None:  # fmt: skip
     """The configuration of a call: the same on every rank, because it depends only on arguments that are the same on
-    every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration."""
-    if documents is not None:
+    every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration; windows
+    do not, either."""
+    if pattern.has_spans:
         return given
     batch, heads, length, dim = query.shape
     return tunable.choose(
         group, query.dtype, given, batch=batch, heads=heads, kv_heads=key.shape[1], length=length, dim=dim,
-        causal=is_causal, zigzag=layout == "zigzag",
+        causal=pattern.is_causal, zigzag=pattern.layout == "zigzag",
     )  # fmt: skip
 
 
 def prepare(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor | None, is_causal: bool, scale: float | None, layout: str,
-    documents: tuple[int, ...] | None, config: Config | None,
+    lse: torch.Tensor | None, pattern: Pattern, scale: float | None, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(TUNABLE, group, query, key, is_causal, layout, documents, config)
+    config = choose(TUNABLE, group, query, key, pattern, config)
     layouts = tuple(layout_of(tensor) for tensor in (query, key, value, out))
-    plan_key = ("ring_attention", layouts, is_causal, layout, config, matmul_precision(query.dtype))
+    plan_key = ("ring_attention", layouts, pattern.is_causal, pattern.layout, config, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
-        (*plan_key, documents, group.world.launcher.stream_key(group.world_rank) if documents is not None else None),
-        lambda: plan(group, query, key, value, out, is_causal, layout, documents, config),
-        kept=PLANS_KEPT if documents is None else PACKED_PLANS_KEPT,
+        (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
+        lambda: plan(group, query, key, value, out, pattern, config),
+        kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.shape[3], query.dtype)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    # to the kernel, documents are data; and a plan with documents must not live as long as the binary
-    variant = (plan_key, documents is not None, decided.config, lse is not None)
+    # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
+    variant = (plan_key, pattern.has_spans, decided.config, lse is not None)
     return launch(group, decided, memory, query, key, value, out, lse, scale, variant)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,24 @@ from mkernel.runtime.group import Group, current
 Documents = torch.Tensor | Sequence[int] | None  # boundaries of packed documents, as callers pass them
 
 
+class Pattern(NamedTuple):
+    """Which positions the ranks hold, and which of them a position sees: validated arguments of a call.
+
+    documents: boundaries of packed documents, from 0 to the length of the whole sequence. window: how many positions
+    before and after its own a position sees; None is no limit.
+    """
+
+    is_causal: bool
+    layout: str
+    documents: tuple[int, ...] | None = None
+    window: tuple[int | None, int | None] | None = None
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether the kernel reads from memory what each row sees."""
+        return self.documents is not None or self.window is not None
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The positions of each rank's rows in the whole sequence, and the positions that each row sees. The host's
@@ -24,9 +42,15 @@ class Sequences:
 
     size: int
     length: int
-    zigzag: bool
-    causal: bool
-    documents: tuple[int, ...] | None  # boundaries of packed documents, from 0 to size * length
+    pattern: Pattern
+
+    @property
+    def zigzag(self) -> bool:
+        return self.pattern.layout == "zigzag"
+
+    @property
+    def causal(self) -> bool:
+        return self.pattern.is_causal
 
     def positions(self, rank: int) -> np.ndarray:
         """Positions of a rank's rows."""
@@ -48,10 +72,15 @@ class Sequences:
         """(starts, ends): each row of a rank sees positions start..end-1."""
         at = self.positions(rank)
         starts, ends = np.zeros_like(at), np.full_like(at, self.size * self.length)
-        if self.documents is not None:
-            bounds = np.array(self.documents)
+        if self.pattern.documents is not None:
+            bounds = np.array(self.pattern.documents)
             document = np.searchsorted(bounds, at, side="right")
             starts, ends = bounds[document - 1], bounds[np.minimum(document, len(bounds) - 1)]
+        before, after = self.pattern.window or (None, None)
+        if before is not None:
+            starts = np.maximum(starts, at - before)
+        if after is not None:
+            ends = np.minimum(ends, at + after + 1)
         if self.causal:
             ends = at + 1
         return starts, ends
@@ -76,6 +105,35 @@ class Sequences:
         """How many of a source's keys a rank receives, before rounding up to chunks."""
         below = self.keys_below(np.array(self.span(rank)), source)
         return max(int(below[1] - below[0]), 0)
+
+
+def pattern_of(
+    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int
+) -> Pattern:  # fmt: skip
+    """The pattern of a call whose layout is valid. length: of a rank's part of the sequence."""
+    window = window_of(window_size, bool(is_causal), group.size * length)
+    return Pattern(bool(is_causal), layout, documents_of(group, cu_seqlens, length), window)
+
+
+def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
+    """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
+    would not hide. whole: the length of the whole sequence."""
+    if window_size is None:
+        return None
+    try:
+        before, after = (operator.index(count) for count in window_size)
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(
+            f"window_size must be a pair of integers, how many positions before and after its own a position sees; got "
+            f"{window_size!r}"
+        ) from problem
+    if min(before, after) < -1:
+        raise ArgumentError(f"window_size must be a pair of numbers from 0, or -1 for no limit; got {window_size!r}")
+    limits = (
+        None if before == -1 or before >= whole - 1 else before,
+        None if after == -1 or after >= whole - 1 or is_causal else after,
+    )
+    return None if limits == (None, None) else limits
 
 
 def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] | None:

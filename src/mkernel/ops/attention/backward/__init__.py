@@ -85,7 +85,7 @@ from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.run import PACKED_PLANS_KEPT, check_config, check_heads, check_options, choose
-from mkernel.ops.attention.sequences import Documents, documents_of
+from mkernel.ops.attention.sequences import Documents, Pattern, pattern_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -114,6 +114,7 @@ def ring_attention_backward(
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
+    window_size: tuple[int, int] | None = None,
     group: Any = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,7 +126,7 @@ def ring_attention_backward(
         query, key, value: as in `ring_attention`.
         out, lse: what `ring_attention` returned for them.
         dlse: the gradient of lse, in its shape, in fp32; None if nothing depends on lse.
-        is_causal, scale, enable_gqa, layout, cu_seqlens, group: as in `ring_attention`.
+        is_causal, scale, enable_gqa, layout, cu_seqlens, window_size, group: as in `ring_attention`.
         config: tiles, chunks, CTAs, and `steps`, the size of the buffers for other ranks' keys, values and partial
             gradients.
 
@@ -142,12 +143,13 @@ def ring_attention_backward(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, scale)
-    documents = documents_of(group, cu_seqlens, query.shape[2])
-    config = choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
+    config = choose(TUNABLE, group, query, key, pattern, config)
     tiles = tiles_of(group, query, key, config)
     group.agree(
-        OP, query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=bool(is_causal),
-        layout=layout, cu_seqlens=documents, tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
+        OP, query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=pattern.is_causal,
+        layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window, tile_n=tiles.tile_n,
+        chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty = group.world.memory.empty
     dq, dk, dv = (empty(group.world_rank, tensor.shape, query.dtype) for tensor in (query, key, value))
@@ -155,7 +157,7 @@ def ring_attention_backward(
         tensors = Tensors(
             dout, query, key, value, out, lse.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv
         )
-        group.launch(prepare(group, tensors, bool(is_causal), scale, layout, documents, config))
+        group.launch(prepare(group, tensors, pattern, scale, config))
     else:
         group.confirm()
         for gradient in (dq, dk, dv):
@@ -184,26 +186,26 @@ def _check(group: Group, heads: dict[str, torch.Tensor], lse: torch.Tensor, dlse
 
 
 def prepare(
-    group: Group, tensors: Tensors, is_causal: bool, scale: float | None, layout: str,
-    documents: tuple[int, ...] | None, config: Config | None,
+    group: Group, tensors: Tensors, pattern: Pattern, scale: float | None, config: Config | None
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     query, key = tensors.query, tensors.key
-    config = choose(TUNABLE, group, query, key, is_causal, layout, documents, config)
-    plan_key = (OP, query.shape, key.shape, query.dtype, is_causal, layout, config, matmul_precision(query.dtype))
+    config = choose(TUNABLE, group, query, key, pattern, config)
+    mask = (pattern.is_causal, pattern.layout)
+    plan_key = (OP, query.shape, key.shape, query.dtype, *mask, config, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
-        (*plan_key, documents, group.world.launcher.stream_key(group.world_rank) if documents is not None else None),
-        lambda: plan(group, query, key, is_causal, layout, documents, config),
-        kept=PLANS_KEPT if documents is None else PACKED_PLANS_KEPT,
+        (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
+        lambda: plan(group, query, key, pattern, config),
+        kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.shape[3], query.dtype)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     inputs = (tensors.dout, query, key, tensors.value, tensors.out)
-    # to the kernel, documents are data; and a plan with documents must not live as long as the binary
+    # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (
-        plan_key, tuple(layout_of(tensor) for tensor in inputs), documents is not None, decided.config,
+        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.has_spans, decided.config,
         tensors.dlse is not None,
     )  # fmt: skip
     return launch(group, decided, memory, tensors, scale, variant)
@@ -223,6 +225,7 @@ def explain(
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
+    window_size: tuple[int, int] | None = None,
     group: Any = None,
     config: Config | None = None,
 ) -> Plan:
@@ -231,7 +234,7 @@ def explain(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, scale)
-    documents = documents_of(group, cu_seqlens, query.shape[2])
-    chosen = choose(TUNABLE, group, query, key, bool(is_causal), layout, documents, config)
-    decided = plan(group, query, key, bool(is_causal), layout, documents, chosen)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
+    chosen = choose(TUNABLE, group, query, key, pattern, config)
+    decided = plan(group, query, key, pattern, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -15,7 +15,7 @@ from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.backward import explain, prepare, ring_attention_backward
 from mkernel.ops.attention.backward.launch import Tensors
 from mkernel.ops.attention.bench import heads_of, sdpa_lock
-from mkernel.ops.attention.sequences import Sequences, from_zigzag
+from mkernel.ops.attention.sequences import Pattern, Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -49,7 +49,7 @@ def measure(
     out, lse = ring_attention(query, key, value, **given, return_lse=True)
     group.synchronize()
     parts = group.exchange("parts", (query, key, value, dout))
-    sequences = Sequences(size, length, zigzag, causal, None)
+    sequences = Sequences(size, length, Pattern(causal, "zigzag" if zigzag else "contiguous"))
     merge = from_zigzag if zigzag else (lambda tensors: torch.cat(list(tensors), 2))
     whole = [merge([part[i].to(device) for part in parts]) for i in range(4)]
     library = Library(whole[:3], causal, whole[3])
@@ -78,7 +78,7 @@ def measure(
     tensors = Tensors(
         dout, query, key, value, out, lse, None, *(torch.empty_like(each) for each in (query, key, value))
     )
-    launch = prepare(group, tensors, causal, None, layout, None, config)
+    launch = prepare(group, tensors, Pattern(causal, layout), None, config)
     host_driven()
     one_rank()
     torch.cuda.current_stream(device).synchronize()

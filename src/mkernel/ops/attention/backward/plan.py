@@ -13,7 +13,7 @@ from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
 from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, round_up, spans_of
 from mkernel.ops.attention.schedule import Helpers
-from mkernel.ops.attention.sequences import Sequences
+from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
@@ -41,7 +41,7 @@ class Plan:
     precision: str
     schedule: torch.Tensor
     ranges: torch.Tensor  # see `ranges_of`
-    spans: torch.Tensor | None  # packed sequences only: see `Mask`
+    spans: torch.Tensor | None  # packed sequences and windows only: see `Mask`
     reasons: tuple[str, ...]
 
     @property
@@ -142,15 +142,15 @@ def _resolve(
 
 
 def plan(
-    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str,
-    documents: tuple[int, ...] | None, config: Config | None,
+    group: Group, query: torch.Tensor, key: torch.Tensor, pattern: Pattern,
+    config: Config | None,
 ) -> Plan:  # fmt: skip
-    """Decide how to run a call. The decision depends only on shapes, documents and the group."""
+    """Decide how to run a call. The decision depends only on shapes, the pattern and the group."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     units, size, nodes = batch * kv_heads, group.size, group.nodes
     tiles = tiles_of(group, query, key, config)
-    sequences = Sequences(size, length, layout == "zigzag", is_causal, documents)
+    sequences = Sequences(size, length, pattern)
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
