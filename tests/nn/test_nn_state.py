@@ -257,7 +257,7 @@ def raises(make, message, ranks=2):
         (lambda: nn.ExpertParallelMoE(8, 8, 6, 2), "num_experts is 6, which 5 ranks cannot divide equally"),
         (lambda: nn.ExpertParallelMoE(8, 8, 5, 6), "top_k is 6; it must be at most num_experts (5) and at most 16"),
         (lambda: nn.ContextParallelAttention(layout="ring"), "layout must be one of 'contiguous', 'zigzag'"),
-        (lambda: nn.ContextParallelAttention(input_layout="sbhd"), "input_layout must be one of 'bshd', 'bhsd'"),
+        (lambda: nn.ContextParallelAttention(input_layout="sbhd"), "input_layout must be one of 'bhsd', 'bshd'"),
         (lambda: nn.RowParallelLinear.from_linear(torch.nn.Conv1d(1, 1, 1)), "linear must be a torch.nn.Linear"),
         (lambda: nn.RowParallelLinear(5, 5, group=5), "group must be a mk.Group"),
     ],

@@ -2,12 +2,13 @@
 
 - `symm_mem`: what Inductor's async tensor parallelism, TorchTitan and vLLM call, `torch.ops.symm_mem.fused_*`.
 - `huggingface`: attention of Hugging Face transformers, for context parallelism.
+- `ring_flash_attn`: the functions of the package ring-flash-attn, by their names.
 - `torchtitan`: TorchTitan's fused tensor-parallel layers. To be imported by name, since it imports TorchTitan.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """
 
-from mkernel.integrations import huggingface, symm_mem
+from mkernel.integrations import huggingface, ring_flash_attn, symm_mem
 from mkernel.integrations.calls import Calls, Report, report, reset
 
-__all__ = ["Calls", "Report", "huggingface", "report", "reset", "symm_mem"]
+__all__ = ["Calls", "Report", "huggingface", "report", "reset", "ring_flash_attn", "symm_mem"]

@@ -10,12 +10,10 @@ from torch import nn
 
 from mkernel.nn.shards import Membership
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.run import LAYOUTS
+from mkernel.ops.attention.run import LAYOUTS, check_input_layout
 from mkernel.ops.attention.sequences import window_of
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
-
-INPUT_LAYOUTS = ("bshd", "bhsd")
 
 
 class ContextParallelAttention(nn.Module):
@@ -41,10 +39,7 @@ class ContextParallelAttention(nn.Module):
         super().__init__()
         if layout not in LAYOUTS:
             raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
-        if input_layout not in INPUT_LAYOUTS:
-            raise ArgumentError(
-                f"input_layout must be one of {', '.join(map(repr, INPUT_LAYOUTS))}; got {input_layout!r}"
-            )
+        check_input_layout(input_layout)
         window_of(window_size, is_causal, whole=2**31)  # raises if it is invalid
         self.is_causal, self.scale, self.layout, self.input_layout = is_causal, scale, layout, input_layout
         self.window_size = window_size
@@ -62,21 +57,17 @@ class ContextParallelAttention(nn.Module):
         value: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 4:
-                order = ("batch, seq_local, heads, dim", "batch, heads, seq_local, dim")
-                raise ArgumentError(
-                    f"{name} must be [{order[INPUT_LAYOUTS.index(self.input_layout)]}], got shape {tuple(tensor.shape)}"
-                )
-        if self.input_layout == "bshd":
-            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1], layout=self.layout, cu_seqlens=cu_seqlens,
-            window_size=self.window_size, group=self.group,
+            enable_gqa=self._heads(query) != self._heads(key), layout=self.layout, input_layout=self.input_layout,
+            cu_seqlens=cu_seqlens, window_size=self.window_size, group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
-        return result.transpose(1, 2) if self.input_layout == "bshd" else result
+        return result
+
+    def _heads(self, tensor: torch.Tensor) -> int:
+        """How many heads a tensor has; 0 if it has too few dimensions, which ring_attention refuses."""
+        return tensor.shape[self.input_layout.index("h")] if tensor.dim() == 4 else 0
 
     def extra_repr(self) -> str:
         shown = [f"is_causal={self.is_causal}", f"layout={self.layout!r}", f"input_layout={self.input_layout!r}"]

@@ -106,6 +106,7 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
+    input_layout: str = "bhsd",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
     return_lse: bool = False,
@@ -130,6 +131,8 @@ def ring_attention(
         layout: "contiguous": rank r holds positions r*seq_local to (r+1)*seq_local-1. "zigzag": the
             sequence is divided into 2*world equal pieces, and rank r holds pieces r and 2*world-1-r (see
             `mk.to_zigzag`), so that all ranks have the same amount of causal work.
+        input_layout: the order of dimensions of query, key, value, out and the result: "bhsd" as above, or "bshd",
+            [batch, seq_local, heads, dim].
         cu_seqlens: boundaries of packed documents in the whole sequence, from 0 to world*seq_local, the
             same on every rank; a document may span ranks. A position sees only its own document. The host
             reads them: a tensor on a GPU costs a synchronization.
@@ -144,7 +147,8 @@ def ring_attention(
             values.
 
     Returns:
-        [batch, heads, seq_local, dim], in query's dtype. With return_lse, a pair (result, lse), where lse is
+        [batch, heads, seq_local, dim], in query's dtype; with input_layout="bshd" a view of that in the order of the
+        inputs. With return_lse, a pair (result, lse), where lse is
         [batch, heads, seq_local] in fp32, as natural logarithm. A row that sees no key gives zeros and -inf.
 
     Raises:
@@ -153,6 +157,8 @@ def ring_attention(
             they are done, the next call on the group or `group.synchronize()` raises it.
     """
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
+    given = out
+    query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
     library.refuse_forward_mode(query=query, key=key, value=value)
@@ -166,6 +172,8 @@ def ring_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
             cu_seqlens=cu_seqlens, window_size=window_size, return_lse=return_lse, group=group, out=out, config=config,
         )  # fmt: skip
+    if input_layout == "bshd":
+        result = result.transpose(1, 2) if given is None else given
     return (result, lse) if return_lse else result
 
 
@@ -180,6 +188,7 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "contiguous",
+    input_layout: str = "bhsd",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
     return_lse: bool = False,
@@ -190,6 +199,7 @@ def explain(
     """The plan that `ring_attention` would execute with these arguments."""
     group = current(group)
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
+    query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out

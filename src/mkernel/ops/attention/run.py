@@ -24,6 +24,7 @@ from mkernel.runtime.world import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 LAYOUTS = ("contiguous", "zigzag")
+INPUT_LAYOUTS = {"bhsd": "[batch, heads, seq_local, dim]", "bshd": "[batch, seq_local, heads, dim]"}
 PACKED_PLANS_KEPT = 32  # the plan of a packed sequence holds 16 bytes of device memory per row
 TUNABLE = Tunable(
     "ring_attention", agreed=("batch", "heads", "kv_heads", "length", "dim", "causal", "zigzag"), own=(), shared=()
@@ -111,6 +112,22 @@ def refuse_mask_and_dropout(attn_mask: Any, dropout_p: Any) -> None:
         )
     if dropout_p:
         raise ArgumentError(f"dropout_p must be 0, got {dropout_p!r}: ring_attention has no dropout of weights")
+
+
+def check_input_layout(input_layout: Any) -> None:
+    if input_layout not in INPUT_LAYOUTS:
+        raise ArgumentError(f"input_layout must be one of {', '.join(map(repr, INPUT_LAYOUTS))}; got {input_layout!r}")
+
+
+def heads_first(input_layout: str, *tensors: torch.Tensor | None) -> Any:
+    """query, key, value and out as [batch, heads, seq_local, dim], if input_layout is what they are."""
+    check_input_layout(input_layout)
+    if input_layout == "bhsd":
+        return tensors
+    for name, tensor in zip(("query", "key", "value", "out"), tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
+            raise ArgumentError(f"{name} must be {INPUT_LAYOUTS[input_layout]}, got shape {tuple(tensor.shape)}")
+    return [tensor.transpose(1, 2) if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
 
 
 def check(
