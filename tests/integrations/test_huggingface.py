@@ -77,6 +77,20 @@ def test_attention(transformers, nodes, gpus, layout, module, is_causal):
     spawn(on_rank, nodes, gpus)
 
 
+def test_capped_scores(transformers):
+    """As Gemma 2 has them."""
+    attend, _ = registered(transformers)
+
+    def on_rank(group):
+        query = values(1, 2, 4, 64, seed=group.rank)
+        output, _ = attend(**attention_call(group, softcap=1.5))
+        expected = mk.ring_attention(query, query, query, is_causal=True, softcap=1.5)
+        assert torch.equal(output, expected.transpose(1, 2))
+        assert not torch.equal(output, attend(**attention_call(group))[0])
+
+    spawn(on_rank)
+
+
 def attention_call(group, **changes):
     """Arguments of a call that is right but for the changes."""
     query = values(1, 2, 4, 64, seed=group.rank)
@@ -93,7 +107,6 @@ def attention_call(group, **changes):
             r"attention_mask must be None, got a mask of shape \(1, 1, 4, 4\)",
         ),
         (dict(dropout=0.1), r"dropout must be 0, got 0.1: call model.eval\(\)"),
-        (dict(softcap=30.0), "softcap was passed, but ring_attention has no support for soft-capping"),
         (dict(s_aux=torch.ones(2)), "s_aux was passed, but ring_attention has no support for attention sinks"),
         (dict(cu_seq_lens_q=torch.tensor([0, 4])), "no support for packed documents"),
         (dict(sliding_window=7), "sliding_window is 7, but the sequence has 8 positions"),

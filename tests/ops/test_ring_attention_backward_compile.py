@@ -10,7 +10,7 @@ from mkernel import compiling
 from mkernel.compiling import SHARED_MEMORY, compile_launch
 from mkernel.ops.attention.backward import prepare
 from mkernel.ops.attention.backward.launch import Tensors
-from mkernel.ops.attention.sequences import Pattern
+from mkernel.ops.attention.sequences import Pattern, Scoring
 
 LENGTH = 512
 
@@ -25,7 +25,7 @@ def launched(cluster=(1, 4), capability=90, dlse=False, **case):
         lse = torch.empty(1, shape.heads, LENGTH)
         results = [torch.empty_like(tensor) for tensor in (query, key, key)]
         tensors = Tensors(query, query, key, key, query, lse, lse if dlse else None, *results)
-        return prepare(group, tensors, Pattern(shape.causal, shape.layout, shape.documents), None, None)
+        return prepare(group, tensors, Pattern(shape.causal, shape.layout, shape.documents), Scoring(), None)
 
     return compiling.launched(prepared, cluster, capability, ctas=33)
 

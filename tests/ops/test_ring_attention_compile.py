@@ -16,13 +16,22 @@ from mkernel import compiling
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, pretending
 from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
-from mkernel.ops.attention.sequences import Pattern
+from mkernel.ops.attention.sequences import Pattern, Scoring
 
 LENGTH = 512
 
 
 def launched(
-    cluster=(1, 1), config=None, capability=90, lse=False, paced=False, heads=8, transposed=False, length=LENGTH, **case
+    cluster=(1, 1),
+    config=None,
+    capability=90,
+    lse=False,
+    paced=False,
+    heads=8,
+    transposed=False,
+    length=LENGTH,
+    softcap=0.0,
+    **case,
 ):
     """(launch, plan) of a call on a cluster of such GPUs."""
     shape = Case(
@@ -37,7 +46,7 @@ def launched(
         out_lse = torch.empty(1, heads, length) if lse else None
         launch = prepare(
             group, query, key, key, torch.empty_like(query), out_lse,
-            Pattern(shape.causal, shape.layout, shape.documents), None, config,
+            Pattern(shape.causal, shape.layout, shape.documents), Scoring(softcap=softcap), config,
         )  # fmt: skip
         ((plan,),) = (plans.values() for plans in group._plans.values())
         return launch, plan
@@ -201,6 +210,15 @@ def test_triton_head_dimensions(dim):
     compiled, _ = built(cluster=(1, 2), config=TRITON, dim=dim)
     assert compiled.spilled == 0
     assert compiled.shared <= SHARED_MEMORY
+
+
+@THOROUGH
+def test_softcap_takes_the_triton_kernel():
+    compiled, plan = built(cluster=(1, 4), softcap=30.0, causal=True)
+    assert plan.kernel == "triton"
+    assert "softcap" in str(plan)
+    assert "wgmma.mma_async" in compiled.ptx
+    assert compiled.spilled <= 64
 
 
 @THOROUGH

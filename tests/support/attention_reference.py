@@ -23,6 +23,7 @@ class Case:
     documents: tuple[int, ...] | None = None
     scale: float | None = None
     window: tuple[int, int] | None = None
+    softcap: float = 0.0
 
     def part(self, which, rank, turn=0):
         """query, key or value of a rank."""
@@ -61,6 +62,7 @@ class Case:
         return dict(
             is_causal=self.causal, layout=self.layout, cu_seqlens=self.documents, scale=self.scale,
             enable_gqa=self.heads != self.kv_heads, window_size=self.window,
+            softcap=self.softcap,
         )  # fmt: skip
 
 
@@ -69,6 +71,8 @@ def scores_of(case, query, key, seen):
     group = case.heads // case.kv_heads
     scale = case.dim**-0.5 if case.scale is None else case.scale
     scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     return scores.masked_fill(~seen.to(scores.device), -math.inf)
 
 

@@ -31,7 +31,6 @@ from mkernel.runtime.group import Group, current
 
 # What a model may pass to its attention function that changes the result, and what it is.
 UNSUPPORTED = {
-    "softcap": "soft-capping of scores",
     "s_aux": "attention sinks",
     "position_bias": "a bias of the scores",
     "head_mask": "a mask of heads",
@@ -170,7 +169,7 @@ def attend(
     query, key, value, *_ = call
     result = ring_attention(
         query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
-        layout=attention._layout, group=group,
+        layout=attention._layout, softcap=call[-1].get("softcap") or 0.0, group=group,
     )  # fmt: skip
     return result.transpose(1, 2).contiguous()
 

@@ -86,7 +86,7 @@ from mkernel.ops import library
 from mkernel.ops.attention import registration, run
 from mkernel.ops.attention.plan import Plan, plan
 from mkernel.ops.attention.run import TUNABLE, prepare
-from mkernel.ops.attention.sequences import Documents, pattern_of
+from mkernel.ops.attention.sequences import Documents, Scoring, pattern_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import current
@@ -104,6 +104,7 @@ def ring_attention(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     input_layout: str = "bhsd",
@@ -126,6 +127,8 @@ def ring_attention(
             F.scaled_dot_product_attention.
         is_causal: a position sees only itself and earlier positions of the whole sequence.
         scale: the factor of the scores, greater than 0; dim**-0.5 by default.
+        softcap: 0, or a number: scores are softcap * tanh(score / softcap), so between -softcap and softcap. Runs the
+            portable kernel on Hopper GPUs, too.
         enable_gqa: heads may be a multiple of kv_heads; heads // kv_heads consecutive heads then share
             one head of keys and values.
         layout: "contiguous": rank r holds positions r*seq_local to (r+1)*seq_local-1. "zigzag": the
@@ -165,11 +168,11 @@ def ring_attention(
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
         documents = registration.as_tensor(cu_seqlens)
-        arguments = (query, key, value, is_causal, scale, enable_gqa, layout, documents, window_size)
+        arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, documents, window_size)
         result, lse = registration.call(arguments, group, config, out)
     else:
         result, lse = run.ring_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
+            query, key, value, is_causal=is_causal, scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout,
             cu_seqlens=cu_seqlens, window_size=window_size, return_lse=return_lse, group=group, out=out, config=config,
         )  # fmt: skip
     if input_layout == "bshd":
@@ -186,6 +189,7 @@ def explain(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     input_layout: str = "bhsd",
@@ -200,9 +204,9 @@ def explain(
     group = current(group)
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
-    run.check(group, query, key, value, out, layout, enable_gqa, scale, config)
+    run.check(group, query, key, value, out, layout, enable_gqa, Scoring(scale, softcap), config)
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     chosen = run.choose(TUNABLE, group, query, key, pattern, config)
-    decided = plan(group, query, key, value, out, pattern, chosen)
+    decided = plan(group, query, key, value, out, pattern, softcap, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

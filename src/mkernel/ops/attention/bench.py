@@ -15,7 +15,7 @@ from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.operators import Shape
 from mkernel.ops.attention import explain, prepare, ring_attention
-from mkernel.ops.attention.sequences import Pattern, Sequences, from_zigzag
+from mkernel.ops.attention.sequences import Pattern, Scoring, Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -95,7 +95,7 @@ def measure(
     host_driven()
     library()
     torch.cuda.current_stream(device).synchronize()
-    launch = prepare(group, query, key, value, out, None, Pattern(causal, layout), None, config)
+    launch = prepare(group, query, key, value, out, None, Pattern(causal, layout), Scoring(), config)
     times, sustained = time_ways(group, dict(library=library, fused=launch, host_driven=host_driven), repeats)
 
     out.fill_(float("nan"))

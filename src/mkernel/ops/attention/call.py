@@ -44,7 +44,8 @@ class Call(NamedTuple):
     schedule: Any  # which CTA computes which tiles: see schedule.py
     mask: Any  # Mask
     rounds: Any  # Rounds
-    scale: Any  # factor of the scores, times log2(e)
+    scale: Any  # what products or, with SOFTCAP, their tanh are multiplied by, times log2(e)
+    cap_scale: Any  # of products in front of tanh, times 2 * log2(e); None unless SOFTCAP
     heads: Any
     kv_heads: Any
     dim: Any
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     LSE: Any
     USES_TMA: Any  # all tensors have tensor descriptors
     SYNCS_GRID: Any  # the schedule has grid syncs (Gluon only)
+    SOFTCAP: Any  # scores are softcap * tanh(score / softcap)
     PRECISION: Any
     TILE_M: Any
     TILE_N: Any

@@ -28,7 +28,7 @@ from mkernel.ops.attention.protocol import (
     wait_panel,
 )
 from mkernel.ops.attention.rows import copy_rows, read_rows, read_slots
-from mkernel.ops.attention.softmax import State, normalize, online_softmax_step
+from mkernel.ops.attention.softmax import State, cap_scores, normalize, online_softmax_step
 from mkernel.ops.attention.transfer import intra, send
 
 
@@ -83,7 +83,7 @@ def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN:
             keys = _read_rows(call, call.k, tma.k, tile.batch, tile.kv_head, at, call.TILE_N)
         else:
             keys = _read_slots(call, tma, panel_row + 2 * at)
-        scores = tl.dot(query, keys.T, input_precision=call.PRECISION)
+        scores = cap_scores(call, tl.dot(query, keys.T, input_precision=call.PRECISION))
         if (block < blocks.full) | (block >= blocks.full_end):
             scores = _mask_scores(call, scores, at, lower, upper)
         weights, total, row_max, alpha = online_softmax_step(scores, total, row_max, call.scale)

@@ -16,6 +16,7 @@ from mkernel.ops.attention.call import Call, Descriptors, Heads
 from mkernel.ops.attention.mask import Mask
 from mkernel.ops.attention.plan import Plan
 from mkernel.ops.attention.protocol import Rounds
+from mkernel.ops.attention.sequences import Scoring
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor
@@ -27,7 +28,7 @@ WARP_POLL_WIDTH = 128  # signals that the loading warp of the Gluon kernel polls
 
 def launch(
     group: Group, plan: Plan, memory: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor | None, scale: float, variant: Hashable,
+    out: torch.Tensor, lse: torch.Tensor | None, scoring: Scoring, variant: Hashable,
 ) -> Launch:  # fmt: skip
     """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -49,10 +50,11 @@ def launch(
         slots=None if plan.uses_tma else slots, partial=partial,
         schedule=plan.schedule, mask=mask,
         rounds=_rounds(group, plan, memory, workspace, tiles=heads // kv_heads * blocks),
-        scale=scale * math.log2(math.e), heads=heads, kv_heads=kv_heads, dim=dim, blocks=blocks,
+        **factors(scoring, dim), heads=heads, kv_heads=kv_heads, dim=dim, blocks=blocks,
         **_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, LSE=lse is not None,
-            USES_TMA=plan.uses_tma, SYNCS_GRID=plan.syncs_grid, PRECISION=plan.precision,
+            USES_TMA=plan.uses_tma, SYNCS_GRID=plan.syncs_grid, SOFTCAP=scoring.softcap > 0,
+            PRECISION=plan.precision,
             TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k, COPY=max(c.copy_bytes // query.element_size(), c.tile_k),
             POLL_WIDTH=WARP_POLL_WIDTH if plan.hopper else polled,
         ),
@@ -74,6 +76,18 @@ def launch(
         results=("out", "call.out.pointer", "call.lse"),
         scratch=() if partial is None else (partial,),
     )  # fmt: skip
+
+
+def factors(scoring: Scoring, dim: int) -> dict[str, float | None]:
+    """scale and cap_scale of a `Call`."""
+    log2_e, scale = math.log2(math.e), scale_of(scoring, dim)
+    if not scoring.softcap:
+        return dict(scale=scale * log2_e, cap_scale=None)
+    return dict(scale=scoring.softcap * log2_e, cap_scale=2 * log2_e * scale / scoring.softcap)
+
+
+def scale_of(scoring: Scoring, dim: int) -> float:
+    return dim**-0.5 if scoring.scale is None else float(scoring.scale)
 
 
 def _constants(**values: Any) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, 
     return parts, part_rows, min(units * parts, room // (slots * part_rows))
 
 
-def _why_not_gluon(group: Group, query: torch.Tensor, uses_tma: bool, parts: int, config: Config | None) -> str | None:
+def _why_not_gluon(
+    group: Group, query: torch.Tensor, uses_tma: bool, parts: int, softcap: float, config: Config | None
+) -> str | None:
     """Why the call cannot run the Gluon kernel; None if it can."""
     if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
@@ -139,6 +141,8 @@ def _why_not_gluon(group: Group, query: torch.Tensor, uses_tma: bool, parts: int
         return "the Gluon kernel does not support fp32"
     if not uses_tma:
         return "the Gluon kernel needs TMA for all tensors"
+    if softcap:
+        return "the Gluon kernel does not support softcap"
     if parts > 1:
         return "the Gluon kernel does not support heads in several parts"
     chosen = [name for name in ("tile_m", "tile_n", "stages", "warps") if config and getattr(config, name) is not None]
@@ -230,7 +234,7 @@ def spans_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
 
 def plan(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    pattern: Pattern, config: Config | None,
+    pattern: Pattern, softcap: float, config: Config | None,
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group."""
     batch, heads, length, dim = query.shape
@@ -249,7 +253,7 @@ def plan(
     chunks = math.ceil(part_rows / tiles.chunk_rows)
 
     uses_tma, tma_reasons = _tma_access(group, dict(query=query, key=key, value=value, out=out))
-    why_not = _why_not_gluon(group, query, uses_tma, parts, config)
+    why_not = _why_not_gluon(group, query, uses_tma, parts, softcap, config)
     hopper = why_not is None
     reasons = ["Gluon: a Hopper GPU, 16-bit floats, TMA for all" if hopper else f"Triton: {why_not}", *tma_reasons]
     if size > 1:

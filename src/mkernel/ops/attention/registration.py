@@ -19,7 +19,10 @@ from mkernel.ops.attention.sequences import Documents
 from mkernel.runtime.config import Config
 
 Numbers = Sequence[int] | None  # an encoded configuration, or a window
-OPTIONS = "bool is_causal, float? scale, bool enable_gqa, str layout, Tensor? cu_seqlens, int[]? window_size, str group"
+OPTIONS = (
+    "bool is_causal, float? scale, float softcap, bool enable_gqa, str layout, Tensor? cu_seqlens, int[]? window_size, "
+    "str group"
+)
 PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
 
 
@@ -48,11 +51,11 @@ def call(
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
+    softcap: float, enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
     config: Numbers = None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     result, lse = ring_attention(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
+        query, key, value, is_causal=is_causal, scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout,
         cu_seqlens=cu_seqlens, window_size=as_pair(window_size), return_lse=True, group=group, out=out,
         config=library.decoded(config),
     )  # fmt: skip
@@ -66,11 +69,13 @@ def _attend_into(*arguments: Any) -> torch.Tensor:
 
 def _attend_backward(
     dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool, layout: str,
-    cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str, config: Numbers = None,
+    lse: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float | None, softcap: float,
+    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
+    config: Numbers = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return ring_attention_backward(
-        dout, query, key, value, out, lse, dlse=dlse, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        dout, query, key, value, out, lse, dlse=dlse, is_causal=is_causal, scale=scale, softcap=softcap,
+        enable_gqa=enable_gqa,
         layout=layout, cu_seqlens=cu_seqlens, window_size=as_pair(window_size), group=group,
         config=library.decoded(config),
     )  # fmt: skip
@@ -110,7 +115,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, ctx.window_size, ctx.group, None
     )
     wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
-    return (*wanted, *[None] * 8)
+    return (*wanted, *[None] * 9)
 
 
 library.define(

@@ -10,7 +10,7 @@ import torch
 from mkernel.ops.attention import protocol
 from mkernel.ops.attention.launch import launch
 from mkernel.ops.attention.plan import plan, tiles_of
-from mkernel.ops.attention.sequences import Documents, Pattern, pattern_of
+from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -39,6 +39,7 @@ def ring_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
@@ -49,12 +50,14 @@ def ring_attention(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
-    options = (is_causal, scale, enable_gqa, layout, window_size, return_lse, config)
+    window_size = tuple(window_size) if isinstance(window_size, list) else window_size  # the key must have a hash
+    options = (is_causal, scale, softcap, enable_gqa, layout, window_size, return_lse, config)
     call_key = _key(group, query, key, value, out, *options) if cu_seqlens is None else None  # documents may change
     made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_lse else None
-    check(group, query, key, value, out, layout, enable_gqa, scale, config)
+    scoring = Scoring(scale, softcap)
+    check(group, query, key, value, out, layout, enable_gqa, scoring, config)
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     config = choose(TUNABLE, group, query, key, pattern, config)
     tiles = tiles_of(group, query, key, config)
@@ -67,7 +70,7 @@ def ring_attention(
     result = empty(rank, query.shape, query.dtype) if out is None else out
     lse = empty(rank, query.shape[:3], torch.float32) if return_lse else None
     if query.numel():
-        launch = prepare(group, query, key, value, result, lse, pattern, scale, config)
+        launch = prepare(group, query, key, value, result, lse, pattern, scoring, config)
         made = [result] * (out is None) + [lse] * return_lse
         group.launch(launch, call_key, (query, key, value, out), made)
     else:
@@ -77,10 +80,12 @@ def ring_attention(
 
 def _key(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None,
-    is_causal: bool, scale: float | None, *options: Hashable,
+    is_causal: bool, scale: float | None, softcap: float, *options: Hashable,
 ) -> Hashable | None:  # fmt: skip
     passed = (query, key, value, out)
-    return group.prepared.key_of("ring_attention", passed, bool(is_causal), repr(type(scale)), scale, *options)
+    return group.prepared.key_of(
+        "ring_attention", passed, bool(is_causal), repr(type(scale)), scale, repr(type(softcap)), softcap, *options
+    )
 
 
 def repeat(
@@ -91,6 +96,7 @@ def repeat(
     group: Group,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     window_size: tuple[int, int] | None = None,
@@ -98,7 +104,9 @@ def repeat(
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.ring_attention`; None for others."""
-    call_key = _key(group, query, key, value, out, is_causal, scale, enable_gqa, layout, window_size, False, config)
+    call_key = _key(
+        group, query, key, value, out, is_causal, scale, softcap, enable_gqa, layout, window_size, False, config
+    )
     made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
     return None if made is None else made[0] if out is None else out
 
@@ -132,13 +140,13 @@ def heads_first(input_layout: str, *tensors: torch.Tensor | None) -> Any:
 
 def check(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None,
-    layout: str, enable_gqa: bool, scale: float | None, config: Config | None,
+    layout: str, enable_gqa: bool, scoring: Scoring, config: Config | None,
 ) -> None:  # fmt: skip
     """Reject invalid arguments. The error names the argument and the rule."""
     check_config(config, "ring_attention")
     given = dict(query=query, key=key, value=value)
     check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)))
-    check_options(group, query, key, layout, enable_gqa, scale)
+    check_options(group, query, key, layout, enable_gqa, scoring)
     if out is not None:
         check_out(out, tuple(query.shape), "as query", query.dtype, given)
 
@@ -181,7 +189,7 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
 
 
 def check_options(
-    group: Group, query: torch.Tensor, key: torch.Tensor, layout: str, enable_gqa: bool, scale: float | None
+    group: Group, query: torch.Tensor, key: torch.Tensor, layout: str, enable_gqa: bool, scoring: Scoring
 ) -> None:
     """Reject invalid options of a call with valid query and key."""
     heads, length = query.shape[1:3]
@@ -200,12 +208,17 @@ def check_options(
         )
     if group.size * length >= 2**31:
         raise ArgumentError(f"the sequence has {group.size * length} positions; the limit is {2**31 - 1}")
+    scale, softcap = scoring
     if scale is not None and not (
         isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
     ):
         raise ArgumentError(
             f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative scale, negate query"
         )
+    if not (
+        isinstance(softcap, (int, float)) and not isinstance(softcap, bool) and (softcap == 0 or 1e-3 <= softcap <= 1e6)
+    ):
+        raise ArgumentError(f"softcap must be 0, which is off, or a number from 1e-3 to 1e6; got {softcap!r}")
 
 
 def choose(
@@ -226,21 +239,23 @@ def choose(
 
 def prepare(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor | None, pattern: Pattern, scale: float | None, config: Config | None,
+    lse: torch.Tensor | None, pattern: Pattern, scoring: Scoring, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = choose(TUNABLE, group, query, key, pattern, config)
     layouts = tuple(layout_of(tensor) for tensor in (query, key, value, out))
-    plan_key = ("ring_attention", layouts, pattern.is_causal, pattern.layout, config, matmul_precision(query.dtype))
+    plan_key = (
+        "ring_attention", layouts, pattern.is_causal, pattern.layout, scoring.softcap > 0, config,
+        matmul_precision(query.dtype),
+    )  # fmt: skip
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
         (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
-        lambda: plan(group, query, key, value, out, pattern, config),
+        lambda: plan(group, query, key, value, out, pattern, scoring.softcap, config),
         kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.shape[3], query.dtype)
-    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (plan_key, pattern.has_spans, decided.config, lse is not None)
-    return launch(group, decided, memory, query, key, value, out, lse, scale, variant)
+    return launch(group, decided, memory, query, key, value, out, lse, scoring, variant)

@@ -35,6 +35,14 @@ class Pattern(NamedTuple):
         return self.documents is not None or self.window is not None
 
 
+class Scoring(NamedTuple):
+    """How scores are made of products of queries and keys: times scale, which is dim**-0.5 if it is None; then, if
+    softcap is not 0, softcap * tanh(score / softcap)."""
+
+    scale: float | None = None
+    softcap: float = 0.0
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The positions of each rank's rows in the whole sequence, and the positions that each row sees. The host's

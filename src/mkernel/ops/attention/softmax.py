@@ -22,6 +22,23 @@ class State(NamedTuple):
 
 
 @triton.jit
+def cap_scores(call, scores):
+    """Products of queries and keys, or what takes their place: with SOFTCAP, the tanh of each, which is between -1 and
+    1. `call.scale` makes scores of either."""
+    if call.SOFTCAP:
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * call.cap_scale))
+    return scores
+
+
+@triton.jit
+def through_cap(call, gradients, scores):
+    """Gradients of scores before they were capped. scores: from `cap_scores`."""
+    if call.SOFTCAP:
+        gradients = gradients * (1.0 - scores * scores)
+    return gradients
+
+
+@triton.jit
 def online_softmax_step(scores, total, row_max, scale):
     """(weights, total, row_max, alpha) after one more block of scores. The caller rescales its accumulator by alpha."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)

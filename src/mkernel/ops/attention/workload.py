@@ -8,7 +8,7 @@ import torch
 
 from mkernel.operators import Shape
 from mkernel.ops.attention import TUNABLE, explain, prepare, ring_attention
-from mkernel.ops.attention.sequences import Pattern
+from mkernel.ops.attention.sequences import Pattern, Scoring
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.workloads import Call, Cost, Tried, Workload, blocks, pieces, randn
@@ -31,7 +31,7 @@ def make(
         return result
 
     tried = Tried(
-        prepare=lambda config: prepare(group, q, k, v, out, None, Pattern(causal, layout), None, config),
+        prepare=lambda config: prepare(group, q, k, v, out, None, Pattern(causal, layout), Scoring(), config),
         explain=lambda config: explain(q, k, v, **given, config=config),
         sizes=dict(batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim, causal=causal, zigzag=zigzag),
     )

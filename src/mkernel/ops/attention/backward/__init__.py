@@ -85,7 +85,7 @@ from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.run import PACKED_PLANS_KEPT, check_config, check_heads, check_options, choose
-from mkernel.ops.attention.sequences import Documents, Pattern, pattern_of
+from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -111,6 +111,7 @@ def ring_attention_backward(
     dlse: torch.Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
@@ -126,7 +127,7 @@ def ring_attention_backward(
         query, key, value: as in `ring_attention`.
         out, lse: what `ring_attention` returned for them.
         dlse: the gradient of lse, in its shape, in fp32; None if nothing depends on lse.
-        is_causal, scale, enable_gqa, layout, cu_seqlens, window_size, group: as in `ring_attention`.
+        is_causal, scale, softcap, enable_gqa, layout, cu_seqlens, window_size, group: as in `ring_attention`.
         config: tiles, chunks, CTAs, and `steps`, the size of the buffers for other ranks' keys, values and partial
             gradients.
 
@@ -142,7 +143,7 @@ def ring_attention_backward(
     assert group is not None
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
-    check_options(group, query, key, layout, enable_gqa, scale)
+    check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     config = choose(TUNABLE, group, query, key, pattern, config)
     tiles = tiles_of(group, query, key, config)
@@ -157,7 +158,7 @@ def ring_attention_backward(
         tensors = Tensors(
             dout, query, key, value, out, lse.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv
         )
-        group.launch(prepare(group, tensors, pattern, scale, config))
+        group.launch(prepare(group, tensors, pattern, Scoring(scale, softcap), config))
     else:
         group.confirm()
         for gradient in (dq, dk, dv):
@@ -186,7 +187,7 @@ def _check(group: Group, heads: dict[str, torch.Tensor], lse: torch.Tensor, dlse
 
 
 def prepare(
-    group: Group, tensors: Tensors, pattern: Pattern, scale: float | None, config: Config | None
+    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     query, key = tensors.query, tensors.key
@@ -201,14 +202,13 @@ def prepare(
     )
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.shape[3], query.dtype)
-    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     inputs = (tensors.dout, query, key, tensors.value, tensors.out)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (
         plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.has_spans, decided.config,
-        tensors.dlse is not None,
+        tensors.dlse is not None, scoring.softcap > 0,
     )  # fmt: skip
-    return launch(group, decided, memory, tensors, scale, variant)
+    return launch(group, decided, memory, tensors, scoring, variant)
 
 
 def explain(
@@ -222,6 +222,7 @@ def explain(
     dlse: torch.Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
@@ -233,7 +234,7 @@ def explain(
     group = current(group)
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
-    check_options(group, query, key, layout, enable_gqa, scale)
+    check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
     chosen = choose(TUNABLE, group, query, key, pattern, config)
     decided = plan(group, query, key, pattern, chosen)

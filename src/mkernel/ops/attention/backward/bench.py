@@ -15,7 +15,7 @@ from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.backward import explain, prepare, ring_attention_backward
 from mkernel.ops.attention.backward.launch import Tensors
 from mkernel.ops.attention.bench import heads_of, sdpa_lock
-from mkernel.ops.attention.sequences import Pattern, Sequences, from_zigzag
+from mkernel.ops.attention.sequences import Pattern, Scoring, Sequences, from_zigzag
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
@@ -78,7 +78,7 @@ def measure(
     tensors = Tensors(
         dout, query, key, value, out, lse, None, *(torch.empty_like(each) for each in (query, key, value))
     )
-    launch = prepare(group, tensors, Pattern(causal, layout), None, config)
+    launch = prepare(group, tensors, Pattern(causal, layout), Scoring(), config)
     host_driven()
     one_rank()
     torch.cuda.current_stream(device).synchronize()

@@ -42,8 +42,9 @@ class Call(NamedTuple):
     exchange: Any  # Exchange
     preparing: Any  # Words: how many CTAs have computed their share of delta
     prepared: Any  # Words: all have
-    scale: Any  # factor of the scores, times log2(e)
-    factor: Any  # factor of the scores
+    scale: Any  # what products or, with SOFTCAP, their tanh are multiplied by, times log2(e)
+    cap_scale: Any  # of products in front of tanh, times 2 * log2(e); None unless SOFTCAP
+    factor: Any  # of products, in front of tanh with SOFTCAP
     batch: Any
     heads: Any
     kv_heads: Any
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     INTRAS: Any  # number of intra CTAs
     PARTS: Any  # a unit takes several rounds
     DLSE: Any
+    SOFTCAP: Any  # scores are softcap * tanh(score / softcap)
     PRECISION: Any
     TILE_M: Any
     TILE_N: Any

@@ -7,6 +7,9 @@ Weights are recomputed from the log-sum-exp: p = exp(scale * q k^T - lse). With 
 delta = sum(dout * out) - dlse, the gradient of the scores is ds = p * (dp - delta), and
 
     dv = p^T dout        dk = scale * ds^T q        dq = scale * ds k
+
+If scores are capped, p is that of the capped scores, softcap * t with t = tanh(scale * q k^T / softcap), and ds has the
+factor 1 - t^2.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ from mkernel.ops.attention.protocol import (
     wait_panel,
 )
 from mkernel.ops.attention.rows import copy_rows, read_rows, read_slots
+from mkernel.ops.attention.softmax import cap_scores, through_cap
 from mkernel.ops.attention.transfer import intra, send
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -166,13 +170,13 @@ def _add_keys(call, task, queries, row, dq, source, panel_row, blocks, OWN: tl.c
         place = at if OWN else panel_row + 2 * at
         keys = _read_keys(call, task, OWN, place, 0)
         values = _read_keys(call, task, OWN, place, 1)
-        scores = tl.dot(queries.query, keys.T, input_precision=call.PRECISION)
+        scores = cap_scores(call, tl.dot(queries.query, keys.T, input_precision=call.PRECISION))
         weights = tl.exp2(scores * call.scale - queries.lse[:, None])
         if (block < blocks.full) | (block >= blocks.full_end):
             index = at + tl.arange(0, call.TILE_N)[None, :]
             weights = tl.where(_is_seen_by_rows(call, index, lower[:, None], upper[:, None]), weights, 0.0)
         dp = tl.dot(queries.dout, values.T, input_precision=call.PRECISION)
-        ds = weights * (dp - queries.delta[:, None])
+        ds = through_cap(call, weights * (dp - queries.delta[:, None]), scores)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=call.PRECISION)
     return dq
 
@@ -272,14 +276,14 @@ def _add_queries(call, task, rank, seen, keys, values):
         head = task.kv_head * group + step // count
         row = (first + step % count) * call.TILE_M
         queries = _read_queries(call, task.batch, head, row)
-        scores = tl.dot(keys, queries.query.T, input_precision=call.PRECISION)
+        scores = cap_scores(call, tl.dot(keys, queries.query.T, input_precision=call.PRECISION))
         weights = tl.exp2(scores * call.scale - queries.lse[None, :])
         if (row < seen.full) | (row + call.TILE_M > seen.full_end):
             lower, upper = _keys_seen(call, rank, seen.source, row)
             weights = tl.where(_is_seen_by_rows(call, index, lower[None, :], upper[None, :]), weights, 0.0)
         dv = tl.dot(weights.to(keys.dtype), queries.dout, dv, input_precision=call.PRECISION)
         dp = tl.dot(values, queries.dout.T, input_precision=call.PRECISION)
-        ds = weights * (dp - queries.delta[None, :])
+        ds = through_cap(call, weights * (dp - queries.delta[None, :]), scores)
         dk = tl.dot(ds.to(keys.dtype), queries.query, dk, input_precision=call.PRECISION)
     return dk * call.factor, dv
 

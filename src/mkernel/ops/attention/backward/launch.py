@@ -14,9 +14,10 @@ from mkernel.ops.attention.backward import kernel
 from mkernel.ops.attention.backward.call import Call, Exchange
 from mkernel.ops.attention.backward.plan import Plan
 from mkernel.ops.attention.backward.protocol import OP
-from mkernel.ops.attention.launch import POLL_WIDTH, heads_of
+from mkernel.ops.attention.launch import POLL_WIDTH, factors, heads_of, scale_of
 from mkernel.ops.attention.mask import Mask
 from mkernel.ops.attention.protocol import Rounds
+from mkernel.ops.attention.sequences import Scoring
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
@@ -40,7 +41,7 @@ class Tensors:
 
 
 def launch(
-    group: Group, plan: Plan, memory: Layout, tensors: Tensors, scale: float, variant: Hashable
+    group: Group, plan: Plan, memory: Layout, tensors: Tensors, scoring: Scoring, variant: Hashable
 ) -> Launch:  # fmt: skip
     """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -67,11 +68,11 @@ def launch(
         ),
         rounds=rounds, reductions=reductions, exchange=_exchange(memory, workspace),
         preparing=memory.words_in(workspace, "preparing"), prepared=memory.words_in(workspace, "prepared"),
-        scale=scale * math.log2(math.e), factor=scale, batch=batch, heads=heads, kv_heads=kv_heads, dim=dim,
+        **factors(scoring, dim), factor=scale_of(scoring, dim), batch=batch, heads=heads, kv_heads=kv_heads, dim=dim,
         blocks=blocks, tiles=plan.tiles,
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, DLSE=tensors.dlse is not None,
-            PRECISION=plan.precision, TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k,
+            SOFTCAP=scoring.softcap > 0, PRECISION=plan.precision, TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k,
             COPY=max(c.copy_bytes // query.element_size(), c.tile_k), POLL_WIDTH=polled,
         ),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from mkernel.operators import Shape
 from mkernel.ops.attention.backward import TUNABLE, explain, prepare, ring_attention_backward
 from mkernel.ops.attention.backward.launch import Tensors
-from mkernel.ops.attention.sequences import Pattern
+from mkernel.ops.attention.sequences import Pattern, Scoring
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.workloads import Call, Cost, Tried, Workload, blocks, pieces, randn
@@ -34,7 +34,7 @@ def make(
 
     tensors = Tensors(dout, q, k, v, out, lse, None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     tried = Tried(
-        prepare=lambda config: prepare(group, tensors, Pattern(causal, layout), None, config),
+        prepare=lambda config: prepare(group, tensors, Pattern(causal, layout), Scoring(), config),
         explain=lambda config: explain(dout, q, k, v, out, lse, **given, config=config),
         sizes=dict(batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim, causal=causal, zigzag=zigzag),
     )
