@@ -47,7 +47,7 @@ def attend(
         )
     result, lse = ring_attention(
         query, key, value, None, dropout_p, causal, scale=softmax_scale, enable_gqa=query.shape[-2] != key.shape[-2],
-        layout=layout, input_layout="bshd", window_size=tuple(window_size), return_lse=True, group=group,
+        layout=layout, input_layout="bshd", window_size=window_size, return_lse=True, group=group,
     )  # fmt: skip
     return (result, lse, None) if return_attn_probs else result
 
