@@ -36,7 +36,7 @@ def over(clusters, often):
 
 over_clusters = over(CLUSTERS, CLUSTERS)
 over_dtypes = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.thorough) for each in DTYPES[::2])]
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)]
 )
 over_some = over(CLUSTERS, [(1, 2), (2, 2)])
 
@@ -49,7 +49,7 @@ def small(**fields):
 # -- many schedules
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", range(2))
 @over_clusters
 def test_schedules(cluster, seed):
     number = 4 * CLUSTERS.index(cluster) + seed
@@ -203,7 +203,7 @@ def test_layout_of_dy(layout, n):
 
 
 @over_dtypes
-@pytest.mark.parametrize(("n", "k"), [(7, 40), (16, 16), (40, 7), (1, 24), (24, 1)])
+@pytest.mark.parametrize(("n", "k"), [(7, 40), (40, 7), (1, 24)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_of_out(layout, n, k, dtype):
     case = Case(5, n, k, dtype)

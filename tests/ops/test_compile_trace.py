@@ -48,7 +48,6 @@ KERNELS = {
     "all_gather_matmul hopper": gathering((1, 4)),
     "matmul_reduce_scatter hopper": summing("reduce_scatter", (1, 4), paced=True),
     "matmul_all_reduce": summing("all_reduce", (1, 4)),
-    "matmul_all_reduce multicast": summing("all_reduce", (1, 4), multicast=True),
 }
 
 

@@ -156,7 +156,7 @@ def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
 @THOROUGH
 def test_gluon_sets_no_cta_aside_for_pushing(cluster):
     """All CTAs push but those that send to other nodes, and all that push compute from the start."""
-    _, plan = built(cluster=cluster, causal=True, layout="zigzag", heads=32)
+    _, plan = launched(cluster=cluster, causal=True, layout="zigzag", heads=32)
     settings = plan.config
     assert plan.rounds > plan.window, "CTAs that are set aside would join with the last rounds only"
     assert settings.send_ctas == (cluster[0] > 1)
@@ -169,9 +169,9 @@ def test_gluon_sets_no_cta_aside_for_pushing(cluster):
 @THOROUGH
 def test_gluon_with_few_that_push():
     config = mk.Config(ctas=4, intra_ctas=4)
-    assert built(cluster=(1, 2), config=config)[1].config.intra_ctas == 4
+    assert launched(cluster=(1, 2), config=config)[1].config.intra_ctas == 4
     with pytest.raises(mk.ArgumentError, match=r"config\.ctas is 4, but must be at least 5"):
-        built(cluster=(1, 2), config=mk.Config(ctas=4, intra_ctas=5))
+        launched(cluster=(1, 2), config=mk.Config(ctas=4, intra_ctas=5))
 
 
 @pytest.mark.parametrize("dim", [256])
