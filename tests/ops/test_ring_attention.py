@@ -14,6 +14,7 @@ from support.operator_calls import DTYPES, SENTINEL, Guards, assert_same, cluste
 import mkernel as mk
 from mkernel.ops.attention import prepare
 from mkernel.ops.attention.run import PACKED_PLANS_KEPT
+from mkernel.ops.attention.sequences import Pattern, Scoring
 
 SMALL = mk.Config(tile_m=16, tile_n=16)
 MASKS = [(False, "contiguous"), (True, "contiguous"), (True, "zigzag"), (False, "zigzag")]
@@ -523,7 +524,7 @@ def test_other_documents_run_the_same_binary_and_are_soon_forgotten():
         tensors = [torch.ones(1, 1, 96, 64)] * 4
         variants, first = set(), None
         for step in range(2 * PACKED_PLANS_KEPT):
-            launch = prepare(group, *tensors, None, True, None, "contiguous", (0, step + 1, 96), None)
+            launch = prepare(group, *tensors, None, Pattern(True, "contiguous", (0, step + 1, 96)), Scoring(), None)
             variants.add(launch.variant)
             first = first or weakref.ref(launch.arguments["call"].mask.spans)
             del launch
