@@ -23,6 +23,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.thorough
 def test_every_operator_has_a_case(quick, capsys, ranks):
     known = {op for op, _ in calls.cases(None, ())}
     assert known == set(SMALL)

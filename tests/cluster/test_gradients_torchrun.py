@@ -106,7 +106,8 @@ MESH = """
 """
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("graphs", [False, True])
 def test_tensor_and_data_parallel_groups(graphs):
     assert_right(MESH.replace("FUNCTIONS", "2" if graphs else "1"), (1, 4))
 

@@ -128,6 +128,7 @@ def test_sizes(fake, control, kind, devices):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thorough
 def test_bytes_before_signals(fake, control, kind, seed):
     """Writes of one rank to two others, all under way together; a signal is looked at all the time."""
     control("seed", seed)

@@ -539,6 +539,7 @@ CONFIGS = [
     [*(pytest.param(each, marks=pytest.mark.thorough) for each in ((1, 1), (1, 2))), (2, 2)],
     ids=cluster_name,
 )
+@pytest.mark.thorough
 def test_config(cluster, config):
     run(lambda group: call(group, Case(35, 20, 17), config=config), cluster=cluster, seed=1)
 

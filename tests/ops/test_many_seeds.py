@@ -48,6 +48,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("op", SCENARIOS)
+@pytest.mark.thorough
 def test_all_pass(op):
     scenarios = SCENARIOS[op]
     for seed in range(SEEDS):

@@ -193,6 +193,7 @@ def test_parts_are_pushed_while_others_are_computed(way):
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "plain"])
+@pytest.mark.thorough
 def test_layouts(way, layout):
     """All tensors in a layout, each in its turn; nothing beside out is written."""
     case = Sum(36, 18, 24, torch.bfloat16)

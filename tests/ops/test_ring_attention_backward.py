@@ -168,6 +168,7 @@ def test_stragglers(cluster, options):
     run(work, cluster=cluster, **options)
 
 
+@pytest.mark.thorough
 def test_all_schedules_give_the_same_bits():
     case = Case(20, heads=2, dtype=torch.bfloat16, causal=True)
     options = [{}, {"slow": {2: 0.02}}, {"ctas": 9}]

@@ -333,6 +333,7 @@ def second_operand(function: Any, dtype: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("function", BINARY, ids=lambda function: function.fn.__name__)
+@pytest.mark.thorough
 def test_operators_of_two_tensors(function):
     for first, second in itertools.product(DTYPES, DTYPES):
         more = (((), (4,)), ((8, 4), (4,)), ((8, 1), (1, 4))) if first is second else ()
