@@ -18,6 +18,8 @@ CASES = {
     "64": Case(200, heads=2, kv_heads=2, dim=64, dtype=torch.float16, causal=True),
     "96": Case(200, heads=2, kv_heads=2, dim=96, dtype=BF16, causal=True),
     "256": Case(200, heads=2, kv_heads=2, dim=256, dtype=BF16, causal=True),
+    "window": Case(320, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag", window=(150, 0)),
+    "capped": Case(200, heads=2, kv_heads=2, dim=64, dtype=BF16, causal=True, softcap=3.0),
     "fp32": Case(200, heads=2, kv_heads=2, dim=64, dtype=torch.float32, causal=True),
 }
 

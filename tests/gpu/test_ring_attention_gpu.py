@@ -49,6 +49,9 @@ CASES = {
     "64": Case(300, heads=2, kv_heads=2, dim=64, dtype=torch.float16, causal=True),
     "96": Case(300, heads=2, kv_heads=2, dim=96, dtype=BF16, causal=True),
     "256": Case(300, heads=2, kv_heads=2, dim=256, dtype=BF16, causal=True),
+    "window": Case(640, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag", window=(200, 0)),
+    "window, both sides": Case(500, heads=2, kv_heads=2, dim=64, dtype=BF16, window=(130, 70)),
+    "capped": Case(333, heads=2, kv_heads=2, dim=128, dtype=BF16, causal=True, softcap=3.0),
 }
 
 

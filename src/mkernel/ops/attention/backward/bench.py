@@ -24,7 +24,7 @@ class Library:
     """cuDNN's forward pass, done once, and its backward pass."""
 
     def __init__(self, tensors: list[torch.Tensor], causal: bool, dout: torch.Tensor):
-        self.inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        self.inputs = [tensor.data.requires_grad_() for tensor in tensors]  # they may be overwritten later
         self.dout = dout
         with sdpa_lock, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             query, key, value = self.inputs
