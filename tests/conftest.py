@@ -2,6 +2,7 @@
 decides which cases of tests are left to `make test-all`."""
 
 import os
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 # what somebody has tuned here is no business of the tests
 os.environ["OMP_NUM_THREADS"] = "1"  # other tests run on the other cores
 os.environ["MKERNEL_TUNED_FILE"] = str(Path(__file__).parent / "no-such-file.json")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell that starts a job in the background lets it ignore Ctrl-C, and the processes that tests start would, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # how fast the machine is, beside all else that runs on it, is no property of what is tested
 settings.register_profile("mkernel", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -321,7 +321,7 @@ def test_a_launch_after_a_timeout_ends_at_once():
 
 
 def test_kinds_and_reasons_differ():
-    common = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "NOTHING")
+    common = ("ENTERED", "ARRIVED", "RING_SPACE", "SENT", "PARTIAL_SUM", "NOTHING")
     assert {getattr(signals, name).value: name.lower().replace("_", " ") for name in common} == records.SIGNALS
     named = {}
     for operator in operators.registered().values():

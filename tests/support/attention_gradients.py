@@ -69,9 +69,11 @@ def _bounds(case, query, key, value, weights, out, dout, dlse):
     scores = scale * (query.square() @ wide_key.square().mT).sqrt()
     terms = (dout.square() @ wide_value.square().mT).sqrt() + products + abs(of_lse)
     of_weight = fp32 * (6 + 3 * scores)
-    error_of_weights = weights * (eps / 2 + of_weight)
+    # below the smallest normal number, which is 6e-5 in fp16, numbers are rounded to multiples of a fixed one
+    least = torch.finfo(case.dtype).smallest_normal * eps / 2
+    error_of_weights = weights * (eps / 2 + of_weight) + least * (weights > 0)
     error_of_delta = eps / 2 * products if case.dtype != torch.float32 else 0.0
-    error_of_ds = ds * (eps / 2 + of_weight) + weights * (error_of_delta + 2 * fp32 * terms)
+    error_of_ds = ds * (eps / 2 + of_weight) + weights * (error_of_delta + 2 * fp32 * terms) + least * (weights > 0)
 
     def per_kv_head(tensor):
         batch, _, rows, dim = tensor.shape

@@ -28,15 +28,17 @@ OP = tl.constexpr(7)  # which operator, for the records
 ABORTED = tl.constexpr(8)  # address of this rank's abort flag
 POSTING = tl.constexpr(9)  # address of what the producers of the request ring share, 0 when there is none
 MULTICAST = tl.constexpr(10)  # address of all ranks' copies of the segment at once, 0 when there is none
+CTAS = tl.constexpr(11)  # how many CTAs a launch of this rank may have
 # 14 and 15: where a traced launch writes its events, see lang/trace.py
 TABLE = tl.constexpr(16)  # from here: the addresses of the segment on every rank, then those of abort flags
 
 # Words of the state, private to a rank and to one workspace.
-EPOCH = tl.constexpr(0)  # the last epoch that was completed
-FINISHED = tl.constexpr(1)  # CTAs of the running launch that are done
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
 # 3: COUNTERS_DONE of ops/moe/routing.py, 4: LINK_FREE of lang/copy.py
 GRID_SYNC = tl.constexpr(5)  # CTAs that have come to bounded grid syncs of attention, and the epoch
+EPOCH = tl.constexpr(8)  # from here, a word for every CTA: the last epoch that it completed
+MAX_CTAS = tl.constexpr(512)  # of a launch; no GPU has that many SMs
+STATE_WORDS = tl.constexpr(8 + 512)
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
@@ -99,9 +101,9 @@ def state_of(context):
 def current_epoch(context):
     """The epoch of the running launch: one more than the last completed one.
 
-    Call it once, at the beginning. It stays the same until the last CTA has called `finish`, so all CTAs of the launch
-    get the same epoch. A launch that calls it must call `finish`.
+    Call it once, at the beginning. Every CTA has a word of its own for it, which only `finish` changes, so all CTAs of
+    the launch get the same epoch. A launch that calls it must call `finish`.
     """
-    epoch = tl.load(state_of(context) + EPOCH) + 1
+    epoch = tl.load(state_of(context) + EPOCH + tl.program_id(0)) + 1
     trace(context, LAUNCHES, BEGUN, 0, epoch, trace_time(context))
     return epoch

@@ -25,8 +25,8 @@ import triton.language as tl
 
 from mkernel.lang.context import (
     ABORTED,
+    CTAS,
     EPOCH,
-    FINISHED,
     OP,
     RANK,
     RECORD_WORDS,
@@ -53,6 +53,7 @@ ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
+PARTIAL_SUM = tl.constexpr(4)  # the partial sum of another CTA of this rank is here, see lang/team.py
 NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
 
 
@@ -276,17 +277,19 @@ def refuse(context, reason, peer, seen, expected):
 def finish(context, epoch, WORLD_SIZE: tl.constexpr):
     """End the launch. Every CTA calls this last, once.
 
-    If the group has given up, the CTA leaves a record, because its inputs may never have arrived. The last CTA
-    completes the epoch, so the next launch (or the next replay of a captured graph) continues from there without the
-    host.
+    If the group has given up, the CTA leaves a record, because its inputs may never have arrived.
+
+    The CTA writes the epoch into its word of the state, and into those of CTAs that this launch does not have, so the
+    next launch (or the next replay of a captured graph) continues from there without the host. No CTA waits for another
+    one or for its own stores, as it would to count the CTAs that are done: that took 1.3 us of every launch on an H200.
     """
-    state = state_of(context)
-    tl.debug_barrier()
+    epochs = state_of(context) + EPOCH
+    tl.debug_barrier()  # all warps have read the old one
     if WORLD_SIZE > 1:
         if gave_up(context):
             _record(context, TOLD_TO_LEAVE, Awaited(COMPUTE, NOTHING, -1, 0), 0, 0, 0)
     trace(context, LAUNCHES, ENDED, 0, epoch, trace_time(context))
-    before = tl.atomic_add(state + FINISHED, 1, sem="acq_rel", scope="gpu")
-    if before + 1 == tl.num_programs(0):
-        tl.atomic_xchg(state + FINISHED, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(state + EPOCH, epoch, sem="release", scope="gpu")
+    cta = tl.program_id(0)
+    tl.store(epochs + cta, epoch)
+    for other in range(cta + tl.num_programs(0), tl.load(context + CTAS).to(tl.int32), tl.num_programs(0)):
+        tl.store(epochs + other, epoch)

@@ -16,6 +16,7 @@ class Config:
     chunk_rows: rows that are transferred with one signal.
     copy_bytes: bytes that a copying CTA has in flight.
     steps: how much of the keys and values of other ranks is buffered; one step is what one rank has.
+    team_ctas: CTAs that compute one tile together, each with a part of k; for products with few rows.
     passes, held_tiles: in how many passes over the gathered rows each CTA computes its first `held_tiles` tiles.
     """
 
@@ -34,6 +35,7 @@ class Config:
     steps: int | None = None
     passes: int | None = None
     held_tiles: int | None = None
+    team_ctas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,4 @@ class Settings:
     steps: int = 0
     passes: int = 1
     held_tiles: int = 0
+    team_ctas: int = 1

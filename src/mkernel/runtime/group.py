@@ -485,12 +485,13 @@ class Group:
         for parity, begin in enumerate((start, start + half_bytes)):
             parts.append(Part(f"half {parity} of the workspace of {op}", begin, begin + half_bytes, "buffer"))
         segment = self.heap.allocate(nbytes, cut, replaces, parts)
-        state = self.world.memory.upload(self.world_rank, [0] * 8)
+        state = self.world.memory.upload(self.world_rank, [0] * words.STATE_WORDS.value)
         table = [0] * words.TABLE.value
         table[words.RANK.value] = self.rank
         table[words.SIZE_WORD.value] = self.size
         table[words.TIMEOUT.value] = int(self.timeout * 1e9)
         table[words.STATE.value] = state.data_ptr()
+        table[words.CTAS.value] = self._launcher.ctas(self.world_rank)
         table[words.RECORDS.value] = self._records.data_ptr()
         table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
         table[words.POSTING.value] = self._posting.data_ptr() if self._posting is not None else 0

@@ -38,6 +38,7 @@ BOUNDS = {
     "copy_bytes": (64, 4 * REGISTERS, True),  # they go through registers
     "passes": (1, 64, False),
     "held_tiles": (1, 1024, False),
+    "team_ctas": (1, 16, True),  # at most one row of the smallest tile for each
 }
 
 
@@ -62,6 +63,44 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, uses_tma: bo
         return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
     # pointers for a 128 x 256 tile do not fit into the registers
     return TileDefaults(128, 128, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """The tile of a product with few rows, and how many CTAs compute one together."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    warps: int
+    team: int
+
+
+def few_rows(device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int) -> FewRows | None:
+    """The smallest tile of which there is at most one for each CTA, and the largest team. None if there are more tiles,
+    or if such tiles were not measured. The fastest of those that were tried on an H200, one rank, beside cuBLAS: see
+    docs/performance.md. k: if it is known, teams are no larger than it takes to give each member a few steps."""
+    if device.type != "cuda" or dtype.itemsize != 2 or not rows * n:
+        return None
+    height = max(1 << (rows - 1).bit_length(), 16)
+    if height <= 32:
+        tiles = [(height, 64, 128, 6, 4), (height, 128, 128, 5, 4)]
+    else:
+        tiles = [(64, 64, 128, 6, 4), (64, 128, 128, 4, 4)]
+        if height > 64:
+            tiles.append((128, 128, 64, 6, 8))
+    for tile_m, tile_n, tile_k, stages, warps in tiles:
+        count = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
+        if count <= ctas:
+            most = min(ctas // count, 16, max(k // (2 * tile_k), 1) if k is not None else 16)
+            return FewRows(tile_m, tile_n, tile_k, stages, warps, largest_team(most))
+    return None
+
+
+def largest_team(most: int) -> int:
+    """The largest power of two that is not more than `most`."""
+    return 1 << (max(most, 1).bit_length() - 1)
 
 
 def push_rate(peers: int) -> float:

@@ -12,7 +12,7 @@ from mkernel import operators
 from mkernel.lang import context, roles, signals
 from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
-MAX_CTAS = 512  # of a launch; no GPU has that many SMs
+MAX_CTAS = context.MAX_CTAS.value
 PER_CTA = 2  # records
 COUNT = PER_CTA * MAX_CTAS  # records of a group; every call checks those that its launches may have written
 WORDS = context.RECORD_WORDS.value
@@ -25,6 +25,7 @@ SIGNALS = {
     signals.ARRIVED.value: "arrived",
     signals.RING_SPACE.value: "ring space",
     signals.SENT.value: "sent",
+    signals.PARTIAL_SUM.value: "partial sum",
     signals.NOTHING.value: "nothing",
 }  # of all operators; others have those of their entry in the registry
 

@@ -56,7 +56,8 @@ class RunningLaunch:
         segment = (launch.group.name, uses.workspace.segment.number) if uses is not None and uses.arrays else None
         self.keeps = Keeps(segment, uses.arrays if uses is not None else ())
         table = launch.arguments.get("context")
-        self._epoch = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0  # address of its epoch
+        state = int(table[words.STATE.value]) if isinstance(table, torch.Tensor) else 0
+        self._epoch = state + words.EPOCH.value * 8  # address of the epoch of its first CTA
         self._epoch_before: int | None = None  # if the kernel has loaded it
 
     def abort(self) -> None:
@@ -96,12 +97,15 @@ class RunningLaunch:
                 self.simulator.given_up.add(self.simulator.abort_flags[word])
 
     def on_load_one(self, address: int) -> None:
-        if address == self._epoch:
+        if address == self._epoch:  # every kernel that loads the epoch has a first CTA
             self._epoch_before = ctypes.c_int64.from_address(address).value
 
     def check_epoch(self) -> None:
         """A kernel that has loaded the epoch must complete it."""
-        if self._epoch_before is not None and ctypes.c_int64.from_address(self._epoch).value == self._epoch_before:
+        if self._epoch_before is None:
+            return
+        epochs = (ctypes.c_int64 * self.grid).from_address(self._epoch)
+        if self._epoch_before in epochs:
             raise SimulatorError(
                 f"{self.op}: the launch on rank {self.rank} has ended, but its epoch has not: every CTA must call "
                 f"finish(context, epoch, WORLD_SIZE) last. The next launch would mistake old signals for its own"
@@ -236,7 +240,7 @@ class Execution:
         uses = running.spec.uses
         if uses is not None:
             workspace = uses.workspace
-            used = workspace.data if uses.whole else workspace.half(int(workspace.state[0]) % 2)
+            used = workspace.data if uses.whole else workspace.half(int(workspace.state[words.EPOCH.value]) % 2)
             for start, end in uses.free:
                 if end > start:
                     used[start:end] = POISON

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -12,6 +12,8 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import RhsLayout
 from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
+
+FEW_GATHERED = 256  # rows of all ranks
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,16 @@ class Plan:
     precision: str
     hopper: bool  # runs the Hopper kernel (hopper.py)
     reasons: tuple[str, ...]
+    few_rows: bool = False  # runs the kernel for few rows (few_rows.py)
+    rows_use_tma: bool = False  # it reads rows through a descriptor
 
     def __str__(self) -> str:
         c = self.config
+        roles = f"{c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done"
+        if self.few_rows:
+            roles = f"{c.team_ctas} for each tile"
         head = (
-            f"all_gather_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs "
-            f"({c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done), "
+            f"all_gather_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({roles}), "
             f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
@@ -91,6 +97,9 @@ def plan(
     """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
     m, n = a.shape[0], b.shape[1]
     access = Access.of(group, a, b, out)
+    few = _few_rows(group, a, n, access, config) if not return_gathered else None
+    if few is not None:
+        return few
     on_hopper = (
         suits_hopper(group, m, a.dtype, config)
         and n > 128
@@ -113,6 +122,70 @@ def plan(
         precision=matmul_precision(a.dtype),
         hopper=on_hopper,
         reasons=(*access.reasons(group.nodes), *reasons),
+    )
+
+
+def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None) -> Plan | None:
+    """The plan of a call that takes the kernel for few rows (few_rows.py); None for other calls."""
+    (m, k), size, given = a.shape, group.size, config or Config()
+    most = group.world.launcher.ctas(group.world_rank)
+    if group.nodes > 1 or not n:
+        return None
+    rows_use_tma = access.rows.descriptors and (size > 1 or not access.rows.staged)
+    tile = None
+    if given.team_ctas is None:
+        if not (rows_use_tma and access.right.uses_tma and _is_plain(config)):
+            return None
+        if size > 1 and not gathers_few_rows(group, m, a.dtype, config):
+            return None
+        tile = planning.few_rows(group.device, a.dtype, size * m, n, k, most)
+        if tile is None and size == 1:
+            return None
+    defaults = planning.default_tiles(group.device, a.dtype, n, rows_use_tma and access.right.uses_tma)
+    tile = tile or planning.FewRows(
+        defaults.tile_m, min(defaults.tile_n, 128), defaults.tile_k, defaults.stages, defaults.warps, 1
+    )
+    pick = planning.chooser(config)
+    tile_m, tile_n = pick("tile_m", tile.tile_m), pick("tile_n", tile.tile_n)
+    tiles = math.ceil(size * m / tile_m) * math.ceil(n / tile_n)
+    team = planning.largest_team(min(pick("team_ctas", tile.team), tile_m, pick("ctas", most) // tiles))
+    rows_in_chunk = chunk_rows(group, a, config)
+    chunks = math.ceil(m / rows_in_chunk)
+    # all CTAs push, so there may be more of them than tiles
+    wanted = max(tiles * team, chunks if size > 1 else 1)
+    settings = Settings(
+        tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tile.tile_k), group_m=pick("group_m", defaults.group_m),
+        stages=pick("stages", tile.stages), warps=pick("warps", tile.warps),
+        ctas=min(-(-pick("ctas", wanted) // team) * team, most // team * team), send_ctas=0, intra_ctas=0,
+        join_tiles=0, chunk_rows=rows_in_chunk, copy_bytes=pick("copy_bytes", min(defaults.copy_bytes, 16384)),
+        team_ctas=team,
+    )  # fmt: skip
+    planning.check_tile(settings, a.dtype, rows_use_tma and access.right.uses_tma)
+    planning.check(settings, max_ctas=most, least_send=0, least_intra=0)
+    reason = "few rows: a tile covers the rows of all ranks, so that b is read once"
+    return Plan(
+        config=settings, access=access, chunks=chunks, precision=matmul_precision(a.dtype), hopper=False,
+        reasons=(*access.reasons(group.nodes), reason), few_rows=True, rows_use_tma=rows_use_tma,
+    )  # fmt: skip
+
+
+def _is_plain(config: Config | None) -> bool:
+    """Does a configuration leave tiles and CTAs open?"""
+    given = config or Config()
+    return all(getattr(given, field.name) is None for field in fields(given) if field.name != "chunk_rows")
+
+
+def gathers_few_rows(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
+    """Whether calls of several ranks usually take the kernel for few rows, judging only by what is the same on every
+    rank."""
+    return (
+        group.size > 1
+        and group.nodes == 1
+        and group.device.type == "cuda"
+        and has_descriptors(group.device)
+        and dtype.itemsize == 2
+        and group.size * m <= FEW_GATHERED
+        and _is_plain(config)
     )
 
 
@@ -186,6 +259,8 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     given = config or Config()
     if given.chunk_rows is not None:
         return given.chunk_rows
+    if gathers_few_rows(group, a.shape[0], a.dtype, config):
+        return max(-(-a.shape[0] // 64), 1)  # every CTA pushes a few of them
     if suits_hopper(group, a.shape[0], a.dtype, config):
         return 16  # every CTA pushes, so with small chunks rows arrive in order
     tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m

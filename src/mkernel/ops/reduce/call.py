@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -115,11 +116,71 @@ class Plan:
     reasons: tuple[str, ...]
     hopper: bool = False  # takes the kernel for Hopper
     sliced: bool = False  # tiles are split into slices
+    few_rows: bool = False  # takes the kernel for few rows
     multicast: bool = False  # the switch delivers finished tiles to all ranks
     in_switch: bool = False  # and also reduces the partials
 
     def __str__(self) -> str:
         return "\n".join([self.head, *(f"- {reason}" for reason in self.reasons)])
+
+
+FEW_ROWS = 256  # of all ranks
+
+
+def few_rows(
+    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None, k: int | None = None
+) -> planning.FewRows | None:  # fmt: skip
+    """The tile of a sum [m, n] with few rows, and the size of the teams that compute one; None for other sums. Depends
+    only on what is the same on every rank: with several ranks, k must be None."""
+    given, most = config or Config(), planning.common_ctas(group)
+    if group.nodes > 1 or not m * n:
+        return None
+    defaults = planning.default_tiles(group.device, dtype, n, uses_tma=True)
+    tile = planning.FewRows(
+        defaults.tile_m, min(defaults.tile_n, 128), defaults.tile_k, defaults.stages, defaults.warps, 1
+    )
+    if given.team_ctas is None:
+        if config is not None and any(getattr(config, field.name) is not None for field in fields(config)):
+            return None
+        if group.device.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
+            return None
+        found = planning.few_rows(group.device, dtype, m, n, k, most)
+        if found is None and group.size == 1 and not 1.8 < math.ceil(m / 128) * math.ceil(n / 128) / most <= 2:
+            return None
+        # with one rank, two tiles for almost every CTA: 0.95 of cuBLAS, where the kernel for Hopper had 0.88
+        tile = found or planning.FewRows(64 if m <= 64 else 128, 128, 64, 6, 4 if m <= 64 else 8, 1)
+    choose = planning.chooser(config)
+    tile_m, tile_n, ctas = choose("tile_m", tile.tile_m), choose("tile_n", tile.tile_n), choose("ctas", most)
+    tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
+    team = planning.largest_team(min(choose("team_ctas", tile.team), tile_m, ctas // tiles))
+    return replace(tile, tile_m=tile_m, tile_n=tile_n, team=team)
+
+
+def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> Plan | None:
+    """The plan of a call that takes the kernel for few rows; None for other calls. k: see `few_rows`."""
+    m, n = call.a.shape[0], call.b.shape[1]
+    tile = few_rows(group, m, n, call.a.dtype, call.config, k)
+    descriptors = has_descriptors(group.device)
+    uses_tma = descriptors and describable(call.a) and RhsLayout.of(call.b, descriptors).uses_tma
+    forced = call.config is not None and call.config.team_ctas is not None
+    if tile is None or (group.size == 1 and not uses_tma and not forced):
+        return None
+    choose = planning.chooser(call.config)
+    tiles = math.ceil(m / tile.tile_m) * math.ceil(n / tile.tile_n)
+    most = planning.common_ctas(group)
+    ctas = min(-(-choose("ctas", tiles * tile.team) // tile.team), most // tile.team) * tile.team
+    elements = tiles * tile.tile_m * tile.tile_n
+    config = replace(call.config or Config(), ctas=ctas)
+    if uses_tma:
+        names = ("tile_k", "stages", "warps")
+        config = replace(config, **{name: choose(name, getattr(tile, name)) for name in names})
+    plan = plan_of(
+        op, group, replace(call, config=config), tile=(tile.tile_m, tile.tile_n), tiles=tiles, computed=tiles,
+        ctas=ctas, pushed=elements * (group.size - 1) // group.size, sent=0,
+        reasons=(f"few rows: {tile.team} CTAs compute each tile, which covers the rows of all ranks",),
+    )  # fmt: skip
+    settings = replace(plan.config, team_ctas=tile.team)
+    return replace(plan, config=settings, few_rows=True, out_uses_tma=False, residual_uses_tma=False)
 
 
 def plan_of(

@@ -116,6 +116,10 @@ def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
     call = tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
+    if decided.few_rows:
+        from mkernel.ops.reduce import few_rows
+
+        return few_rows.launch(group, decided, OP, call)
     memory = protocol.layout(group, decided, call)
     workspace = memory.workspace(group)
     if decided.multicast and not workspace.segment.multicast:

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from mkernel.ops.reduce.call import Plan, Sum, plan_of
+from mkernel.ops.reduce.call import Plan, Sum, plan_of, plan_of_few_rows
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
+from mkernel.runtime.matmul import RhsLayout
+from mkernel.runtime.operands import describable
 
 OP = "matmul_all_reduce"
 
@@ -51,7 +53,8 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
     default = planning.default_tiles(group.device, dtype, n, uses_tma=True)
     tiles = [(default.tile_m, default.tile_n)]
     if group.device.type == "cuda" and dtype != torch.float32:
-        tiles += [(128, 128), (64, 128)]
+        height = min(max(1 << (m - 1).bit_length(), 16), 64)
+        tiles += [(128, 128), *([(height, 256)] if height < 64 else []), (height, 128), (height, 64)]
     found = None
     for tile_m, tile_n in ((choose("tile_m", tile_m), choose("tile_n", tile_n)) for tile_m, tile_n in tiles):
         few = math.ceil(m / tile_m) * math.ceil(n / tile_n) <= planning.common_ctas(group)
@@ -77,10 +80,15 @@ def cut(
 def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     m, n, gpus = call.a.shape[0], call.b.shape[1], group.gpus_per_node
+    few = plan_of_few_rows(OP, group, call, call.a.shape[1]) if group.size == 1 else None
+    if few is not None:
+        return few
     tile_m, tile_n, ctas = cut(group, m, n, call.a.dtype, call.config)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
     sliced = sliced_tile(group, m, n, call.a.dtype, call.config) is not None
+    if sliced and group.device.type == "cuda" and tile_m <= 64:
+        call = replace(call, config=_deep_stages(call, tile_m, tile_n))
     how = "every tile is split into slices, one for each rank: there is only one tile per CTA"
     missing = why_no_multicast(group, small=sliced or tiles == 0) if try_multicast else "the workspace has none"
     multicast = missing is None
@@ -104,6 +112,17 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     decided = replace(decided, multicast=multicast, in_switch=in_switch)
     # slices are narrower than the descriptors' blocks
     return replace(decided, sliced=True, out_uses_tma=False, residual_uses_tma=False) if sliced else decided
+
+
+def _deep_stages(call: Sum, tile_m: int, tile_n: int) -> Config | None:
+    """The configuration for a tile of few rows: b is read at the speed of memory only if much of it is in flight."""
+    if not (describable(call.a) and RhsLayout.of(call.b, True).uses_tma):
+        return call.config
+    choose = planning.chooser(call.config)
+    depth = choose("tile_k", 128)
+    stages = max(min(180 * 1024 // ((tile_m + tile_n) * depth * call.a.element_size()), 6), 2)
+    settings = dict(tile_k=depth, stages=choose("stages", stages), warps=choose("warps", 4))
+    return replace(call.config or Config(), **settings)
 
 
 def _about_multicast(missing: str | None, in_switch: bool) -> str:

@@ -42,8 +42,10 @@ def matmul_reduce_scatter(
         scatter=True,
     )  # fmt: skip
     rows, n = call.out.shape
-    tile_m, tile_n = plan.tile_of(group, rows, n, a.dtype, call.config)
-    group.agree(OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n)
+    tile_m, tile_n, team = plan.tile_of(group, rows, n, a.dtype, call.config)
+    group.agree(
+        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n, team=team
+    )  # fmt: skip
     if call.out.numel():
         group.launch(prepare(group, call), key, passed, [call.out] * (out is None))
     else:
@@ -78,6 +80,10 @@ def prepare(group: Group, call: Sum) -> Launch:
     """The launch of a call whose arguments have been checked. Collective if the workspace must grow."""
     call = tuned(TUNABLE, group, call)
     decided = group.planned((OP, call.key), lambda: plan.decide(group, call))
+    if decided.few_rows:
+        from mkernel.ops.reduce import few_rows
+
+        return few_rows.launch(group, decided, OP, call)
     memory = protocol.layout(group, decided, call.wire_dtype)
     if decided.hopper:
         from mkernel.ops.reduce.reduce_scatter import hopper  # import Gluon only where it is used

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from mkernel.ops.reduce.call import Plan, Sum, plan_of
+from mkernel.ops.reduce.call import Plan, Sum, few_rows, plan_of, plan_of_few_rows
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -15,18 +15,25 @@ from mkernel.runtime.group import Group
 OP = "matmul_reduce_scatter"
 
 
-def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int]:
-    """(tile_m, tile_n). Slots hold whole tiles, so they depend only on what is the same on every rank."""
+def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int, int]:
+    """(tile_m, tile_n, CTAs that compute a tile of few rows or 0). Slots hold whole tiles, or what a CTA of several has
+    of them, so they depend only on what is the same on every rank."""
     choose = planning.chooser(config)
+    few = few_rows(group, rows * group.size, n, dtype, config) if group.size > 1 else None
+    if few is not None:
+        return few.tile_m, few.tile_n, few.team
     wanted = planning.common_ctas(group) / group.size
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)
-    return choose("tile_m", tile_m), choose("tile_n", tile_n)
+    return choose("tile_m", tile_m), choose("tile_n", tile_n), 0
 
 
 def decide(group: Group, call: Sum) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     rows, n = call.a.shape[0] // group.size, call.b.shape[1]
-    tile_m, tile_n = tile_of(group, rows, n, call.a.dtype, call.config)
+    few = plan_of_few_rows(OP, group, call, call.a.shape[1] if group.size == 1 else None)
+    if few is not None:
+        return few
+    tile_m, tile_n, _ = tile_of(group, rows, n, call.a.dtype, call.config)
     tiles = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
     portable = plan_of(
