@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import mkernel as mk
-from mkernel.lang.context import current_epoch, rank_of, segment_of
+from mkernel.lang.context import EPOCH, current_epoch, rank_of, segment_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import ARRIVED, finish, notify, wait
 from mkernel.sim.scheduler import Scheduler
@@ -241,7 +241,7 @@ def test_slow_and_late_ranks_are_waited_for(options):
         workspace = group.workspace(OP, 8, 1024)
         for _ in range(3):
             launch(group, meet, context=workspace.context)
-        return int(workspace.state[0])
+        return int(workspace.state[EPOCH.value])
 
     for seed in range(3):
         assert simulate(rank, gpus=3, seed=seed, timeout=1e-4, **options) == [3, 3, 3]

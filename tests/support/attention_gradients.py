@@ -86,7 +86,7 @@ def _bounds(case, query, key, value, weights, out, dout, dlse):
         per_kv_head(scale * of_dk.mT @ query.abs()),
         per_kv_head(of_dv.mT @ dout.abs()),
     ]
-    return [bound + 1e-30 for bound in bounds]
+    return [bound + least + 1e-30 for bound in bounds]
 
 
 def assert_gradients(found, case, rank, size, turn=0, with_lse=True):
