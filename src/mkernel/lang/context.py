@@ -40,6 +40,7 @@ GRID_SYNC = tl.constexpr(5)  # CTAs that have come to bounded grid syncs of atte
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
+RECORDED = tl.constexpr(15)  # of the first record only: 1 once any record was written, for the host to poll
 
 
 class Comm(NamedTuple):

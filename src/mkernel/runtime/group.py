@@ -124,8 +124,6 @@ class Group:
         self.tracer: Tracer | None = None  # records the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
         self.prepared = PreparedCalls(self)
-        # how many of the wait records kernels may have written
-        self._records_used = records.PER_CTA * min(self._launcher.ctas(world_rank), records.MAX_CTAS)
         try:
             self._open()
         except BaseException as failure:
@@ -136,8 +134,8 @@ class Group:
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
         self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
-        # as numpy sees it: every call reads it, also while PyTorch traces what is done with tensors
-        self._reasons = self._records.view(-1, records.WORDS)[:, 0].numpy()
+        # not as a tensor: every call reads a word of it, also while PyTorch traces what is done with tensors
+        self._record_words = self._records.numpy().data
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
@@ -242,7 +240,7 @@ class Group:
         TransportError if the network has failed. Raise RoutingError if a kernel refused its input."""
         self._check_process()
         self.check_calls()
-        if self._broken is None and self._reasons[: self._records_used].any():
+        if self._record_words[records.RECORDED] and self._broken is None:
             found = records.read(self._records)
             if found:
                 self._mark_broken(self._cause(found))
@@ -515,7 +513,6 @@ class Group:
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self._confirmed = False
-        self._records_used = max(self._records_used, records.PER_CTA * launch.grid)
         self._launcher.launch(self.world_rank, launch)
         self._call, self._confirmed = None, False
         self.prepared.keep(key, launch, passed, made)
