@@ -117,7 +117,6 @@ class Group:
         self.fresh = False  # the ranks have just agreed on new shapes, so their next launch may need a new kernel
         self._closed = False
         self._agreed: set[Hashable] = set()
-        self._forgotten = 0  # how often agreements were forgotten
         self._workspaces: dict[Hashable, Workspace] = {}
         self._plans: dict[int, dict[Hashable, Any]] = {}
         self._captured: list[Any] = []  # what the replay of captured graphs will use
@@ -424,16 +423,11 @@ class Group:
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
                 self._agreed.clear()  # in the same call on all ranks, since all have the same agreements
-                self._forgotten += 1
+                self.prepared.forget()
             self._agreed.add(key)
             self.fresh = True
         self._call = key
         return told
-
-    @property
-    def generation(self) -> tuple[int, int]:
-        """Changes when what was prepared for a call may no longer hold: workspaces, or agreements between ranks."""
-        return self.heap.generation, self._forgotten
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
         """The cached plan for this key, or a new one. At most `kept` plans of a kind are cached."""
