@@ -97,6 +97,7 @@ class Group:
     ):  # fmt: skip
         self.world = world
         self.members = tuple(members)
+        self.size = len(self.members)
         self.world_rank = world_rank
         self.name = name
         self.timeout = timeout
@@ -153,10 +154,6 @@ class Group:
         self.tuned = tuned.table_of(self)
 
     # -- for users
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
 
     @property
     def nodes(self) -> int:

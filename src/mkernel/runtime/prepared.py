@@ -44,7 +44,7 @@ class PreparedCalls:
     """The prepared calls of a group on this rank."""
 
     def __init__(self, group: Group):
-        self._group: Group = weakref.proxy(group)
+        self._group = weakref.ref(group)
         self._rank, self._heap, self._memory = group.world_rank, group.heap, group.world.memory
         self._repeater = group._launcher.repeater
         self._calls: dict[Hashable, Prepared] = {}
@@ -70,7 +70,8 @@ class PreparedCalls:
             tensors that were allocated for the call, in the order of `keep`. These are None, and nothing is launched,
             if the call is not prepared, or if a tensor is in the symmetric heap, or overlaps the result.
         """
-        group, repeater = self._group, self._repeater
+        group, repeater = self._group(), self._repeater
+        assert group is not None  # it makes the call
         if repeater is None or group.tracer is not None or forward_ad._current_level >= 0:
             return None, None
         stream = repeater.stream_key(self._rank)
@@ -101,8 +102,10 @@ class PreparedCalls:
             return key, None
         if addresses[out] and _overlaps(out, addresses, prepared.spans):
             return key, None
-        made = [make() for make in prepared.makers]
-        for tensor in made:
+        made = []
+        for make in prepared.makers:
+            tensor = make()
+            made.append(tensor)
             addresses.append(tensor.data_ptr())
         group._call, group._confirmed = prepared.call, False
         repeater.launch(self._rank, group, prepared.ready, addresses)
