@@ -174,6 +174,12 @@ def test_a_timeout_is_written_down(role, kind, expected):
 
 
 @triton.jit
+def wait_as(context, expected, ROLE: tl.constexpr):
+    cta = tl.program_id(0)
+    wait(context, segment_of(context, rank_of(context), tl.int64) + cta, expected, ROLE, ARRIVED, 0, 0)
+
+
+@triton.jit
 def wait_in_every_cta(context, expected):
     cta = tl.program_id(0)
     mine = segment_of(context, rank_of(context), tl.int64)
@@ -205,6 +211,21 @@ def test_every_cta_has_a_record_of_its_own(seed):
     assert len(error.records) == grid
     assert error.record.timed_out
     assert f"{grid - 1} more waits" in str(error)
+
+
+@pytest.mark.parametrize("role", [COMPUTE, INTRA])
+def test_any_record_sets_the_word_that_the_host_polls(role):
+    def rank(group):
+        workspace = workspace_of(group)
+        workspace.segment.memory.view(torch.int64)[:2] = 1  # the third CTA waits alone
+        before = int(group._records[records.RECORDED])
+        with pytest.raises(mk.CommTimeout):
+            launch(group, workspace, wait_as, grid=3, expected=1, ROLE=role)
+        return before, int(group._records[records.RECORDED]), group._records.view(-1, records.WORDS)[:, 0].nonzero()
+
+    ((before, after, written),) = simulate(rank, timeout=SOON)
+    assert (before, after) == (0, 1)
+    assert written.tolist() == [[4 + (role is INTRA)]]
 
 
 @pytest.mark.parametrize("seed", range(4))

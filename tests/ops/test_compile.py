@@ -117,9 +117,12 @@ def test_signals_are_released_behind_a_barrier_and_acquired_at_system_scope(capa
     ptx = build(torch.bfloat16, FOUR_RANKS, capability=capability).ptx
     lines = [line for line in ptx.splitlines() if re.search(r"st\.global|bar\.sync|release", line)]
     releases = [place for place, line in enumerate(lines) if "global.sys.release" in line]
-    # wait records are scalars, which the thread that releases them has stored itself
+    # Wait records are scalars, which the thread that releases them has stored itself. The word for the host is next.
     of_records = re.compile(r"@(%p\d+) st\.global\.b64")
-    own = [place for place in releases if (found := of_records.search(lines[place - 1])) and found[1] in lines[place]]
+    first = [place for place in releases if (found := of_records.search(lines[place - 1])) and found[1] in lines[place]]
+    assert first, "no records"
+    assert all(place + 1 in releases for place in first), "nothing tells the host"
+    own = {*first, *(place + 1 for place in first)}
     releases = [place for place in releases if place not in own]
     assert len(releases) >= 2, "of data and of entries"
     for place in releases:

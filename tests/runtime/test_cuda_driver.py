@@ -127,6 +127,20 @@ def test_a_tensor_map_is_moved_only_if_its_tensor_is_elsewhere(driver):
     assert driver.moved == 1
 
 
+def test_a_launch_after_one_that_failed_halfway(driver):
+    """The addresses of the last launch are those of a parameter that is no longer there."""
+    ready = ready_for(driver, [word(A), tensor_map(OUT)])
+    ready.start([A, B, 0, OUT])
+    move = driver.move_tensor_map
+    driver.move_tensor_map = lambda where, address: 1
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        ready.start([A + 4096, B, 0, OUT + 4096])
+    driver.move_tensor_map = move
+    ready.start([A, B, 0, OUT])
+    assert driver.read(0, 8) == word(A)
+    assert driver.read(1, 8) == word(OUT)
+
+
 def test_a_thread_without_a_context_gets_that_of_the_launch(driver):
     ready = ready_for(driver, [word(A)])
     driver._results = [INVALID_CONTEXT, 0]

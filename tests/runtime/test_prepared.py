@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.repeating import repeating
+from support.repeating import Repeater, repeating
 
 import mkernel as mk
 from mkernel.runtime.errors import ArgumentError
@@ -169,6 +169,41 @@ def test_what_has_no_key_is_never_repeated(repeated):
             check(a, b)
         group.barrier()
         assert len(repeated) == done + 2 * group.size
+
+    mk.spawn(on_rank, gpus_per_node=2)
+
+
+def test_a_call_is_not_repeated_while_it_is_captured(repeated, monkeypatch):
+    def on_rank(group):
+        a, b = inputs(group, 1, M, K), inputs(group, 2, K, N)
+        for _ in range(3):
+            mk.all_gather_matmul(a, b)
+        assert len(repeated) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(Repeater, "stream_key", lambda repeater, rank: None)
+            mk.all_gather_matmul(a, b)
+        assert len(repeated) == 1
+        mk.all_gather_matmul(a, b)
+        assert len(repeated) == 2
+
+    mk.spawn(on_rank, gpus_per_node=1)
+
+
+def test_prepared_calls_are_forgotten_with_the_agreements(repeated, monkeypatch):
+    """All ranks forget agreements together; a prepared call would leave out the exchange that renews its own."""
+    monkeypatch.setattr("mkernel.runtime.group.AGREEMENTS_KEPT", 1)
+
+    def on_rank(group):
+        a, b = inputs(group, 1, M, K), inputs(group, 2, K, N)
+        for _ in range(3):
+            mk.all_gather_matmul(a, b)
+        group.barrier()
+        assert len(repeated) == 2
+        group.barrier()
+        mk.all_gather_matmul(a[: M // 2], b)  # needs no larger workspace
+        mk.all_gather_matmul(a, b)
+        group.barrier()
+        assert len(repeated) == 2
 
     mk.spawn(on_rank, gpus_per_node=2)
 

@@ -127,6 +127,29 @@ def test_everything_that_a_kernel_can_write_can_be_read(kind, role):
     assert str(record)
 
 
+REFUSAL = row(signals.OVER_CAPACITY, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken", "left"),
+    [
+        ([], None, 0),
+        ([REFUSAL], mk.CapacityError, 0),
+        ([row(signals.INVALID_ID, 0, 0)], mk.RoutingError, 0),
+        ([REFUSAL, row(signals.OVER_CAPACITY, 7, 0)], mk.CapacityError, 1),
+        ([REFUSAL, row(signals.TIMED_OUT, 3, 1)], mk.CapacityError, 1),
+        ([row(signals.TIMED_OUT, 3, 1)], None, 1),
+    ],
+)
+def test_taking_a_refusal_leaves_the_other_records(rows, taken, left):
+    table = table_of(*rows)
+    table[records.RECORDED] = 1
+    refusal = records.take_refusal(table)
+    assert type(refusal) is (taken or type(None))
+    assert int(table[records.RECORDED]) == left
+    assert int((table.view(-1, records.WORDS)[:, 0] != 0).sum()) == len(rows) - (taken is not None)
+
+
 def test_an_error_carries_its_records():
     error = mk.CommTimeout("words", [RECORD])
     assert error.record is RECORD

@@ -46,6 +46,9 @@ class Repeater:
     def __init__(self, launcher, repeated):
         self._launcher, self._repeated = launcher, repeated
 
+    def stream_key(self, rank):
+        return self._launcher.stream_key(rank)
+
     def prepare(self, rank, launch, tensors):
         return Ready(launch, tensors)
 

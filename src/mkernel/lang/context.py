@@ -42,6 +42,7 @@ STATE_WORDS = tl.constexpr(8 + 512)
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
+RECORDED = tl.constexpr(15)  # of the first record only: 1 once any record was written, for the host to poll
 
 
 class Comm(NamedTuple):

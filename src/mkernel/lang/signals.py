@@ -30,6 +30,7 @@ from mkernel.lang.context import (
     OP,
     RANK,
     RECORD_WORDS,
+    RECORDED,
     RECORDS,
     SIZE_WORD,
     TABLE,
@@ -237,7 +238,8 @@ def _record(context, reason, awaited, seen, expected, nanoseconds):
     cta = tl.program_id(0)
     # warps that copy within the node may wait beside others of their CTA: they have a record of their own
     row = 2 * cta + (1 if awaited.ROLE == INTRA else 0)
-    record = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64)) + row * RECORD_WORDS
+    records = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64))
+    record = records + row * RECORD_WORDS
     # the first wait that is given up tells the story; later ones only follow from it
     if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
         tl.store(record + 1, tl.load(context + OP))
@@ -253,6 +255,7 @@ def _record(context, reason, awaited, seen, expected, nanoseconds):
         # one thread stores all scalars, so its release needs no barrier; `notify` has one, which would keep
         # Triton from pipelining a loop with a wait in it
         tl.atomic_xchg(record, reason, sem="release", scope="sys")
+        tl.atomic_xchg(records + RECORDED, 1, sem="release", scope="sys")  # last: the host then reads the records
 
 
 @triton.jit

@@ -97,7 +97,8 @@ class SharedMemory:
         self._mapped: dict[int, list[torch.Tensor]] = {}  # address of shared memory -> the peers' memory beside it
         plain = SimMemory(simulator)
         self.upload, self.host_words = plain.upload, plain.host_words
-        self.describe, self.empty, self.map_multicast = plain.describe, plain.empty, plain.map_multicast
+        self.describe, self.map_multicast = plain.describe, plain.map_multicast
+        self.empty, self.maker = plain.empty, plain.maker
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         handle = os.memfd_create("mkernel")

@@ -16,6 +16,7 @@ A spinning kernel constrains how launches are made:
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,20 @@ class DeviceMemory:
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+
+    def maker(self, rank: int, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, self._devices[rank]
+        allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what compiled graphs call
+        if allocate is None:
+            return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+        current_device, index = torch._C._cuda_getDevice, device.index
+
+        def make() -> torch.Tensor:
+            if current_device() == index:  # where it allocates: 1.3 us less than torch.empty
+                return allocate(shape, strides, dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+        return make
 
 
 class CudaClock:
@@ -151,7 +166,7 @@ class CudaLauncher:
         self._ctas = ctas
         self._network = network
         self._threads = threads
-        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self.last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}  # each rank's last launch
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
         self.loader = KernelLoader(devices, network, self.synchronize)
         self._abort_streams: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
@@ -191,23 +206,19 @@ class CudaLauncher:
             if isinstance(launch, Launch):
                 self.loader.load(rank, launch, stream)
         for rank, (launch, stream) in launches.items():
-            self.start(rank, launch, stream)
+            if isinstance(launch, Repeated):
+                assert self.repeater is not None
+                self.repeater.start(rank, launch.ready, launch.addresses)
+            else:
+                self.start(rank, launch, stream)
 
-    def start(self, rank: int, launch: Launch | Repeated, stream: torch.cuda.Stream) -> None:
+    def start(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
         """Queue a loaded kernel behind the rank's last one."""
         if torch._C._cuda_getDevice() != self._indices[rank]:
             with torch.cuda.device(self._devices[rank]):
                 self.start(rank, launch, stream)
             return
-        last = self._last.get(rank)
-        if isinstance(launch, Repeated):
-            assert last is not None  # it was launched before
-            if last[0] is not stream and last[0] != stream:
-                stream.wait_event(last[1])
-            launch.ready.start(launch.addresses)
-            last[1].record(stream)
-            self._last[rank] = (stream, last[1])
-            return
+        last = self.last.get(rank)
         with torch.cuda.stream(stream):
             capturing = torch.cuda.is_current_stream_capturing()
             if last is not None and last[0] != stream and not capturing:
@@ -216,7 +227,7 @@ class CudaLauncher:
             if not capturing:
                 event = last[1] if last is not None else torch.cuda.Event()
                 event.record(stream)
-                self._last[rank] = (stream, event)
+                self.last[rank] = (stream, event)
             self._streams[rank].add(stream)
 
     def sync_after_first_call(self, rank: int, group: Group) -> bool:

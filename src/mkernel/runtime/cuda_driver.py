@@ -263,6 +263,7 @@ class Ready:
             else:
                 self._pointers.append((offsets[i] // POINTER_BYTES, tensor, offset))
         self._described = [-1] * len(self._maps)  # the addresses in the tensor maps
+        self._addresses: Sequence[int] = ()  # the tensors of the last launch
         addresses = [base + offset for offset in offsets]
         self._parameters = (c_void_p * max(len(addresses), 1))(*addresses)
         self._config = _LaunchConfig(
@@ -272,6 +273,19 @@ class Ready:
 
     def start(self, addresses: Sequence[int]) -> None:
         """Launch with tensors at these addresses."""
+        if addresses != self._addresses:
+            self._patch(addresses)
+        launch, arguments = self._cuda.launch, self._arguments
+        code = launch(*arguments)
+        if code:
+            if code == INVALID_CONTEXT:  # a thread that has used no GPU yet
+                self._cuda.check(self._cuda.set_context(c_void_p(self._context)))
+                code = launch(*arguments)
+            self._cuda.check(code)
+
+    def _patch(self, addresses: Sequence[int]) -> None:
+        """Change the parameters that depend on tensors."""
+        self._addresses = ()  # if the driver fails, they are neither the old ones nor the new ones
         words = self._words
         for word, tensor, offset in self._pointers:
             words[word] = addresses[tensor] + offset
@@ -281,9 +295,4 @@ class Ready:
             if address != described[i]:
                 self._cuda.check(self._cuda.move_tensor_map(tensor_map, c_void_p(address)))
                 described[i] = address
-        code = self._cuda.launch(*self._arguments)
-        if code == INVALID_CONTEXT:  # a thread that has used no GPU yet
-            self._cuda.check(self._cuda.set_context(c_void_p(self._context)))
-            code = self._cuda.launch(*self._arguments)
-        if code:
-            self._cuda.check(code)
+        self._addresses = addresses

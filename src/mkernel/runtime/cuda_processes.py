@@ -79,7 +79,7 @@ class SymmetricMemory:
         self._handles: dict[int, Any] = {}  # address of symmetric memory -> torch's handle, which keeps it mapped
         plain = DeviceMemory({rank: device})
         self.upload, self.host_words = plain.upload, plain.host_words
-        self.describe, self.empty = plain.describe, plain.empty
+        self.describe, self.empty, self.maker = plain.describe, plain.empty, plain.maker
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         from torch.distributed import _symmetric_memory as symmetric_memory

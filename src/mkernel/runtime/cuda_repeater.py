@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ log = logging.getLogger("mkernel")
 
 
 class Repeated(NamedTuple):
-    """The launch of a prepared call."""
+    """The launch of a prepared call, which waits for those of other threads."""
 
     ready: cuda_driver.Ready
     addresses: Sequence[int]  # of its tensors
@@ -31,12 +31,19 @@ class CudaRepeater:
     """Repeats launches.
 
     Args:
-        launcher: starts them, in the order of the rank's calls.
+        launcher: of the same ranks: their launches run in the order of their calls.
         threads: the exchange of ranks that are threads of this process; None if this process is one rank.
     """
 
     def __init__(self, launcher: CudaLauncher, devices: Mapping[int, torch.device], threads: ThreadExchange | None):
         self._launcher, self._devices, self._threads = launcher, devices, threads
+        self._indices = {rank: device.index for rank, device in devices.items()}
+        self._raw_stream: Any = torch._C._cuda_getCurrentRawStream  # looked up once
+        self._capturing: Any = torch._C._cuda_isCurrentStreamCapturing
+        self._current_device: Any = torch._C._cuda_getDevice
+
+    def stream_key(self, rank: int) -> Hashable | None:
+        return None if self._capturing() else self._raw_stream(self._indices[rank])
 
     def prepare(
         self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]
@@ -60,14 +67,29 @@ class CudaRepeater:
                 return None
 
     def launch(self, rank: int, group: Group, ready: cuda_driver.Ready, addresses: Sequence[int]) -> None:
-        repeated = Repeated(ready, addresses)
-        if group.size > 1 and self._threads is not None:
-            call: Any = group._call
-            self._threads.run_together(group, call[0], call, (repeated, ready.stream), self._launcher.launch_together)
-            return
         if group.size > 1:
+            if self._threads is not None:
+                call: Any = group._call
+                launch = Repeated(ready, addresses), ready.stream
+                self._threads.run_together(group, call[0], call, launch, self._launcher.launch_together)
+                return
             group.confirm()
-        self._launcher.start(rank, repeated, ready.stream)
+        self.start(rank, ready, addresses)
+
+    def start(self, rank: int, ready: cuda_driver.Ready, addresses: Sequence[int]) -> None:
+        """Queue a launch behind the rank's last one."""
+        if self._current_device() != self._indices[rank]:
+            with torch.cuda.device(self._devices[rank]):
+                self.start(rank, ready, addresses)
+            return
+        stream, last = ready.stream, self._launcher.last
+        before, event = last[rank]
+        if before is not stream:
+            if before != stream:
+                stream.wait_event(event)
+            last[rank] = stream, event
+        ready.start(addresses)
+        event.record(stream)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -97,6 +97,7 @@ class Group:
     ):  # fmt: skip
         self.world = world
         self.members = tuple(members)
+        self.size = len(self.members)
         self.world_rank = world_rank
         self.name = name
         self.timeout = timeout
@@ -117,15 +118,12 @@ class Group:
         self.fresh = False  # the ranks have just agreed on new shapes, so their next launch may need a new kernel
         self._closed = False
         self._agreed: set[Hashable] = set()
-        self._forgotten = 0  # how often agreements were forgotten
         self._workspaces: dict[Hashable, Workspace] = {}
         self._plans: dict[int, dict[Hashable, Any]] = {}
         self._captured: list[Any] = []  # what the replay of captured graphs will use
         self.tracer: Tracer | None = None  # records the events of this rank's launches, see mkernel.trace
         self.heap = Heap(self)
         self.prepared = PreparedCalls(self)
-        # how many of the wait records kernels may have written
-        self._records_used = records.PER_CTA * min(self._launcher.ctas(world_rank), records.MAX_CTAS)
         try:
             self._open()
         except BaseException as failure:
@@ -136,8 +134,8 @@ class Group:
     def _open(self) -> None:
         world, world_rank, memory = self.world, self.world_rank, self.world.memory
         self._records = memory.host_words(world_rank, records.COUNT * records.WORDS)
-        # as numpy sees it: every call reads it, also while PyTorch traces what is done with tensors
-        self._reasons = self._records.view(-1, records.WORDS)[:, 0].numpy()
+        # not as a tensor: every call reads a word of it, also while PyTorch traces what is done with tensors
+        self._record_words = self._records.numpy().data
         self._ring: torch.Tensor | None = None
         self._posting: torch.Tensor | None = None
         if self.nodes > 1:
@@ -156,10 +154,6 @@ class Group:
         self.tuned = tuned.table_of(self)
 
     # -- for users
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
 
     @property
     def nodes(self) -> int:
@@ -240,9 +234,11 @@ class Group:
     def check(self) -> None:
         """Raise if a kernel of this group gave up a wait on this rank: CommTimeout (RankLost if a rank is gone), or
         TransportError if the network has failed. Raise RoutingError if a kernel refused its input."""
-        self._check_process()
-        self.check_calls()
-        if self._broken is None and self._reasons[: self._records_used].any():
+        if os.getpid() != self._process:
+            self._check_process()
+        if self._different_calls is not None:
+            self.check_calls()
+        if self._record_words[records.RECORDED] and self._broken is None:
             found = records.read(self._records)
             if found:
                 self._mark_broken(self._cause(found))
@@ -426,16 +422,11 @@ class Group:
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
                 self._agreed.clear()  # in the same call on all ranks, since all have the same agreements
-                self._forgotten += 1
+                self.prepared.forget()
             self._agreed.add(key)
             self.fresh = True
         self._call = key
         return told
-
-    @property
-    def generation(self) -> tuple[int, int]:
-        """Changes when what was prepared for a call may no longer hold: workspaces, or agreements between ranks."""
-        return self.heap.generation, self._forgotten
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
         """The cached plan for this key, or a new one. At most `kept` plans of a kind are cached."""
@@ -516,7 +507,6 @@ class Group:
         if self.tracer is not None:
             launch = self.tracer.traced(launch)
         self._confirmed = False
-        self._records_used = max(self._records_used, records.PER_CTA * launch.grid)
         self._launcher.launch(self.world_rank, launch)
         self._call, self._confirmed = None, False
         self.prepared.keep(key, launch, passed, made)

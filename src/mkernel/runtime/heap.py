@@ -44,7 +44,6 @@ class Heap:
         self._segments: dict[int, Segment] = {}
         self._dropped: set[int] = set()
         self._next = 0
-        self.generation = 0  # changes whenever a segment is allocated or freed
         self._edges: list[int] = []  # where segments begin and end, in order
 
     @property
@@ -119,7 +118,10 @@ class Heap:
 
     def holds_one_of(self, addresses: Sequence[int]) -> bool:
         """Is one of these addresses in a segment?"""
-        return any(bisect_right(self._edges, address) % 2 for address in addresses)
+        for address in addresses:  # noqa: SIM110 (every call asks, and a generator takes twice as long)
+            if bisect_right(self._edges, address) % 2:
+                return True
+        return False
 
     def close(self) -> None:
         """Free all segments. Collective."""
@@ -137,7 +139,7 @@ class Heap:
         self._changed()
 
     def _changed(self) -> None:
-        self.generation += 1
+        self._group.prepared.forget()
         memories = [segment.memory for segment in self._segments.values()]
         self._edges = sorted(edge for memory in memories for edge in _ends(memory))
 

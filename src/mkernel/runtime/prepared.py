@@ -13,7 +13,7 @@ are traced, or captured into a graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,86 +36,81 @@ class Prepared(NamedTuple):
 
     call: Any  # what all ranks must call
     ready: Any  # the launcher's; None if the launch cannot be repeated
-    generation: tuple[int, int]  # it is outdated unless this is the group's
     spans: list[int]  # bytes from the first to the last element of each tensor
-    made: list[tuple[torch.Size, torch.dtype]]  # shapes of the tensors that each call allocates
+    makers: list[Callable[[], torch.Tensor]]  # allocate the tensors of a call
 
 
 class PreparedCalls:
     """The prepared calls of a group on this rank."""
 
     def __init__(self, group: Group):
-        self._group: Group = weakref.proxy(group)
+        self._group = weakref.ref(group)
+        self._rank, self._heap, self._memory = group.world_rank, group.heap, group.world.memory
+        self._repeater = group._launcher.repeater
         self._calls: dict[Hashable, Prepared] = {}
         self._seen: set[Hashable] = set()
 
-    def key_of(self, op: str, passed: Sequence[Any], *rest: Hashable) -> Hashable | None:
-        """What the call of an operator depends on besides the addresses of its tensors; None if it is unusual.
+    def forget(self) -> None:
+        """What was prepared may no longer hold: workspaces, or agreements between ranks, have changed."""
+        self._calls.clear()
+
+    def repeat(
+        self, op: str, passed: Sequence[Any], rest: Hashable, out: int
+    ) -> tuple[Hashable | None, list[torch.Tensor] | None]:
+        """Repeat a call if it is prepared.
 
         Args:
+            op: the operator.
             passed: the tensors that the caller passes, or what he passes instead.
             rest: all other arguments.
+            out: which of the tensors is a result, if the caller passes one.
+
+        Returns:
+            The key: what the call depends on besides the addresses of its tensors; None if it is unusual. And the
+            tensors that were allocated for the call, in the order of `keep`. These are None, and nothing is launched,
+            if the call is not prepared, or if a tensor is in the symmetric heap, or overlaps the result.
         """
-        group = self._group
-        launcher = group._launcher
-        if launcher.repeater is None or group.tracer is not None or launcher.capturing(group.world_rank):
-            return None
-        if forward_ad._current_level >= 0:
-            return None
-        gradients = torch.is_grad_enabled()
-        parts: list[Hashable] = [op, launcher.stream_key(group.world_rank), rest]
+        group, repeater = self._group(), self._repeater
+        assert group is not None  # it makes the call
+        if repeater is None or group.tracer is not None or forward_ad._current_level >= 0:
+            return None, None
+        stream = repeater.stream_key(self._rank)
+        if stream is None:
+            return None, None
+        parts: list[Hashable] = [op, stream, rest]
+        addresses: list[int] = []
         for tensor in passed:
             if tensor is None:
                 parts.append(None)
+                addresses.append(0)
                 continue
-            if type(tensor) not in PLAIN or (gradients and tensor.requires_grad):
-                return None
+            if type(tensor) not in PLAIN or (tensor.requires_grad and torch.is_grad_enabled()):
+                return None, None
             if tensor.layout is not torch.strided or tensor.is_neg():
-                return None
-            dtype = tensor.dtype
+                return None, None
+            dtype, address = tensor.dtype, tensor.data_ptr()
             if dtype is torch.float32:
                 parts.append(matmul_precision(dtype))
-            parts.append((tensor.shape, tensor.stride(), dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT))
-        return tuple(parts)
-
-    def repeat(
-        self, key: Hashable | None, passed: Sequence[torch.Tensor | None], out: int | None = None
-    ) -> list[torch.Tensor] | None:
-        """Repeat a call, and return the tensors that it allocated, in the order of `keep`. None, and nothing is
-        launched, if the call is not prepared, or unusual: a tensor is in the symmetric heap, or overlaps the result.
-
-        Args:
-            key: of the call.
-            passed: the tensors that were passed to `key_of`.
-            out: which of them is a result that the caller passes.
-        """
-        if key is None:
-            return None
+            parts.append((tensor.shape, tensor.stride(), dtype, tensor.get_device(), address % ALIGNMENT))
+            addresses.append(address)
+        key = tuple(parts)
         try:
             prepared = self._calls.get(key)
         except TypeError:  # an argument without a hash, which the checks refuse
-            return None
-        if prepared is None or prepared.ready is None:
-            return None
-        group = self._group
-        if prepared.generation != group.generation:
-            self._calls.clear()
-            return None
-        addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in passed]
-        if group.heap.holds_one_of(addresses):
-            return None
-        if out is not None and passed[out] is not None and _overlaps(out, addresses, prepared.spans):
-            return None
-        empty, rank = group.world.memory.empty, group.world_rank
-        made = [empty(rank, shape, dtype) for shape, dtype in prepared.made]
-        for tensor in made:
+            return None, None
+        if prepared is None or prepared.ready is None or self._heap.holds_one_of(addresses):
+            return key, None
+        if addresses[out] and _overlaps(out, addresses, prepared.spans):
+            return key, None
+        made = []
+        for make in prepared.makers:
+            tensor = make()
+            made.append(tensor)
             addresses.append(tensor.data_ptr())
         group._call, group._confirmed = prepared.call, False
-        repeater = group._launcher.repeater
-        assert repeater is not None
-        repeater.launch(rank, group, prepared.ready, addresses)
+        repeater.launch(self._rank, group, prepared.ready, addresses)
         group._call, group._confirmed = None, False
-        return made
+        return key, made
 
     def keep(
         self, key: Hashable | None, launch: Launch, passed: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
@@ -129,19 +124,17 @@ class PreparedCalls:
                 self._seen.clear()
             self._seen.add(key)
             return
-        group = self._group
         made = [*made, *launch.scratch]
         tensors = [*passed, *made]
-        if group.heap.holds_one_of([tensor.data_ptr() for tensor in tensors if tensor is not None]):
+        if self._heap.holds_one_of([tensor.data_ptr() for tensor in tensors if tensor is not None]):
             return
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()
-        repeater = group._launcher.repeater
-        assert repeater is not None  # the call has a key
-        ready = repeater.prepare(group.world_rank, launch, tensors)
+        assert self._repeater is not None  # the call has a key
+        ready = self._repeater.prepare(self._rank, launch, tensors)
         spans = [span(tensor) if tensor is not None else 0 for tensor in tensors]
-        shapes = [(tensor.shape, tensor.dtype) for tensor in made]
-        self._calls[key] = Prepared(launch.call, ready, group.generation, spans, shapes)
+        makers = [self._memory.maker(self._rank, tensor) for tensor in made]
+        self._calls[key] = Prepared(launch.call, ready, spans, makers)
 
 
 def _overlaps(out: int, addresses: Sequence[int], spans: Sequence[int]) -> bool:

@@ -14,8 +14,9 @@ from mkernel.runtime.errors import CapacityError, CommTimeout, RoutingError
 
 MAX_CTAS = context.MAX_CTAS.value
 PER_CTA = 2  # records
-COUNT = PER_CTA * MAX_CTAS  # records of a group; every call checks those that its launches may have written
+COUNT = PER_CTA * MAX_CTAS  # records of a group
 WORDS = context.RECORD_WORDS.value
+RECORDED = context.RECORDED.value  # the word of a table that says whether it has records
 
 OPS: list[str] = []  # by number, see `number_of`
 _lock = threading.Lock()  # ranks may be threads
@@ -140,17 +141,22 @@ def read(table: torch.Tensor) -> list[WaitRecord]:
 
 def take_refusal(table: torch.Tensor) -> RoutingError | None:
     """The error of a kernel that refused its input, if there is one. Removes its record from the table."""
-    for row in table.view(-1, WORDS):
-        reason, op, _, _, _, _, peer, _, seen, expected = row[:10].tolist()
-        if reason in REFUSALS:
-            row[0] = 0
-            if reason == signals.OVER_CAPACITY.value:
-                return CapacityError(
-                    f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}; increase it. "
-                    f"No rank has computed anything, and the group can be used again."
-                )
-            return RoutingError(
-                f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "
-                f"No rank has computed anything, and the group can be used again."
-            )
-    return None
+    table[RECORDED] = 0  # before the records are read: one that is written meanwhile sets it again
+    rows = table.view(-1, WORDS)
+    written = rows[:, 0].nonzero().flatten().tolist()
+    refused = next((row for row in written if int(rows[row, 0]) in REFUSALS), None)
+    if len(written) > (refused is not None):
+        table[RECORDED] = 1  # others remain
+    if refused is None:
+        return None
+    reason, op, _, _, _, _, peer, _, seen, expected = rows[refused, :10].tolist()
+    rows[refused, 0] = 0
+    if reason == signals.OVER_CAPACITY.value:
+        return CapacityError(
+            f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}; increase it. "
+            f"No rank has computed anything, and the group can be used again."
+        )
+    return RoutingError(
+        f"{OPS[op]}: {seen} of the topk_ids of all ranks are beyond the last of the {expected} experts. "
+        f"No rank has computed anything, and the group can be used again."
+    )

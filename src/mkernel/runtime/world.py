@@ -177,6 +177,9 @@ class Memory(Protocol):
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized output tensor on the rank's device."""
 
+    def maker(self, rank: int, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A function that does what `empty` did for a tensor, in less time."""
+
 
 class Clock(Protocol):
     """The clock that a rank's traced kernels read."""
@@ -191,6 +194,9 @@ class Clock(Protocol):
 
 class Repeater(Protocol):
     """The part of a Launcher that repeats launches (see prepared.py)."""
+
+    def stream_key(self, rank: int) -> Hashable | None:
+        """Identifies the stream of the rank's next launch; None if it is being captured into a graph."""
 
     def prepare(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> Any:
         """What `launch` needs to repeat a launch on the current stream with other tensors of the same layout in place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
@@ -71,6 +72,9 @@ class SimMemory:
         tensor = torch.full(tuple(shape), float("nan"), dtype=dtype)
         self._simulator.scheduler.memory.mark_uninitialized(tensor)
         return tensor
+
+    def maker(self, rank: int, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return functools.partial(self.empty, rank, like.shape, like.dtype)
 
 
 class SimClock:

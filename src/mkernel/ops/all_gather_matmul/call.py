@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,8 @@ from mkernel.runtime.operands import layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-TUNABLE = Tunable("all_gather_matmul", agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
+OP = "all_gather_matmul"
+TUNABLE = Tunable(OP, agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
 
 
 @collective
@@ -33,14 +33,13 @@ def all_gather_matmul(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the gathered rows if they are wanted: `mk.all_gather_matmul` of matrices, without gradients."""
-    key = _key(group, a, b, out, return_gathered, config)
-    made = group.prepared.repeat(key, (a, b, out), out=2)
+    key, made = group.prepared.repeat(OP, (a, b, out), (return_gathered, config), out=2)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_gathered else None
     check(group, a, b, out, config)
     config = choose(group, a, b, config)
     m, k = a.shape
-    group.agree("all_gather_matmul", m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
+    group.agree(OP, m=m, k=k, dtype=a.dtype, chunk_rows=chunk_rows(group, a, config))
     rows = group.size * m
     empty, rank = group.world.memory.empty, group.world_rank
     y = empty(rank, (rows, b.shape[1]), a.dtype) if out is None else out
@@ -54,18 +53,11 @@ def all_gather_matmul(
     return y, gathered
 
 
-def _key(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, return_gathered: bool,
-    config: Config | None,
-) -> Hashable | None:  # fmt: skip
-    return group.prepared.key_of("all_gather_matmul", (a, b, out), return_gathered, config)
-
-
 def repeat(
     a: torch.Tensor, b: torch.Tensor, *, group: Group, out: torch.Tensor | None = None, config: Config | None = None
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.all_gather_matmul`; None for others."""
-    made = group.prepared.repeat(_key(group, a, b, out, False, config), (a, b, out), out=2)
+    _, made = group.prepared.repeat(OP, (a, b, out), (False, config), out=2)
     return None if made is None else made[0] if out is None else out
 
 
@@ -73,7 +65,7 @@ def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | No
     """Reject invalid arguments. The error names the argument and the rule."""
     planning.check_given(config)
     for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
-        check_tensor("all_gather_matmul", group, name, tensor)
+        check_tensor(OP, group, name, tensor)
     check_product(a, b)
     if out is not None:
         check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})

@@ -51,11 +51,12 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
     window_size = tuple(window_size) if isinstance(window_size, list) else window_size  # the key must have a hash
-    options = (is_causal, scale, softcap, enable_gqa, layout, window_size, return_lse, config)
-    call_key = _key(group, query, key, value, out, *options) if cu_seqlens is None else None  # documents may change
-    made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
-    if made is not None:
-        return made[0] if out is None else out, made[-1] if return_lse else None
+    passed, call_key = (query, key, value, out), None
+    if cu_seqlens is None:  # documents may change
+        options = _options(is_causal, scale, softcap, enable_gqa, layout, window_size, return_lse, config)
+        call_key, made = group.prepared.repeat("ring_attention", passed, options, out=3)
+        if made is not None:
+            return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
     pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
@@ -72,20 +73,15 @@ def ring_attention(
     if query.numel():
         launch = prepare(group, query, key, value, result, lse, pattern, scoring, config)
         made = [result] * (out is None) + [lse] * return_lse
-        group.launch(launch, call_key, (query, key, value, out), made)
+        group.launch(launch, call_key, passed, made)
     else:
         group.confirm()
     return result, lse
 
 
-def _key(
-    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None,
-    is_causal: bool, scale: float | None, softcap: float, *options: Hashable,
-) -> Hashable | None:  # fmt: skip
-    passed = (query, key, value, out)
-    return group.prepared.key_of(
-        "ring_attention", passed, bool(is_causal), repr(type(scale)), scale, repr(type(softcap)), softcap, *options
-    )
+def _options(is_causal: bool, scale: float | None, softcap: float, *rest: Hashable) -> Hashable:
+    """What a call depends on besides its tensors. Numbers of different types are equal, but some are refused."""
+    return bool(is_causal), type(scale), scale, type(softcap), softcap, rest
 
 
 def repeat(
@@ -104,10 +100,8 @@ def repeat(
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.ring_attention`; None for others."""
-    call_key = _key(
-        group, query, key, value, out, is_causal, scale, softcap, enable_gqa, layout, window_size, False, config
-    )
-    made = group.prepared.repeat(call_key, (query, key, value, out), out=3)
+    options = _options(is_causal, scale, softcap, enable_gqa, layout, window_size, False, config)
+    _, made = group.prepared.repeat("ring_attention", (query, key, value, out), options, out=3)
     return None if made is None else made[0] if out is None else out
 
 

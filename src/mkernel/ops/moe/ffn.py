@@ -477,8 +477,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """`mk.moe_ffn`, without PyTorch's dispatcher."""
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
-    key = _key(group, passed, capacity, max_tokens, config)
-    made = group.prepared.repeat(key, passed, out=5)
+    key, made = _repeat(group, passed, capacity, max_tokens, config)
     if made is not None:
         return made[0] if out is None else out
     _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
@@ -489,12 +488,12 @@ def moe_ffn(
     return result
 
 
-def _key(
+def _repeat(
     group: Group, passed: tuple[Any, ...], capacity: int | None, max_tokens: int | None, config: Config | None
-) -> Hashable | None:
+) -> tuple[Hashable | None, list[torch.Tensor] | None]:
     if max_tokens is None and group.size > 1:
-        return None  # the ranks exchange their numbers of tokens at every call
-    return group.prepared.key_of("moe_ffn", passed, capacity, max_tokens, config)
+        return None, None  # the ranks exchange their numbers of tokens at every call
+    return group.prepared.repeat("moe_ffn", passed, (capacity, max_tokens, config), out=5)
 
 
 def repeat(
@@ -512,7 +511,7 @@ def repeat(
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.moe_ffn`; None for others."""
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
-    made = group.prepared.repeat(_key(group, passed, capacity, max_tokens, config), passed, out=5)
+    _, made = _repeat(group, passed, capacity, max_tokens, config)
     return None if made is None else made[0] if out is None else out
 
 

@@ -117,8 +117,7 @@ def all_gather_matmul_weight_grad(
             they are done, the next call on the group or `group.synchronize()` raises it.
     """
     assert group is not None
-    key = group.prepared.key_of(OP, (a, dy, out), config)
-    made = group.prepared.repeat(key, (a, dy, out), out=2)
+    key, made = group.prepared.repeat(OP, (a, dy, out), config, out=2)
     if made is not None:
         return made[0] if out is None else out
     _check(group, a, dy, out, config)

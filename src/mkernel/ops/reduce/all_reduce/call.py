@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +39,8 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """`mk.matmul_all_reduce` of matrices, without gradients."""
     passed = (a, b, out, bias, residual)
-    key = _key(group, passed, reduce_dtype, config, fixed_order)
-    made = group.prepared.repeat(key, passed, out=2)
+    ordered = fixed_order or torch.are_deterministic_algorithms_enabled()
+    key, made = group.prepared.repeat(OP, passed, (reduce_dtype, config, fixed_order, ordered), out=2)
     if made is not None:
         return made[0] if out is None else out
     call = sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
@@ -58,13 +57,6 @@ def matmul_all_reduce(
     return call.out
 
 
-def _key(
-    group: Group, passed: tuple[Any, ...], reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool
-) -> Hashable | None:
-    ordered = fixed_order or torch.are_deterministic_algorithms_enabled()
-    return group.prepared.key_of(OP, passed, reduce_dtype, config, fixed_order, ordered)
-
-
 def repeat(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -79,7 +71,8 @@ def repeat(
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.matmul_all_reduce`; None for others."""
     passed = (a, b, out, bias, residual)
-    made = group.prepared.repeat(_key(group, passed, reduce_dtype, config, fixed_order), passed, out=2)
+    ordered = fixed_order or torch.are_deterministic_algorithms_enabled()
+    _, made = group.prepared.repeat(OP, passed, (reduce_dtype, config, fixed_order, ordered), out=2)
     return None if made is None else made[0] if out is None else out
 
 

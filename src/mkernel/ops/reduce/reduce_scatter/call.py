@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """`mk.matmul_reduce_scatter` of matrices, without gradients."""
     passed = (a, b, out, bias, residual)
-    key = _key(group, passed, reduce_dtype, config)
-    made = group.prepared.repeat(key, passed, out=2)
+    key, made = group.prepared.repeat(OP, passed, (reduce_dtype, config), out=2)
     if made is not None:
         return made[0] if out is None else out
     call = call_of(
@@ -53,12 +51,6 @@ def matmul_reduce_scatter(
     return call.out
 
 
-def _key(
-    group: Group, passed: tuple[Any, ...], reduce_dtype: torch.dtype | None, config: Config | None
-) -> Hashable | None:
-    return group.prepared.key_of(OP, passed, reduce_dtype, config)
-
-
 def repeat(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -71,8 +63,7 @@ def repeat(
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.matmul_reduce_scatter`; None for others."""
-    passed = (a, b, out, bias, residual)
-    made = group.prepared.repeat(_key(group, passed, reduce_dtype, config), passed, out=2)
+    _, made = group.prepared.repeat(OP, (a, b, out, bias, residual), (reduce_dtype, config), out=2)
     return None if made is None else made[0] if out is None else out
 
 
