@@ -49,6 +49,10 @@ TOLD_TO_LEAVE = tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
 INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
+# How often a wait polls its signal between two looks at the abort flag and at the clock, which take three times as long
+# as a poll: a signal that comes during them is seen late.
+POLLS = tl.constexpr(16)
+
 # What was waited for. Kinds from 16 on belong to single operators: see kinds.py in their packages.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
 ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
@@ -178,11 +182,16 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
     reason = 0
     seen = poll(signal)
     while (seen < expected) & (reason == 0):
-        if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
-            reason = TOLD_TO_LEAVE
-        elif now(context) - start > timeout:
-            reason = TIMED_OUT
-        seen = poll(signal)
+        polls = 0
+        while (seen < expected) & (polls < POLLS):
+            seen = poll(signal)
+            polls += 1
+        if seen < expected:
+            if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
+                reason = TOLD_TO_LEAVE
+            elif now(context) - start > timeout:
+                reason = TIMED_OUT
+            seen = poll(signal)
     if seen < expected:
         _record(context, reason, Awaited(ROLE, KIND, peer, index), seen, expected, now(context) - start)
         _raise_abort(context)
@@ -214,12 +223,18 @@ def _wait_all(context, signals, mask, expected, awaited, SCOPE: tl.constexpr):
         start = now(context)
         reason = 0
         while (least < expected) & (reason == 0):
-            if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
-                reason = TOLD_TO_LEAVE
-            elif now(context) - start > timeout:
-                reason = TIMED_OUT
-            seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
-            least = tl.min(seen)
+            polls = 0
+            while (least < expected) & (polls < POLLS):
+                seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
+                least = tl.min(seen)
+                polls += 1
+            if least < expected:
+                if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
+                    reason = TOLD_TO_LEAVE
+                elif now(context) - start > timeout:
+                    reason = TIMED_OUT
+                seen = tl.where(mask, poll_each(signals, mask, SCOPE), expected)
+                least = tl.min(seen)
         if least < expected:
             late = tl.max(tl.where(seen == least, awaited.peer, -1))  # one of those that are furthest behind
             _record(

@@ -90,10 +90,16 @@ def few_rows(device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int
         tiles = [(64, 64, 128, 6, 4), (64, 128, 128, 4, 4)]
         if height > 64:
             tiles.append((128, 128, 64, 6, 8))
-    for tile_m, tile_n, tile_k, stages, warps in tiles:
+    for i, (tile_m, tile_n, tile_k, stages, warps) in enumerate(tiles):
         count = math.ceil(rows / tile_m) * math.ceil(n / tile_n)
-        if count <= ctas:
-            most = min(ctas // count, 16, max(k // (2 * tile_k), 1) if k is not None else 16)
+        most = min(ctas // count, 16, max(k // (2 * tile_k), 1) if k is not None else 16)  # 0: too many tiles
+        if most in (2, 3) and height != 64:
+            # four CTAs on a tile twice as wide read less
+            wider = tiles[i + 1]
+            count = math.ceil(rows / wider[0]) * math.ceil(n / wider[1])
+            if wider[0] == tile_m and ctas // count >= 4 and (k is None or k // (2 * wider[2]) >= 4):
+                return FewRows(*wider, 4)
+        if most:
             return FewRows(tile_m, tile_n, tile_k, stages, warps, largest_team(most))
     return None
 
