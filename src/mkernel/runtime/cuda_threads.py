@@ -36,11 +36,13 @@ class Mailbox:
         self.interrupted = False
         self._boxes: dict[Hashable, dict[Any, Any]] = {}
 
-    def put(self, rank: int, key: Hashable, value: Any) -> dict[Any, Any]:
-        """Leave a value in a box, and return the box."""
+    def put(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> dict[Any, Any]:
+        """Leave a value in a box, and return the box. Only the last of the members wakes the others: until then there
+        is nothing for them to do, and each would take the interpreter from a thread that has."""
         box = self._boxes.setdefault(key, {})
         box[rank] = value
-        self.changed.notify_all()
+        if len(box) >= len(members):
+            self.changed.notify_all()
         return box
 
     def wait(
@@ -79,14 +81,14 @@ class ThreadExchange:
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
         with self._mail.changed:
-            box = self._mail.put(rank, key, value)
+            box = self._mail.put(rank, members, key, value)
             self._mail.wait(rank, members, box, lambda: all(member in box for member in members), what, timeout)
             self._mail.release(key, box, len(members))
             return [box[member] for member in members]
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
         with self._mail.changed:
-            self._mail.release(key, self._mail.put(rank, key, value), len(members))
+            self._mail.release(key, self._mail.put(rank, members, key, value), len(members))
 
     def run_together(
         self, group: Group, what: str, call: Hashable, value: Any, function: Callable[[dict[int, Any]], None]
@@ -97,7 +99,7 @@ class ThreadExchange:
         rank, members, mail = group.world_rank, group.members, self._mail
         key = group.next_exchange()
         with mail.changed:
-            box = mail.put(rank, key, (call, value))
+            box = mail.put(rank, members, key, (call, value))
 
             def ready() -> bool:
                 # a rank whose thread has ended will not come: the others find out in the kernel
