@@ -168,7 +168,8 @@ def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> 
     choose = planning.chooser(call.config)
     tiles = math.ceil(m / tile.tile_m) * math.ceil(n / tile.tile_n)
     most = planning.common_ctas(group)
-    ctas = min(-(-choose("ctas", tiles * tile.team) // tile.team), most // tile.team) * tile.team
+    given = call.config.ctas if call.config is not None else None
+    ctas = planning.ctas_of_teams(given, tiles * tile.team, tile.team, most)
     elements = tiles * tile.tile_m * tile.tile_n
     config = replace(call.config or Config(), ctas=ctas)
     if uses_tma:
