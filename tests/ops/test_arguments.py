@@ -305,6 +305,7 @@ ABSURD = {
     "group_m": (2**31 - 1, "at most 1024"),
     "passes": (2**31, "at most 64"),
     "held_tiles": (2**31, "at most 1024"),
+    "team_ctas": (32, "at most 16"),
 }
 
 
@@ -315,9 +316,10 @@ def test_absurd_configurations(op, field):
     refused(op, inputs_of(op), [f"config.{field}", bound, str(value)], config=mk.Config(**{field: value}))
 
 
-def test_warps_are_a_power_of_two():
-    words = ["config.warps must be a power of two and at least 1 and at most 32; got 12"]
-    refused("all_gather_matmul", inputs_of("all_gather_matmul"), words, config=mk.Config(warps=12))
+@pytest.mark.parametrize(("field", "most", "value"), [("warps", 32, 12), ("team_ctas", 16, 3), ("team_ctas", 16, 0)])
+def test_powers_of_two(field, most, value):
+    words = [f"config.{field} must be a power of two and at least 1 and at most {most}; got {value}"]
+    refused("all_gather_matmul", inputs_of("all_gather_matmul"), words, config=mk.Config(**{field: value}))
 
 
 GEMMS = [op for op in OPERATORS if op not in ("ring_attention", "moe_combine")]
@@ -364,14 +366,20 @@ LARGEST = {
     "all_gather_matmul": [
         dict(tile_m=4096, tile_n=16), dict(tile_m=16, tile_n=4096), dict(tile_m=16, tile_n=16, tile_k=2048),
         dict(chunk_rows=2**30), dict(copy_bytes=262144), dict(group_m=1024), dict(warps=32), dict(stages=20),
+        dict(team_ctas=16), dict(team_ctas=16, tile_m=4096, tile_n=16),
     ],
     "all_gather_matmul_weight_grad": [
         dict(tile_m=4096, tile_n=16), dict(tile_m=16, tile_n=4096), dict(tile_m=16, tile_n=16, tile_k=2048),
         dict(chunk_rows=2**30), dict(copy_bytes=262144), dict(group_m=1024), dict(warps=32), dict(stages=20),
         dict(passes=64), dict(held_tiles=1024),
     ],
-    "matmul_all_reduce": [dict(tile_m=4096, tile_n=16), dict(group_m=1024), dict(warps=32), dict(stages=20)],
-    "matmul_reduce_scatter": [dict(tile_m=16, tile_n=4096), dict(group_m=1024), dict(warps=32), dict(stages=20)],
+    "matmul_all_reduce": [
+        dict(tile_m=4096, tile_n=16), dict(group_m=1024), dict(warps=32), dict(stages=20), dict(team_ctas=16),
+    ],
+    "matmul_reduce_scatter": [
+        dict(tile_m=16, tile_n=4096), dict(group_m=1024), dict(warps=32), dict(stages=20),
+        dict(team_ctas=16, tile_m=16, tile_n=4096),
+    ],
     "ring_attention": [
         dict(tile_m=1024, tile_n=16), dict(tile_m=16, tile_n=512), dict(chunk_rows=2**30), dict(copy_bytes=262144),
         dict(warps=32), dict(stages=10),

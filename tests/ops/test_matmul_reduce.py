@@ -385,7 +385,7 @@ def test_config(way, cluster, config):
 
 
 def test_ranks_may_have_different_depths_of_tiles(way):
-    configs = [mk.Config(tile_k=16), mk.Config(tile_k=32), mk.Config(tile_k=16, group_m=1)]
+    configs = [mk.Config(tile_k=16), mk.Config(tile_k=32), mk.Config(tile_k=16, warps=8)]
     run(lambda group: call(group, way, Sum(36, 20, 50), config=configs[group.rank]), cluster=(1, 3))
 
 

@@ -235,9 +235,7 @@ BROKEN = {
     "one half for all epochs": Broken(Sums((1, 2), SCATTER, calls=2), ONE_HALF),
     "one half for all epochs, over the network": Broken(Sums((2, 1), SCATTER, calls=2), ONE_HALF),
     "all-reduce: one half for all epochs": Broken(Sums((2, 1), REDUCE, calls=2), ONE_HALF),
-    "multicast: one half for all epochs": Broken(
-        Sums((1, 3), MULTICAST, calls=4, rows=60, n=20, ctas=3), ONE_HALF_OF_SLOTS
-    ),
+    "multicast: one half for all epochs": Broken(Sums((1, 3), MULTICAST, calls=4, rows=60, n=40), ONE_HALF_OF_SLOTS),
     "a slot of the ring is reused before it was taken": Broken(
         Sums((2, 1), SCATTER, ring=2, rows=128), {requests.wait_free: take_slot_at_once}
     ),

@@ -137,6 +137,7 @@ def test_ranks_must_agree(name):
         "n=3": lambda odd: ((a, zeros(5, 4) if odd else b), {}),
         "dtype=torch.float32": lambda odd: ((a.half(), b.half()) if odd else (a, b), {}),
         "tile_m=32": lambda odd: ((a, b), {"config": mk.Config(tile_m=16) if odd else None}),
+        "group_m=2": lambda odd: ((a, b), {"config": mk.Config(group_m=1) if odd else None}),
         "reduce_dtype=torch.float16": lambda odd: (
             (a.half(), b.half()), {"reduce_dtype": torch.float32 if odd else None}
         ),

@@ -13,6 +13,7 @@ from support.scenarios import (
     SLICED,
     Attends,
     AttendsBackward,
+    FewRows,
     Gathers,
     Routes,
     Sums,
@@ -31,6 +32,7 @@ SCENARIOS = {
     "matmul_reduce_scatter": Sums((2, 2), SCATTER, calls=2),
     **{way: Sums((1, 2) if way in (SLICED, MULTICAST) else (2, 2), way, calls=2)
        for way in (REDUCE, SLICED, MULTICAST)},
+    **{f"{op}, few rows": FewRows((1, 2), op, rows=8, columns=(32,), calls=2) for op in (Gathers.op, SCATTER)},
     "ring_attention": Attends((2, 2), KEYS, calls=2),
     "ring_attention_backward": AttendsBackward((2, 2), FEW_KEYS, calls=2),
     "moe_dispatch_matmul": Routes((1, 2), "moe_dispatch_matmul", LAYER, calls=2),

@@ -508,15 +508,15 @@ def test_ranks_with_other_columns_take_the_same_chunks():
 
 
 def test_what_was_tuned_with_other_shared_fields_is_left_alone():
-    first = entries_for("matmul_all_reduce", mk.Config(tile_n=16, group_m=3), m=32, n=48, k=64)
-    second = entries_for("matmul_all_reduce", mk.Config(tile_n=64, group_m=5), m=32, n=48, k=1024)
+    first = entries_for("matmul_all_reduce", mk.Config(tile_n=16, warps=2), m=32, n=48, k=64)
+    second = entries_for("matmul_all_reduce", mk.Config(tile_n=64, warps=8), m=32, n=48, k=1024)
 
     def on_rank(group):
         with_table(group, first | second)
         tunable = WORKLOADS["matmul_all_reduce"].tunable
         return [tunable.choose(group, torch.float32, None, m=32, n=48, k=k) for k in (64, 1024)]
 
-    assert operator_calls.run(on_rank, cluster=(1, 1))[0] == [mk.Config(tile_n=64), mk.Config(tile_n=64, group_m=5)]
+    assert operator_calls.run(on_rank, cluster=(1, 1))[0] == [mk.Config(tile_n=64), mk.Config(tile_n=64, warps=8)]
 
 
 def test_an_entry_that_is_no_configuration_is_reported_and_ignored(file):

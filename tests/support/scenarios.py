@@ -104,6 +104,29 @@ class Sums(SimulatedCalls):
 
 
 @dataclass(frozen=True)
+class FewRows(SimulatedCalls):
+    """Calls that take the kernels for few rows. rows: of each rank; columns: of the calls, in turn."""
+
+    op: str
+    _: KW_ONLY
+    team: int = 2
+    rows: int = 3
+    columns: tuple[int, ...] = (20,)
+    dtype: torch.dtype = torch.float32
+    ctas: int = 4
+
+    def work(self, group):
+        config = mk.Config(tile_m=16, tile_n=16, tile_k=16, team_ctas=self.team)
+        for turn in range(self.calls):
+            n = self.columns[turn % len(self.columns)]
+            if self.op == Gathers.op:
+                operator_calls.call(group, operator_calls.Case(self.rows, n, 40, self.dtype), turn, config=config)
+            else:
+                case = reduce_reference.Sum(self.rows * group.size, n, 40, self.dtype)
+                reduce_reference.call(group, self.op, case, turn, config=config)
+
+
+@dataclass(frozen=True)
 class Attends(SimulatedCalls):
     """ring_attention. arrives: bytes that rank 1 sends to rank 0 in each call, all of which must be there when it
     ends."""

@@ -38,7 +38,8 @@ CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
 GRID_SYNC = tl.constexpr(5)  # CTAs that have come to bounded grid syncs of attention, and the epoch
 EPOCH = tl.constexpr(8)  # from here, a word for every CTA: the last epoch that it completed
 MAX_CTAS = tl.constexpr(512)  # of a launch; no GPU has that many SMs
-STATE_WORDS = tl.constexpr(8 + 512)
+READY = tl.constexpr(8 + 512)  # from here, a word for every CTA: see lang/team.py
+STATE_WORDS = tl.constexpr(8 + 2 * 512)
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)

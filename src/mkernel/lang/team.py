@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.gemm import multiply_step, multiply_tile
-from mkernel.lang.layout import word_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import PARTIAL_SUM, wait_all
 
@@ -26,14 +25,14 @@ class Team(NamedTuple):
     """How CTAs share tiles.
 
     Attributes:
-        segment: pointer to this rank's segment, as words. The host passes it: reading it from the context table takes
-            two loads, which nothing would hide.
-        ready: Words [0, worker]: the partial sum of this worker is stored. They hold the epoch.
+        ready: pointer to a word for each worker, in the state of the workspace (READY of lang/context.py): the last
+            epoch in which its partial sum was stored. The host passes it: reading it from the context table takes two
+            loads, which nothing would hide. Words in the segment would not do: calls of other shapes have signals of
+            other ranks in their place, which are atomic for all GPUs and not for this one alone.
         sums: pointer to M * N elements in fp32 for each worker; None if SIZE is 1.
         SIZE: CTAs of a team, a power of two and at most M; a constant.
     """
 
-    segment: Any
     ready: Any
     sums: Any
     SIZE: Any
@@ -43,14 +42,14 @@ class Team(NamedTuple):
 def notify_team(comm, team, worker):
     """Tell the other members that this worker's partial sum is stored."""
     tl.debug_barrier()
-    tl.atomic_xchg(team.segment + word_of(team.ready, comm.epoch, 0, worker), comm.epoch, sem="release", scope="gpu")
+    tl.atomic_xchg(team.ready + worker, comm.epoch, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait_team(comm, team, worker):
     """Wait for the partial sums of all members of this worker's team; false if the group gave up."""
     member = tl.arange(0, team.SIZE)
-    words = team.segment + word_of(team.ready, comm.epoch, 0, worker // team.SIZE * team.SIZE + member)
+    words = team.ready + worker // team.SIZE * team.SIZE + member
     return wait_all(comm.context, words, member < team.SIZE, comm.epoch, COMPUTE, PARTIAL_SUM, -1, worker)
 
 

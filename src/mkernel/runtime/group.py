@@ -482,7 +482,7 @@ class Group:
         table[words.SIZE_WORD.value] = self.size
         table[words.TIMEOUT.value] = int(self.timeout * 1e9)
         table[words.STATE.value] = state.data_ptr()
-        table[words.CTAS.value] = self._launcher.ctas(self.world_rank)
+        table[words.CTAS.value] = min(self._launcher.ctas(self.world_rank), words.MAX_CTAS.value)
         table[words.RECORDS.value] = self._records.data_ptr()
         table[words.RING.value] = self._ring.data_ptr() if self._ring is not None else 0
         table[words.POSTING.value] = self._posting.data_ptr() if self._posting is not None else 0

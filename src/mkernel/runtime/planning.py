@@ -109,6 +109,14 @@ def largest_team(most: int) -> int:
     return 1 << (max(most, 1).bit_length() - 1)
 
 
+def ctas_of_teams(given: int | None, wanted: int, team: int, most: int) -> int:
+    """CTAs of a launch with teams of this size: no others. given: as configured; `check` refuses more than there are.
+    wanted: if nothing was configured."""
+    if given is not None:
+        return given if given > most else given // team * team
+    return min(-(-wanted // team), most // team) * team
+
+
 def push_rate(peers: int) -> float:
     """Total bytes/s that one CTA pushes to this many peers. Measured: 37 GB/s to three peers while the GEMM waited for
     it; less is assumed next to a GEMM that does not wait. The figure for one peer explains the measurement that CTAs

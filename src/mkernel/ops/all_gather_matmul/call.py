@@ -88,10 +88,7 @@ def prepare(
     plain = group.heap.find(a) is None
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
-    memory = protocol.layout(
-        group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype,
-        workers=planning.common_ctas(group),
-    )  # fmt: skip
+    memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype)
     if decided.few_rows:
         from mkernel.ops.all_gather_matmul import few_rows
 

@@ -174,7 +174,7 @@ def launch(
             else descriptor(data, [2, size * m, k], [rows.half, rows.row_stride, 1], block)
         )
     link = group.world.links.nvlink if size > 1 else None
-    team = team_of(group, memory, workspace, c)
+    team = team_of(group, workspace, c)
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
         gather=Gather(

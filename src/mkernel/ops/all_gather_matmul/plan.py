@@ -129,7 +129,7 @@ def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Con
     """The plan of a call that takes the kernel for few rows (few_rows.py); None for other calls."""
     (m, k), size, given = a.shape, group.size, config or Config()
     most = group.world.launcher.ctas(group.world_rank)
-    if group.nodes > 1 or not n:
+    if group.nodes > 1 or not m * n:
         return None
     rows_use_tma = access.rows.descriptors and (size > 1 or not access.rows.staged)
     tile = None
@@ -156,8 +156,8 @@ def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Con
     settings = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", tile.tile_k), group_m=pick("group_m", defaults.group_m),
         stages=pick("stages", tile.stages), warps=pick("warps", tile.warps),
-        ctas=min(-(-pick("ctas", wanted) // team) * team, most // team * team), send_ctas=0, intra_ctas=0,
-        join_tiles=0, chunk_rows=rows_in_chunk, copy_bytes=pick("copy_bytes", min(defaults.copy_bytes, 16384)),
+        ctas=planning.ctas_of_teams(given.ctas, wanted, team, most), send_ctas=0, intra_ctas=0, join_tiles=0,
+        chunk_rows=rows_in_chunk, copy_bytes=pick("copy_bytes", min(defaults.copy_bytes, 16384)),
         team_ctas=team,
     )  # fmt: skip
     planning.check_tile(settings, a.dtype, rows_use_tma and access.right.uses_tma)

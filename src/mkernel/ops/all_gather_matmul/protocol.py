@@ -17,19 +17,15 @@ from mkernel.runtime.layout import Layout
 
 
 def layout(
-    size: int, m: int, chunks: int, row_stride: int, dtype: torch.dtype, op: str = "all_gather_matmul",
-    workers: int = 0,
+    size: int, m: int, chunks: int, row_stride: int, dtype: torch.dtype, op: str = "all_gather_matmul"
 ) -> Layout:  # fmt: skip
     """The workspace of a call: m rows of each rank, in chunks; they are `row_stride` elements apart.
 
     arrived[source, chunk]: this chunk of the source's rows is in this workspace. It holds the epoch.
-    ready[0, worker]: for teams of CTAs, see lang/team.py.
     rows: the rows of all ranks, in rank order.
     """
     memory = Layout(op)
     memory.signals("arrived", size, chunks)
-    if workers:
-        memory.signals("ready", 1, workers)
     memory.buffer("rows", dtype, size * m, row_stride)
     return memory
 

@@ -78,6 +78,13 @@ def call_of(
     return tuned(tunable, group, Sum(a, b, out, bias, residual, reduce_dtype, config))
 
 
+def group_m_of(group: Group, call: Sum) -> int:
+    """Row blocks that are computed together. It determines the numbers of tiles, by which ranks exchange them, so it
+    must be the same on every rank."""
+    default = planning.default_tiles(group.device, call.a.dtype, call.b.shape[1], uses_tma=True)
+    return planning.chooser(call.config)("group_m", default.group_m)
+
+
 def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
     """The call with the configuration that was passed, or else with the one that tuning found."""
     a, b = call.a, call.b
@@ -168,7 +175,8 @@ def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> 
     choose = planning.chooser(call.config)
     tiles = math.ceil(m / tile.tile_m) * math.ceil(n / tile.tile_n)
     most = planning.common_ctas(group)
-    ctas = min(-(-choose("ctas", tiles * tile.team) // tile.team), most // tile.team) * tile.team
+    given = call.config.ctas if call.config is not None else None
+    ctas = planning.ctas_of_teams(given, tiles * tile.team, tile.team, most)
     elements = tiles * tile.tile_m * tile.tile_n
     config = replace(call.config or Config(), ctas=ctas)
     if uses_tma:

@@ -50,7 +50,6 @@ from mkernel.ops.reduce.operands import (
     with_matrices,
 )
 from mkernel.ops.reduce.protocol import signal_at, slot_at
-from mkernel.runtime import planning
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
@@ -70,12 +69,10 @@ class Exchange(NamedTuple):
 def layout(group: Group, plan: Plan, op: str, dtype: torch.dtype) -> Layout:
     """The workspace of a call. Signals hold epochs.
 
-    ready[0, worker]: for teams of CTAs, see lang/team.py.
     partial[i, unit]: partials[i, unit] holds the partial of the rank i + 1 after this one, cyclically: the rows of the
         unit that belong to this rank.
     """
     c, memory = plan.config, Layout(op)
-    memory.signals("ready", 1, planning.common_ctas(group))
     if group.size > 1:
         units = plan.tiles * c.team_ctas
         memory.signals("partial", group.size - 1, units)
@@ -212,7 +209,7 @@ def launch(group: Group, plan: Plan, op: str, call: Sum) -> Launch:
     memory = layout(group, plan, op, call.wire_dtype)
     workspace = memory.workspace(group)
     c, several = plan.config, group.size > 1
-    team = team_of(group, memory, workspace, c)
+    team = team_of(group, workspace, c)
     exchange = Exchange(
         partial=memory.words_in(workspace, "partial") if several else None,
         partials=memory.slots_in(workspace, "partials") if several else None,

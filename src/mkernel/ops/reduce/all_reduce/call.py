@@ -11,7 +11,7 @@ from mkernel.lang.context import Ranks
 from mkernel.ops.reduce import operands
 from mkernel.ops.reduce.all_reduce import plan, protocol
 from mkernel.ops.reduce.all_reduce.plan import OP
-from mkernel.ops.reduce.call import Plan, Sum, call_of, tuned
+from mkernel.ops.reduce.call import Plan, Sum, call_of, group_m_of, tuned
 from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -21,7 +21,7 @@ from mkernel.runtime.operands import constants
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas", "group_m"))
 
 
 @collective
@@ -48,7 +48,8 @@ def matmul_all_reduce(
     tile_m, tile_n, ctas = plan.cut(group, m, n, a.dtype, call.config)
     group.agree(
         OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, bias=bias is not None,
-        residual=residual is not None, tile_m=tile_m, tile_n=tile_n, ctas=ctas, fixed_order=call.fixed_order,
+        residual=residual is not None, tile_m=tile_m, tile_n=tile_n,
+        group_m=group_m_of(group, call), ctas=ctas, fixed_order=call.fixed_order,
     )  # fmt: skip
     if call.out.numel():
         group.launch(prepare(group, call), key, passed, [call.out] * (out is None))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.reduce.call import Sum, call_of, tuned
+from mkernel.ops.reduce.call import Sum, call_of, group_m_of, tuned
 from mkernel.ops.reduce.reduce_scatter import kernel, plan, protocol
 from mkernel.ops.reduce.reduce_scatter.plan import OP
 from mkernel.runtime.collective import collective
@@ -15,7 +15,7 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas"))
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas", "group_m"))
 
 
 @collective
@@ -42,7 +42,8 @@ def matmul_reduce_scatter(
     rows, n = call.out.shape
     tile_m, tile_n, team = plan.tile_of(group, rows, n, a.dtype, call.config)
     group.agree(
-        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n, team=team
+        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n,
+        group_m=group_m_of(group, call), team_ctas=team,
     )  # fmt: skip
     if call.out.numel():
         group.launch(prepare(group, call), key, passed, [call.out] * (out is None))
