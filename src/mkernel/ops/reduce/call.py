@@ -132,6 +132,7 @@ class Plan:
 
 
 FEW_ROWS = 256  # of all ranks
+SHARED = ("tile_m", "tile_n", "ctas", "group_m")  # the fields of a configuration that are the same on every rank
 
 
 def few_rows(
@@ -147,7 +148,8 @@ def few_rows(
         defaults.tile_m, min(defaults.tile_n, 128), defaults.tile_k, defaults.stages, defaults.warps, 1
     )
     if given.team_ctas is None:
-        if config is not None and any(getattr(config, field.name) is not None for field in fields(config)):
+        names = [field.name for field in fields(given)] if group.size == 1 else SHARED
+        if any(getattr(given, name) is not None for name in names):
             return None
         if group.device.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
             return None

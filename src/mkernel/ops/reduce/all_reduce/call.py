@@ -11,7 +11,7 @@ from mkernel.lang.context import Ranks
 from mkernel.ops.reduce import operands
 from mkernel.ops.reduce.all_reduce import plan, protocol
 from mkernel.ops.reduce.all_reduce.plan import OP
-from mkernel.ops.reduce.call import Plan, Sum, call_of, group_m_of, tuned
+from mkernel.ops.reduce.call import SHARED, Plan, Sum, call_of, group_m_of, tuned
 from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -21,7 +21,7 @@ from mkernel.runtime.operands import constants
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas", "group_m"))
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=SHARED)
 
 
 @collective

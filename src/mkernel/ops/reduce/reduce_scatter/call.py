@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.reduce.call import Sum, call_of, group_m_of, tuned
+from mkernel.ops.reduce.call import SHARED, Sum, call_of, group_m_of, tuned
 from mkernel.ops.reduce.reduce_scatter import kernel, plan, protocol
 from mkernel.ops.reduce.reduce_scatter.plan import OP
 from mkernel.runtime.collective import collective
@@ -15,7 +15,7 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=("tile_m", "tile_n", "ctas", "group_m"))
+TUNABLE = Tunable(OP, agreed=("m", "n"), own=("k",), shared=SHARED)
 
 
 @collective
