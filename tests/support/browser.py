@@ -39,7 +39,9 @@ _HOSTILE = [
     f'<a href="javascript:{RAN}">link</a>',
     "data",
 ]
-HOSTILE = [_HOSTILE[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in _HOSTILE[1:])]
+# each alone takes a page of its own, which takes seconds; a comment would hide the names behind it
+_OTHERS = " ".join(name for name in _HOSTILE[1:] if "<!--" not in name)
+HOSTILE = [_HOSTILE[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in (_HOSTILE[2], _OTHERS))]
 
 
 @contextlib.contextmanager

@@ -49,8 +49,9 @@ TOLD_TO_LEAVE = tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
 INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
-# How often a wait polls its signal between two looks at the abort flag and at the clock, which take three times as long
-# as a poll: a signal that comes during them is seen late.
+# How often a wait for a block of signals polls them between two looks at the abort flag and at the clock, which take
+# three times as long as a poll: a signal that comes during them is seen late. It matters to short launches, which wait
+# this way. Other waits poll once: large kernels have many of them, and an inner loop in each takes time to compile.
 POLLS = tl.constexpr(16)
 
 # What was waited for. Kinds from 16 on belong to single operators: see kinds.py in their packages.
@@ -182,16 +183,11 @@ def _wait_longer(context, signal, expected, ROLE: tl.constexpr, KIND: tl.constex
     reason = 0
     seen = poll(signal)
     while (seen < expected) & (reason == 0):
-        polls = 0
-        while (seen < expected) & (polls < POLLS):
-            seen = poll(signal)
-            polls += 1
-        if seen < expected:
-            if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
-                reason = TOLD_TO_LEAVE
-            elif now(context) - start > timeout:
-                reason = TIMED_OUT
-            seen = poll(signal)
+        if tl.atomic_add(aborted, 0, sem="relaxed", scope="sys") != 0:
+            reason = TOLD_TO_LEAVE
+        elif now(context) - start > timeout:
+            reason = TIMED_OUT
+        seen = poll(signal)
     if seen < expected:
         _record(context, reason, Awaited(ROLE, KIND, peer, index), seen, expected, now(context) - start)
         _raise_abort(context)
