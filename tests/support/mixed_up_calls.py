@@ -1,0 +1,107 @@
+"""Ranks that mix up calls that all of them have made before. Runs on every rank, in the simulator or in processes."""
+
+import pytest
+import torch
+
+import mkernel as mk
+
+KNOWN = 3  # calls of each kind before ranks mix them up: by then they are prepared, where that is possible
+
+
+def _randn(group, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(group.rank)).to(group.device)
+
+
+def _attention(group, large):
+    return [_randn(group, 1, 2, 8 if large else 4, 64) for _ in range(3)]
+
+
+def all_gather_matmul(group, large):
+    a, b = _randn(group, 8 if large else 4, 16), _randn(group, 16, 4)
+    return lambda: mk.all_gather_matmul(a, b, group=group)
+
+
+def all_gather_matmul_weight_grad(group, large):
+    rows = 8 if large else 4
+    a, dy = _randn(group, rows, 16), _randn(group, group.size * rows, 4)
+    return lambda: mk.all_gather_matmul_weight_grad(a, dy, group=group)
+
+
+def matmul_reduce_scatter(group, large):
+    a, b = _randn(group, group.size * (8 if large else 4), 16), _randn(group, 16, 4)
+    return lambda: mk.matmul_reduce_scatter(a, b, group=group)
+
+
+def matmul_all_reduce(group, large):
+    a, b = _randn(group, 8 if large else 4, 16), _randn(group, 16, 4)
+    return lambda: mk.matmul_all_reduce(a, b, group=group)
+
+
+def ring_attention(group, large):
+    inputs = _attention(group, large)
+    return lambda: mk.ring_attention(*inputs, group=group)
+
+
+def ring_attention_backward(group, large):
+    inputs = _attention(group, large)
+    out, lse = inputs[0].clone(), torch.zeros(inputs[0].shape[:-1], device=group.device)
+    return lambda: mk.ring_attention_backward(inputs[0], *inputs, out, lse, group=group)
+
+
+def _routed(group, hidden):
+    x = _randn(group, 5, hidden)
+    ids = torch.arange(10, device=group.device).view(5, 2) % (2 * group.size)
+    return x, ids, torch.ones(5, 2, device=group.device)
+
+
+def moe_dispatch_matmul(group, large):
+    hidden = 32 if large else 16
+    x, ids, _ = _routed(group, hidden)
+    w = _randn(group, 2, hidden, 8)
+    return lambda: mk.moe_dispatch_matmul(x, ids, w, group=group)
+
+
+def moe_combine(group, large):
+    x, ids, weights = _routed(group, 16)
+    y, handle = mk.moe_dispatch_matmul(x, ids, _randn(group, 2, 16, 8), group=group)
+    z = _randn(group, len(y), 32 if large else 16)
+    return lambda: mk.moe_combine(z, handle, weights, group=group)
+
+
+def moe_ffn(group, large):
+    hidden = 32 if large else 16
+    x, ids, weights = _routed(group, hidden)
+    w13, w2 = _randn(group, 2, hidden, 16), _randn(group, 2, 8, hidden)
+    return lambda: mk.moe_ffn(x, ids, weights, w13, w2, group=group)
+
+
+CALLS = {
+    call.__name__: call
+    for call in (
+        all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
+        ring_attention_backward, moe_dispatch_matmul, moe_combine, moe_ffn,
+    )
+}  # fmt: skip
+
+
+def _finish(group, call):
+    call()
+    group.synchronize()  # where calls return before they are done, the error may come here
+
+
+def mix_up(group, name, other):
+    """One rank makes another call than the rest: of another shape, and of another operator. Every rank is told, by the
+    names of both calls, and the group can be used afterwards."""
+    small, large = (CALLS[name](group, size) for size in (False, True))
+    stranger = CALLS[other](group, False)
+    for call in (small, large, stranger) * KNOWN:
+        call()
+    group.synchronize()
+    for odd in {0, group.size - 1}:
+        for wrong, named in ((large, name), (stranger, other)):
+            with pytest.raises(mk.ArgumentError, match=r"must call it alike|same calls in the same order") as caught:
+                _finish(group, wrong if group.rank == odd else small)
+            told = str(caught.value)
+            assert told.count(f"{name}(") == (2 if named == name else 1), told
+            assert f"{named}(" in told, told
+            _finish(group, small)
