@@ -19,7 +19,7 @@ from mkernel.compiling import SHARED_MEMORY, compile_launch
     ],
 )
 def test_tensor_cores_tma_and_no_spills(dtype, gpus, transposed, paced):
-    launch = gathers((1, gpus), dtype=dtype, transposed=transposed, paced=paced)
+    launch = gathers((1, gpus), dtype=dtype, transposed=transposed, paced=paced, m=4096)
     assert launch.kernel.fn.__name__ == "all_gather_matmul_hopper_kernel"
     compiled = compile_launch(launch)
     assert not compiled.spilled

@@ -9,6 +9,7 @@ from support.attention_reference import Case, call
 from support.broken_variants import (
     NO_BARRIER,
     NO_FENCE_FOR_DESCRIPTORS,
+    RACE,
     RELAXED_NOTIFY,
     RELAXED_WAIT,
     WRONG,
@@ -201,9 +202,11 @@ BROKEN = {
         Attends((1, 2), Case(16), calls=2), {protocol.wait_entered: do_not_wait_until_entered}
     ),
     "a rank runs ahead of its own rounds": Broken(
-        AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}, mk.CommTimeout, {"signal": "freed"}
+        AHEAD, {protocol.wait_own_round: do_not_wait_for_own_round}, mk.CommTimeout, {"signal": "arrived"}
     ),
-    "nobody waits for chunks that no row sees": Broken(GAP, {attention_call.awaits_whole_panels: awaits_what_it_sees}),
+    "nobody waits for chunks that no row sees": Broken(
+        GAP, {attention_call.awaits_whole_panels: awaits_what_it_sees}, (RACE, WRONG)
+    ),
     # rule 4: nobody waits for a tile of a CTA that still sends
     "a copying CTA computes tiles of early rounds": Broken(
         REUSE,

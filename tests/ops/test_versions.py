@@ -52,6 +52,8 @@ PORTABLE = {
 }
 # TMA, or NVLink's multicast
 SINCE_HOPPER = {
+    "few_rows_kernel": Call("all_gather_matmul", (64, 1024, 2048), ONE_NODE),
+    "reduce_few_rows_kernel": Call("matmul_reduce_scatter", (64, 1024, 2048), ONE_NODE),
     "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 2048), ONE_NODE, multicast=True),
     "moe_dispatch_matmul_kernel": Call("moe_dispatch_matmul", (512, 512, 512)),
     "moe_combine_kernel": Call("moe_combine", (512, 512)),
