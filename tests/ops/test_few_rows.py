@@ -622,7 +622,7 @@ def test_other_gpus(capability, name):
     config = mk.Config(team_ctas=8, tile_m=16, tile_n=64) if capability == 80 else None
     launch, made = build(op, capability, **call, config=config)
     assert "few_rows_kernel" in kernel_of(launch)
-    assert made.spilled <= (0 if call["cluster"] == (1, 1) else 8)  # some scalars
+    assert made.spilled <= (0 if call["cluster"] == (1, 1) else 16)  # some scalars
     assert made.shared <= (163 if capability == 80 else 227) * 1024
 
 

@@ -150,7 +150,7 @@ MISTAKES = {
         Gathers((1, 2), chunk_rows=5), {all_gather.wait_rows: wait_all_chunks_but_the_last}
     ),
     "all-gather: the network's last read of a is not waited for": Broken(
-        Gathers((2, 1), heap=True), {requests.wait_sent: wait_for_transfer_before}
+        Gathers((2, 1), heap=True, calls=2), {requests.wait_sent: wait_for_transfer_before}
     ),
     "combine: a node's sums are sent before its ranks are done": Broken(
         Routes((2, 2), "moe_combine", layer=FOUR_RANKS), {reduction._wait_partials: do_not_wait_for_partials}
