@@ -82,7 +82,7 @@ class DeviceMemory:
         current_device, index = torch._C._cuda_getDevice, device.index
 
         def make() -> torch.Tensor:
-            if current_device() == index:  # where it allocates: 1.3 us less than torch.empty
+            if current_device() == index:  # where it allocates. Its twin for CPUs takes 1.3 us less than torch.empty
                 return allocate(shape, strides, dtype)
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 

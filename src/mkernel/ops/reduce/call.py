@@ -156,7 +156,7 @@ def few_rows(
         found = planning.few_rows(group.device, dtype, m, n, k, most)
         if found is None and group.size == 1 and not 1.8 < math.ceil(m / 128) * math.ceil(n / 128) / most <= 2:
             return None
-        # with one rank, two tiles for almost every CTA: 0.95 of cuBLAS, where the kernel for Hopper had 0.88
+        # with one rank, two tiles for almost every CTA: 0.94 of cuBLAS, where the kernel for Hopper had 0.88
         tile = found or planning.FewRows(64 if m <= 64 else 128, 128, 64, 6, 4 if m <= 64 else 8, 1)
     choose = planning.chooser(config)
     tile_m, tile_n, ctas = choose("tile_m", tile.tile_m), choose("tile_n", tile.tile_n), choose("ctas", most)
