@@ -16,6 +16,9 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` CTAs join the compute when their transfers are done, with tiles of the rank's own
   rows that were reserved for them (see lang/roles.py).
 
+Few rows in one node take the kernel in few_rows.py, in which all CTAs push and then compute; large ones on Hopper take
+that in hopper.py. All follow the same protocol.
+
 Signals. `arrived[parity, rank, chunk]`: this chunk of that rank's rows is in my workspace. It holds an
 epoch and only grows.
 

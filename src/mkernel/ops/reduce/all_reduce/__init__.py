@@ -23,7 +23,8 @@ So pushing, reducing and reading back are spread over the whole launch, and the 
 them. A rank reads a finished tile from its owner instead of having it pushed, because the tile must pass through a CTA
 on its way to the result in any case: pushing it would add a store and a load.
 
-Small results in one node take the kernel in sliced.py, which splits every tile into slices. Larger results in one node
+With one rank, few rows take the kernel in mkernel/ops/reduce/few_rows.py. Small results of several ranks in one node
+take the kernel in sliced.py, which splits every tile into slices. Larger results in one node
 take the kernel in multicast.py where multicast is available (see below). All others take two_level.py.
 
 Signals. `partial`: a slot holds the partial of a rank of the node. `node_sum`: a slot holds the sum of another node.

@@ -17,6 +17,8 @@ tiles, in this order:
 - The rank's own rows, last: the CTA adds the partials of its node and the sums of the other nodes, then bias and
   residual, and stores the result.
 
+Few rows in one node take the kernel in mkernel/ops/reduce/few_rows.py, whose tiles cover the rows of all ranks.
+
 How tiles are assigned to CTAs. The tiles of each rank's rows are assigned round robin. If they do not divide evenly,
 the last round is incomplete. Its tiles go to different CTAs for each rank's rows if there are enough CTAs
 (`deal_tiles`); otherwise the first CTAs get one more tile for each rank.
