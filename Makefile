@@ -33,22 +33,23 @@ test: setup
 
 # what takes longer, and what is timed, so that nothing may run beside it
 test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and not versions" --ignore=tests/rdma tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not measures and (thorough or not versions)" --ignore=tests/rdma tests
 	$(BIN)/python -m pytest -rs -m measures --ignore=tests/rdma --ignore=tests/gpu tests  # one at a time
 
-# Every kernel compiled for Hopper, and the simulator, with the oldest and the newest torch and Triton.
+# The simulator, and every kernel compiled for Hopper, with the oldest and the newest torch and Triton. With the Triton of
+# the other tests they are compiled by make test-all: what a kernel becomes depends on Triton alone.
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: build/versions/%/ready
 	PYTHONPATH=src build/versions/$*/bin/python -m pytest -p no:cacheprovider tests/sim/test_language.py
-	PYTHONPATH=src build/versions/$*/bin/python -m pytest -p no:cacheprovider -m versions tests/ops/test_versions.py
+	PYTHONPATH=src build/versions/$*/bin/python -m pytest -p no:cacheprovider \
+		-m "versions$(if $(filter $(TRITON),$(PAIR)), and not thorough)" tests/ops/test_versions.py
 
-build/versions/oldest/ready: PAIR := $(OLDEST_TORCH) $(OLDEST_TRITON)
-build/versions/newest/ready: PAIR := $(NEWEST_TORCH) $(NEWEST_TRITON)
+test-oldest build/versions/oldest/ready: PAIR := $(OLDEST_TORCH) $(OLDEST_TRITON)
+test-newest build/versions/newest/ready: PAIR := $(NEWEST_TORCH) $(NEWEST_TRITON)
 build/versions/%/ready: requirements-dev.txt Makefile
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PAIR)
-	$(@D)/bin/python -m pip install --quiet -r requirements-dev.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile $(PAIR) -r requirements-dev.txt  # Python compiles what it imports
 	@touch $@
 
 test-gpu:

@@ -1,6 +1,7 @@
 """Lets tests in every folder import `support`, keeps the machine's tuned configurations out, and torch to one thread;
 decides which cases of tests are left to `make test-all`."""
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # how fast the machine is, beside all else that runs on it, is no property of what is tested
 settings.register_profile("mkernel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mkernel")
+
+
+def pytest_collection_finish():
+    """What all test files have imported lives as long as the tests: no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # extension modules complain about objects that are never freed
 
 
 def pytest_runtest_teardown():

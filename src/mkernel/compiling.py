@@ -6,11 +6,13 @@ for the arguments that it would get, and ptxas reports the resources that the ma
 
 from __future__ import annotations
 
+import hashlib
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import ArgumentError, MKernelError
@@ -35,6 +38,7 @@ REGISTERS = 65536  # per SM
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # A100, H100 and B200
 # too much shared memory, or a failure in one of Triton's passes (a RuntimeError)
 DOES_NOT_COMPILE = (triton.errors.TritonError, RuntimeError)
+REPORT = "ptxas.log"  # name of a file in Triton's cache
 OLDEST = 80  # oldest supported compute capability
 
 
@@ -60,31 +64,18 @@ class Compiled:
         self.kernel = compiled
         self.ptx: str = compiled.asm["ptx"]
         self.shared: int = compiled.metadata.shared
-        self._capability = capability
-        with tempfile.TemporaryDirectory() as folder:
-            output, _ = self._assemble(Path(folder))
+        output = _report(self.ptx, capability)
         used = re.search(r"Used (\d+) registers", output)
         assert used is not None, output
         self.registers = int(used[1])
         self.spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", output)))
         self.warnings = [line for line in output.splitlines() if "warning" in line or "Potential Performance" in line]
 
-    def _assemble(self, folder: Path) -> tuple[str, Path]:
-        """(output of ptxas, path of the cubin)"""
-        source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-        source.write_text(self.ptx)
-        architecture = f"sm_{self._capability}" + ("a" if self._capability >= 90 else "")
-        program = get_ptxas(self._capability).path  # each version of Triton has a ptxas that knows its PTX
-        command = [program, "-v", *OPTIONS, f"--gpu-name={architecture}", str(source), "-o", str(cubin)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise MKernelError(f"{Path(program).name} cannot assemble it for {architecture}: {done.stderr.strip()}")
-        return done.stdout + done.stderr, cubin
-
     def _machine_code(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            _, cubin = self._assemble(Path(folder))
-            command = [str(PROGRAMS / "cuobjdump"), "-sass", str(cubin)]
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.kernel.asm["cubin"])
+            file.flush()
+            command = [str(PROGRAMS / "cuobjdump"), "-sass", file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def instructions(self, name: str) -> int:
@@ -98,6 +89,31 @@ class Compiled:
         jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", what)) for at, what in code.items()]
         ranges = {(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at}
         return [[what for at, what in code.items() if begin <= at <= end] for begin, end in sorted(ranges)]
+
+
+def _report(ptx: str, capability: int, output: str = "") -> str:
+    """What ptxas says about a kernel. Triton's cache keeps it, beside the machine code.
+
+    output: what it has said, when Triton called it; else ptxas is called, unless the cache has its output.
+    """
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    ptxas = get_ptxas(capability)  # each version of Triton has a ptxas that knows its PTX
+    key = "\n".join(["ptxas -v", ptxas.version, *OPTIONS, architecture, ptx])
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    kept = cache.get_file(REPORT)
+    if kept is not None:
+        return Path(kept).read_text()
+    if "Used " not in output:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(ptx)
+            command = [ptxas.path, "-v", *OPTIONS, f"--gpu-name={architecture}", str(source), "-o", f"{source}.cubin"]
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise MKernelError(f"{Path(ptxas.path).name} cannot assemble it for {architecture}: {done.stderr.strip()}")
+        output = done.stdout + done.stderr
+    cache.put(output, REPORT, binary=False)
+    return output
 
 
 class PretendedGpu:
@@ -168,13 +184,16 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
     with pretending(capability):
         launch.kernel.device_caches.clear()
         try:
-            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
+            with triton.knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as printed:
+                triton.knobs.nvidia.dump_ptxas_log = True
+                compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
         except DOES_NOT_COMPILE as problem:
             raise MKernelError(
                 f"{launch.op}: Triton cannot compile {launch.kernel.fn.__name__} for sm_{capability}: {problem}"
             ) from problem
         finally:
             launch.kernel.device_caches.clear()
+    _report(compiled.asm["ptx"], capability, printed.getvalue())
     return Compiled(compiled, capability)
 
 

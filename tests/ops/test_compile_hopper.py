@@ -1,10 +1,10 @@
-"""The kernel of all_gather_matmul for Hopper as machine code, with no GPU."""
+"""The GEMM kernels for Hopper as machine code, with no GPU."""
 
 import re
 
 import pytest
 import torch
-from support.compiled_launches import gathers
+from support.compiled_launches import gathers, reduces
 
 from mkernel.compiling import SHARED_MEMORY, compile_launch
 
@@ -32,3 +32,30 @@ def test_tensor_cores_tma_and_no_spills(dtype, gpus, transposed, paced):
     # the reads by TMA come after the arrival of what they read
     assert "fence.proxy.async.global" in compiled.ptx or gpus == 1
     assert "ld.global.sys.acquire" in compiled.ptx or gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "gpus", "transposed", "paced"),
+    [
+        ("all_reduce", torch.bfloat16, 4, True, False),
+        ("reduce_scatter", torch.bfloat16, 4, True, False),
+        pytest.param("all_reduce", torch.float16, 3, False, True, marks=pytest.mark.thorough),
+        pytest.param("reduce_scatter", torch.float16, 2, False, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_partials_go_straight_between_registers_and_slots(op, dtype, gpus, transposed, paced):
+    """Stored from the accumulator 16 bytes at a time; loaded by TMA, and from shared memory 16 bytes at a time."""
+    launch = reduces(op=op, cluster=(1, gpus), dtype=dtype, transposed=transposed, paced=paced)
+    assert launch.kernel.fn.__name__ == f"matmul_{op}_hopper_kernel"
+    compiled = compile_launch(launch)
+    # scalars: of the load warp if b is not transposed, and of the gather warp
+    assert compiled.spilled <= (64 if op == "all_reduce" else 0 if transposed else 24)
+    assert compiled.shared <= SHARED_MEMORY
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in compiled.ptx
+    pieces = 2 * (64 * 256 * 2 // (128 * 16))  # of both warpgroups, for each thread
+    finished = op == "all_reduce"
+    # a partial, and a finished tile; and 4 pieces of two runs that the gather warp copies
+    assert len(re.findall(r"st\.global\.v4\.b32", compiled.ptx)) == pieces * (1 + finished) + 8 * finished
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) == 8 * finished
+    assert len(re.findall(r"ld\.shared\.v4\.b32", compiled.ptx)) == pieces
+    assert "fence.proxy.async.global" in compiled.ptx

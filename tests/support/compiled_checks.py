@@ -60,10 +60,11 @@ def train(model, forward, x):
     return losses
 
 
-def check_training_a_block(group, backend="aot_eager"):
-    """The same loss as without torch.compile, one compilation for all steps."""
+def check_training_a_block(group, backend="aot_eager", blocks=(False, True)):
+    """The same loss as without torch.compile, one compilation for all steps. blocks: with a list of matrices, or
+    without."""
     x = tensor(M, K, seed=group.rank, grad=False)
-    for several in (False, True):
+    for several in blocks:
         model = Block(group, several)
         expected = train(model, model, x)
         model = Block(group, several)
@@ -216,7 +217,7 @@ def check_errors(group):
 
 def inductor(group):
     """The same with PyTorch's compiler, which takes long."""
-    check_training_a_block(group, "inductor")
+    check_training_a_block(group, "inductor", blocks=(True,))
     a, b = tensor(group.size * M, K, seed=group.rank), tensor(K, N)
     for name, function in FUNCTIONS.items():
         expected = gradients(function, a, b)

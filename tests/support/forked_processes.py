@@ -155,7 +155,7 @@ def torchrun(script, ranks, seconds=HANG, arguments=()):
     return run([*start, str(script), *arguments], seconds, paths=AND_TESTS)
 
 
-def run_ranks(program, ranks, seconds=HANG, forked=True, store="rank 0"):
+def run_ranks(program, ranks, seconds=HANG, forked=True, store="rank 0", arguments=()):
     """Processes as torchrun would start them, but nobody ends the others when one dies; outputs and exit codes.
 
     Args:
@@ -163,6 +163,7 @@ def run_ranks(program, ranks, seconds=HANG, forked=True, store="rank 0"):
         forked: from a process that has imported torch and mkernel; otherwise the ranks start by themselves.
         store: where the process group's store is: in rank 0; or "apart", as under torchrun, where it outlives
             all ranks.
+        arguments: of the program.
     """
     more, kept = {}, None
     if store == "apart":
@@ -172,7 +173,8 @@ def run_ranks(program, ranks, seconds=HANG, forked=True, store="rank 0"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-    arguments = [str(program)] if isinstance(program, Path) else ["-c", textwrap.dedent(program)]
+    start = [str(program)] if isinstance(program, Path) else ["-c", textwrap.dedent(program)]
+    command = [*start, *arguments]
     processes, files = [], []
     for rank in range(ranks):
         environment = _environment(
@@ -181,10 +183,10 @@ def run_ranks(program, ranks, seconds=HANG, forked=True, store="rank 0"):
         )  # fmt: skip
         files.append(_file())
         if forked:
-            process = Fork(arguments, environment, stdout=files[-1], server=rank)
+            process = Fork(command, environment, stdout=files[-1], server=rank)
         else:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, *command],
                 env=environment,
                 stdout=files[-1],
                 stderr=subprocess.STDOUT,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel import operators
-from mkernel.bench import baselines, nccl
+from mkernel.bench import baselines, nccl, shared_gpu
 from mkernel.bench.peers import Peer
 from mkernel.bench.timing import Stopwatch
 from mkernel.ops.attention import bench as attention_bench
@@ -172,3 +172,10 @@ def hang(peer, folder):
 
 def write_pid(peer, folder):
     (folder / f"rank {peer.rank}").write_text(str(os.getpid()))
+
+
+def measure_shared(peer, cases, dtype, rounds, printing):
+    """What processes that share a GPU would measure, without one."""
+    kept = without_gpus()
+    shared_gpu.measure_on_rank(peer, cases, dtype, rounds, printing)
+    del kept

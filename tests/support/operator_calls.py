@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 
 import mkernel as mk
-from mkernel.sim.backend import SimMemory
-from mkernel.sim.scheduler import Options
 from support.patience import HANG
 
 SENTINEL = -77.0
@@ -28,13 +26,16 @@ def assert_close(y, exact, k):
 CLUSTERS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL_TILES = mk.Config(tile_m=16, tile_n=16, tile_k=16)
+SIMULATOR = {}  # options of the simulator that tests have set for `run`
 TIMEOUT = 1e-3  # simulated seconds; nothing that is alive ever times out in the simulator
 
 
 def run(function, *args, cluster=(1, 2), seed=0, timeout=TIMEOUT, **options):
     """mk.spawn in the simulator; `options` are those of the simulator."""
+    from mkernel.sim.scheduler import Options  # not at the top: tests on GPUs use this module, without the simulator
+
     nodes, gpus = cluster
-    sim = Options(**options)
+    sim = Options(**(SIMULATOR | options))
     return mk.spawn(function, *args, nodes=nodes, gpus_per_node=gpus, device="cpu", seed=seed, timeout=timeout, sim=sim)
 
 
@@ -152,6 +153,8 @@ class Guards:
     VALUE = 0xA5
 
     def __init__(self, monkeypatch):
+        from mkernel.sim.backend import SimMemory
+
         self.blocks = []
         allocate = SimMemory.allocate
 

@@ -129,15 +129,16 @@ class FewRows(SimulatedCalls):
 @dataclass(frozen=True)
 class Attends(SimulatedCalls):
     """ring_attention. arrives: bytes that rank 1 sends to rank 0 in each call, all of which must be there when it
-    ends."""
+    ends. team: CTAs that share the keys of a tile."""
 
     op: ClassVar = "ring_attention"
     case: attention_reference.Case
     steps: int | None = None
     arrives: int = 0
+    team: int | None = None
 
     def work(self, group):
-        config = mk.Config(tile_m=16, tile_n=16, steps=self.steps)
+        config = mk.Config(tile_m=16, tile_n=16, steps=self.steps, team_ctas=self.team)
         for turn in range(self.calls):
             attention_reference.call(group, self.case, turn, config=config)
             if group.rank == 0 and self.arrives:
