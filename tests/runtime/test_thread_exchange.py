@@ -124,3 +124,73 @@ def test_a_rank_that_never_comes_is_named():
     assert all(isinstance(failure, mk.CommTimeout) and "rank 2" in str(failure) for failure in results.values()), (
         results
     )
+
+
+def test_one_that_has_given_up_does_not_keep_the_others_asleep():
+    exchange, timeouts, given_up = ThreadExchange(RANKS), {0: 0.2, 1: 20.0, 2: 0.2, 3: 20.0}, threading.Semaphore(0)
+
+    def work(rank):
+        if rank == 3:
+            for _ in range(2):
+                given_up.acquire(timeout=20.0)
+        begun = time.monotonic()
+        try:
+            exchange.run_together(FakeGroup(rank, timeouts[rank]), "op", "call", rank, lambda values: None)
+        except mk.CommTimeout:
+            given_up.release()
+            raise
+        return time.monotonic() - begun
+
+    results = on_threads(work)
+    assert all(isinstance(results[rank], mk.CommTimeout) for rank in (0, 2)), results
+    assert all(results[rank] < 15.0 for rank in (1, 3)), results
+
+
+def test_a_refusal_wakes_those_that_wait():
+    """Whoever refuses a call waits for nobody, also if it comes last."""
+    exchange, launched, waiting = ThreadExchange(RANKS), [], threading.Semaphore(0)
+
+    def work(rank):
+        if rank == 1:
+            for _ in range(RANKS - 1):
+                waiting.acquire(timeout=20.0)
+            while len(exchange._mail._boxes["group", 1].bells) < RANKS - 1:
+                time.sleep(0.001)
+            return exchange.publish(rank, tuple(range(RANKS)), ("group", 1), (("refused", "op", "why"), None))
+        waiting.release()
+        return exchange.run_together(FakeGroup(rank), "op", "call", rank, launched.append)
+
+    results = on_threads(work)
+    assert results.pop(1) is None
+    assert all("refused" in str(failure) for failure in results.values()), results
+    assert not launched
+    assert not exchange._mail._boxes
+
+
+def test_threads_that_end_while_others_wait():
+    """Those that ended without a failure are not launched; the others are not kept from it."""
+    exchange, launched = ThreadExchange(RANKS), []
+
+    def work(rank):
+        if rank == 2:
+            time.sleep(0.05)
+            return exchange.mark_ended(rank, None)
+        return exchange.run_together(FakeGroup(rank), "op", "call", rank, launched.append)
+
+    assert on_threads(work) == dict.fromkeys(range(RANKS))
+    assert launched == [{0: 0, 1: 1, 3: 3}]
+    assert not exchange._mail._boxes
+
+
+def test_an_interrupt_wakes_those_that_wait():
+    exchange = ThreadExchange(RANKS)
+
+    def work(rank):
+        if rank == 2:
+            time.sleep(0.05)
+            return exchange.interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.all_gather(rank, tuple(range(RANKS)), "key", "a value", rank, 20.0)
+        return None
+
+    assert on_threads(work) == dict.fromkeys(range(RANKS))

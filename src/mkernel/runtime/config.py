@@ -16,7 +16,7 @@ class Config:
     chunk_rows: rows that are transferred with one signal.
     copy_bytes: bytes that a copying CTA has in flight.
     steps: how much of the keys and values of other ranks is buffered; one step is what one rank has.
-    team_ctas: CTAs that compute one tile together, each with a part of k; for products with few rows.
+    team_ctas: CTAs that compute one tile together, each with a part of k or of the keys; for calls with few rows.
     passes, held_tiles: in how many passes over the gathered rows each CTA computes its first `held_tiles` tiles.
     """
 

@@ -26,6 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from mkernel.lang.device import write_time
 from mkernel.runtime import cuda_driver
+from mkernel.runtime.cuda_capture import CapturedLaunches, apart, relaxed
 from mkernel.runtime.cuda_repeater import CudaRepeater, Repeated
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import check_gpu
@@ -49,9 +50,8 @@ class DeviceMemory:
         self._devices = devices
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._devices[rank])
-        torch.cuda.current_stream(self._devices[rank]).synchronize()
-        return memory
+        device = self._devices[rank]
+        return apart(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
         return exchange_addresses(group, memory.data_ptr())
@@ -63,7 +63,8 @@ class DeviceMemory:
         return 0  # only symmetric memory has multicast objects
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(words, dtype=torch.int64).to(self._devices[rank])
+        device = self._devices[rank]
+        return apart(device, lambda: torch.tensor(words, dtype=torch.int64).to(device))
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64).pin_memory()
@@ -131,7 +132,7 @@ class KernelLoader:
             # the driver. So wait for them here, where nothing holds it.
             for other in self._devices:
                 self._synchronize(other)
-        with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream):
+        with torch.cuda.device(self._devices[rank]), torch.cuda.stream(stream), relaxed():
             try:
                 compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
                 compiled._init_handles()
@@ -167,6 +168,7 @@ class CudaLauncher:
         self._network = network
         self._threads = threads
         self.last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}  # each rank's last launch
+        self._in_graphs = CapturedLaunches()
         self._streams: dict[int, set[torch.cuda.Stream]] = {rank: set() for rank in devices}
         self.loader = KernelLoader(devices, network, self.synchronize)
         self._abort_streams: dict[int, tuple[torch.cuda.Stream, torch.Tensor]] = {}
@@ -218,16 +220,18 @@ class CudaLauncher:
             with torch.cuda.device(self._devices[rank]):
                 self.start(rank, launch, stream)
             return
-        last = self.last.get(rank)
         with torch.cuda.stream(stream):
-            capturing = torch.cuda.is_current_stream_capturing()
-            if last is not None and last[0] != stream and not capturing:
+            if torch.cuda.is_current_stream_capturing():
+                with self._in_graphs.in_order(rank, stream):
+                    launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
+                return
+            last = self.last.get(rank)
+            if last is not None and last[0] != stream:
                 stream.wait_event(last[1])
             launch.kernel[(launch.grid,)](**launch.arguments, **launch.options)
-            if not capturing:
-                event = last[1] if last is not None else torch.cuda.Event()
-                event.record(stream)
-                self.last[rank] = (stream, event)
+            event = last[1] if last is not None else torch.cuda.Event()
+            event.record(stream)
+            self.last[rank] = (stream, event)
             self._streams[rank].add(stream)
 
     def sync_after_first_call(self, rank: int, group: Group) -> bool:

@@ -57,6 +57,8 @@ class Driver:
         self.launch = library.cuLaunchKernelEx
         self.current_context = library.cuCtxGetCurrent
         self.set_context = library.cuCtxSetCurrent
+        self.exchange_capture_mode = library.cuThreadExchangeStreamCaptureMode
+        self.capture_info = library.cuStreamGetCaptureInfo_v2
         self.error_string = library.cuGetErrorString
 
     def check(self, code: int) -> None:

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from mkernel.net.config import TransportConfig
 from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
+from mkernel.runtime.cuda_capture import apart
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.gpus import take_device
 from mkernel.runtime.group import Group
@@ -84,9 +85,9 @@ class SymmetricMemory:
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()
-        return memory
+        return apart(
+            self._device, lambda: symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device).zero_()
+        )
 
     def map(self, group: Group, memory: torch.Tensor) -> list[int]:
         members = [member for rank, member in enumerate(group.members) if group.topology.node_of(rank) == group.node]
@@ -94,7 +95,8 @@ class SymmetricMemory:
         addresses = {self._rank: address}
         if len(members) > 1:
             try:
-                handle: Any = _SymmetricMemory.rendezvous(memory, self._node_groups.name_of(members))
+                name = self._node_groups.name_of(members)
+                handle: Any = apart(self._device, _SymmetricMemory.rendezvous, memory, name)
             except RuntimeError as problem:
                 raise MKernelError(
                     f"ranks {members} of this node cannot map each other's GPU memory (torch symmetric memory): "

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,47 +27,86 @@ from mkernel.runtime.world import Links
 _worlds = itertools.count()
 
 
-class Mailbox:
-    """Where threads leave values for each other: a box per key. Callers hold the lock `changed`."""
+class Box:
+    """What the members of a group leave for each other in one exchange."""
+
+    __slots__ = ("bells", "outcome", "values")
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.values: dict[int, Any] = {}
+        self.bells: list[threading.Lock] = []  # of the threads that wait, each held until it is to wake
+        self.outcome: Outcome | None = None  # of `run_together`
+
+    def wake_next(self) -> None:
+        """Wake one of the threads that wait. It wakes the next one when it runs: only one thread at a time can hold the
+        interpreter, and more of them awake would only take it from each other."""
+        if self.bells:
+            self.bells.pop().release()
+
+
+class Outcome(NamedTuple):
+    """What `run_together` came to."""
+
+    calls: dict[int, Any]  # what the ranks called, if they called different things
+    failure: Exception | None
+
+
+class Mailbox:
+    """Where threads leave values for each other: a box per key. Callers hold the lock, except in `wait`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.ended: dict[int, BaseException | None] = {}  # ranks whose thread has ended, and with which exception
         self.interrupted = False
-        self._boxes: dict[Hashable, dict[Any, Any]] = {}
+        self._boxes: dict[Hashable, Box] = {}
 
-    def put(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> dict[Any, Any]:
-        """Leave a value in a box, and return the box. Only the last of the members wakes the others: until then there
-        is nothing for them to do, and each would take the interpreter from a thread that has."""
-        box = self._boxes.setdefault(key, {})
-        box[rank] = value
-        if len(box) >= len(members):
-            self.changed.notify_all()
+    def put(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> Box:
+        """Leave a value in a box, and return the box. The last of the members removes it from the mailbox."""
+        box = self._boxes.get(key)
+        if box is None:
+            box = self._boxes[key] = Box()
+        box.values[rank] = value
+        if len(box.values) >= len(members):
+            self.remove(key)
         return box
 
-    def wait(
-        self, rank: int, members: Sequence[int], box: dict[Any, Any], done: Callable[[], bool], what: str,
-        timeout: float,
-    ) -> None:  # fmt: skip
-        """Wait until done(). Raise once waiting has become pointless."""
-        begun = time.monotonic()
-        while not done():
-            if self.interrupted:
-                raise KeyboardInterrupt
-            missing = [member for member in members if member not in box]
-            waited = time.monotonic() - begun
-            failed = next((self.ended[member] for member in missing if self.ended.get(member) is not None), None)
-            all_ended = missing and all(member in self.ended for member in missing)
-            if failed is not None or waited >= timeout or all_ended:
-                ranks = [members.index(member) for member in missing]
-                raise records.absent(what, members.index(rank), ranks, len(members), waited) from failed
-            self.changed.wait(timeout - waited)
+    def remove(self, key: Hashable) -> None:
+        """Nobody else will ask for this box."""
+        self._boxes.pop(key, None)
 
-    def release(self, key: Hashable, box: dict[Any, Any], members: int) -> None:
-        """A member is done with a box; the last one deletes it."""
-        box["left"] = box.get("left", 0) + 1
-        if box["left"] == members:
-            self._boxes.pop(key, None)
+    def wait(
+        self, rank: int, members: Sequence[int], box: Box, done: Callable[[], bool], what: str, timeout: float
+    ) -> None:
+        """Wait until done(), which is asked under the lock. Raise once waiting has become pointless. Whoever comes last
+        finds that it is done, and wakes the first of the others: until then there is nothing for them to do."""
+        begun = time.monotonic()
+        waited = 0.0
+        while True:
+            with self.lock:
+                if done():
+                    break
+                if self.interrupted:
+                    raise KeyboardInterrupt
+                missing = [member for member in members if member not in box.values]
+                failed = next((self.ended[member] for member in missing if self.ended.get(member) is not None), None)
+                all_ended = missing and all(member in self.ended for member in missing)
+                if failed is not None or waited >= timeout or all_ended:
+                    ranks = [members.index(member) for member in missing]
+                    raise records.absent(what, members.index(rank), ranks, len(members), waited) from failed
+                bell = threading.Lock()
+                bell.acquire()
+                box.bells.append(bell)
+            if not bell.acquire(timeout=timeout - waited):
+                with contextlib.suppress(ValueError):  # somebody was about to ring it
+                    box.bells.remove(bell)
+            waited = time.monotonic() - begun
+        box.wake_next()
+
+    def wake_all(self) -> None:
+        """Let all threads that wait look again."""
+        for box in self._boxes.values():
+            while box.bells:
+                box.bells.pop().release()
 
 
 class ThreadExchange:
@@ -80,15 +119,17 @@ class ThreadExchange:
     def all_gather(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
     ) -> list[Any]:
-        with self._mail.changed:
-            box = self._mail.put(rank, members, key, value)
-            self._mail.wait(rank, members, box, lambda: all(member in box for member in members), what, timeout)
-            self._mail.release(key, box, len(members))
-            return [box[member] for member in members]
+        mail, count = self._mail, len(members)
+        with mail.lock:
+            box = mail.put(rank, members, key, value)
+        mail.wait(rank, members, box, lambda: len(box.values) == count, what, timeout)
+        return [box.values[member] for member in members]
 
     def publish(self, rank: int, members: Sequence[int], key: Hashable, value: Any) -> None:
-        with self._mail.changed:
-            self._mail.release(key, self._mail.put(rank, members, key, value), len(members))
+        with self._mail.lock:
+            box = self._mail.put(rank, members, key, value)
+        if len(box.values) == len(members):
+            box.wake_next()
 
     def run_together(
         self, group: Group, what: str, call: Hashable, value: Any, function: Callable[[dict[int, Any]], None]
@@ -98,33 +139,32 @@ class ThreadExchange:
         on all ranks, and call nothing, unless all give the same `call`."""
         rank, members, mail = group.world_rank, group.members, self._mail
         key = group.next_exchange()
-        with mail.changed:
+        with mail.lock:
             box = mail.put(rank, members, key, (call, value))
 
-            def ready() -> bool:
+        def done() -> bool:
+            if box.outcome is None:
                 # a rank whose thread has ended will not come: the others find out in the kernel
-                if "count" not in box and all(m in box or mail.ended.get(m, self) is None for m in members):
-                    present = {member: box[member] for member in members if member in box}
-                    box["count"], box["alike"] = len(present), all(theirs == call for theirs, _ in present.values())
-                    if box["alike"]:
-                        try:
-                            function({member: theirs for member, (_, theirs) in present.items()})
-                        except Exception as failure:
-                            box["failure"] = failure
-                    mail.changed.notify_all()
-                return "count" in box
+                if len(box.values) < len(members) and not all(
+                    member in box.values or mail.ended.get(member, self) is None for member in members
+                ):
+                    return False
+                mail.remove(key)
+                box.outcome = _run_together(box.values, function)
+            return True
 
-            try:
-                mail.wait(rank, members, box, ready, what, group.timeout)
-            except CommTimeout as late:
-                group.mark_out_of_sync(late)
-                raise
-            mail.release(key, box, box["count"])
-        if not box["alike"]:
-            group.check_same_call([box[member][0] if member in box else call for member in members])
-        if "failure" in box:
-            box["failure"].on_every_rank = True
-            raise box["failure"]
+        try:
+            mail.wait(rank, members, box, done, what, group.timeout)
+        except CommTimeout as late:
+            group.mark_out_of_sync(late)
+            raise
+        assert box.outcome is not None
+        calls, failure = box.outcome
+        if calls:
+            group.check_same_call([calls.get(member, call) for member in members])
+        if failure is not None:
+            failure.on_every_rank = True  # type: ignore[attr-defined]
+            raise failure
 
     def confirm(self, group: Group, call: Any) -> None:
         group.exchange(call[0], None, call=call)
@@ -146,18 +186,31 @@ class ThreadExchange:
 
     def mark_ended(self, rank: int, failure: BaseException | None) -> None:
         """The thread of a rank has ended."""
-        with self._mail.changed:
+        with self._mail.lock:
             self._mail.ended[rank] = failure
-            self._mail.changed.notify_all()
+            self._mail.wake_all()
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in ranks that wait for others, and end the waits of their kernels."""
-        with self._mail.changed:
+        with self._mail.lock:
             self._mail.interrupted = True
-            self._mail.changed.notify_all()
+            self._mail.wake_all()
         for groups in self.groups.values():
             for group in list(groups):
                 group.world.launcher.abort(group)
+
+
+def _run_together(given: Mapping[int, tuple[Any, Any]], function: Callable[[dict[int, Any]], None]) -> Outcome:
+    """Call the function with the values of all ranks, if they make the same call. given: call and value of each."""
+    calls = {rank: call for rank, (call, _) in given.items()}
+    first = next(iter(calls.values()))
+    if any(call != first for call in calls.values()):
+        return Outcome(calls, None)
+    try:
+        function({rank: value for rank, (_, value) in given.items()})
+    except Exception as failure:
+        return Outcome({}, failure)
+    return Outcome({}, None)
 
 
 class LoopbackConnector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import os
@@ -225,6 +226,21 @@ class Group:
         self._launcher.synchronize(self.world_rank)
         self.check()
 
+    def capture(
+        self, graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.Stream | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Capture the calls in a `with` block into a graph, as `torch.cuda.graph` does. Collective: all ranks of the
+        group begin and end their captures together, which ranks that are threads of one process (`mk.spawn`) need.
+
+        Args:
+            graph: becomes a graph of the calls, which `graph.replay()` repeats.
+            pool: as in `torch.cuda.graph`: of another graph, to share its memory.
+            stream: to capture on; by default, a new one.
+        """
+        from mkernel.runtime import cuda_capture
+
+        return cuda_capture.capture(self, graph, pool, stream)
+
     def quiet(self) -> None:
         """Wait for everything this rank has queued, and for the network requests it has posted."""
         self._launcher.synchronize(self.world_rank)
@@ -388,6 +404,7 @@ class Group:
             reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
             refusal = ((REFUSED, what, reason if reason.endswith(".") else f"{reason}."), None)
             self.world.exchange.publish(self.world_rank, self.members, self.next_exchange(), refusal)
+            failure.on_every_rank = True  # type: ignore[attr-defined]  # so it will be
         self._call, self._confirmed = None, False
 
     def agree(self, what: str, **values: Hashable) -> None:
@@ -447,22 +464,23 @@ class Group:
         if have is not None and have.signal_words >= signal_words and have.half_bytes >= half_bytes:
             self.keep_if_captured(have)
             return have
-        if self._launcher.capturing(self.world_rank):
-            raise ArgumentError(
-                f"{op}: the first call of a size on a stream allocates memory, which cannot be captured into a graph. "
-                f"Call it once before on the stream that captures: torch.cuda.graph(graph, stream=that_stream)"
-            )
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
             half_bytes = max(half_bytes, have.half_bytes)
         half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT
         replaces = have.segment if have is not None and have not in self._captured else None
         workspace = self._workspaces[key] = self._make_workspace(op, signal_words, half_bytes, replaces)
+        self.keep_if_captured(workspace)
         return workspace
+
+    @property
+    def capturing(self) -> bool:
+        """Is this rank's current stream being captured into a graph?"""
+        return self._launcher.capturing(self.world_rank)
 
     def keep_if_captured(self, used: Any) -> None:
         """If the launch is being captured into a graph, keep what it uses for the lifetime of the group."""
-        if self._launcher.capturing(self.world_rank) and used not in self._captured:
+        if self.capturing and used not in self._captured:
             self._captured.append(used)
 
     @torch.inference_mode(False)
@@ -503,6 +521,13 @@ class Group:
         if launch.grid > records.MAX_CTAS:
             raise ArgumentError(f"{launch.op}: a launch can have {records.MAX_CTAS} CTAs at most; got {launch.grid}")
         self._call = self._call or (launch.op, ())
+        if self.capturing:
+            if self.fresh and self.nodes > 1:  # the network must not be needed while something is loaded
+                raise ArgumentError(
+                    f"{launch.op}: with several nodes, make a call of this shape before you capture one"
+                )
+            # a rank that captures would keep one that does not waiting until the graph is replayed
+            self._call = (self._call[0], (*self._call[1], ("captured", True)))
         launch.call = self._call
         if self.tracer is not None:
             launch = self.tracer.traced(launch)

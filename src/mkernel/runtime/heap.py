@@ -59,7 +59,8 @@ class Heap:
         segment to drop for it once all ranks have agreed. `parts`: what it consists of."""
         group = self._group
         dropped = self._dropped | ({replaces.number} if replaces is not None else set())
-        wishes = group.exchange("heap", (nbytes, sorted(dropped)), call)
+        freed = sorted(dropped) if not group.capturing else []  # freeing waits for streams, and captured ones never end
+        wishes = group.exchange("heap", (nbytes, freed), call)
         sizes = [size for size, _ in wishes]
         if len(set(sizes)) > 1:
             problem = ArgumentError(

@@ -1,6 +1,7 @@
 // A stand-in for the NVIDIA driver's library on machines without one: a stream is a thread that does what
 // it was asked to do in order, some time later. "Device" memory is any memory. The only kernel is that of batch.h.
-// Used with no context, or for a copy of kForbidden bytes, it fails as the driver would.
+// Used with no context, or for a copy of kForbidden bytes, it fails as the driver would. It behaves as if some thread
+// were always capturing a graph: calls that could disturb it are refused to threads whose mode is not relaxed.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -29,6 +30,8 @@ constexpr int kInvalidValue = 1;
 constexpr int kInvalidImage = 200;
 constexpr int kIllegalAddress = 700;
 constexpr int kNotReady = 600;
+constexpr int kNotWhileCapturing = 900;
+constexpr int kRelaxed = 2;
 constexpr size_t kForbidden = 666;
 
 class Stream {
@@ -75,6 +78,7 @@ class Stream {
 };
 
 thread_local int depth = 0;
+thread_local int capture_mode = 0;  // global
 std::atomic<int64_t> copies{0}, writes{0}, launches{0};
 
 struct Write {
@@ -168,9 +172,18 @@ int cuStreamDestroy_v2(void* stream) {
   return 0;
 }
 
-int cuStreamQuery(void* stream) { return static_cast<Stream*>(stream)->idle() ? 0 : kNotReady; }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+
+int cuStreamQuery(void* stream) {
+  if (capture_mode != kRelaxed) return kNotWhileCapturing;
+  return static_cast<Stream*>(stream)->idle() ? 0 : kNotReady;
+}
 
 int cuStreamSynchronize(void* stream) {
+  if (capture_mode != kRelaxed) return kNotWhileCapturing;
   static_cast<Stream*>(stream)->synchronize();
   return 0;
 }
@@ -200,6 +213,7 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, Write* list, unsigned) {
 
 int cuModuleLoadData(void** module, const void* image) {
   if (depth == 0) return kInvalidContext;
+  if (capture_mode != kRelaxed) return kNotWhileCapturing;
   if (std::strcmp(static_cast<const char*>(image), mkernel::batch::kPtx) != 0) return kInvalidImage;
   *module = &copies;
   return 0;
@@ -225,11 +239,13 @@ int cuLaunchKernel(void* function, unsigned ctas, unsigned y, unsigned z, unsign
 }
 
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (capture_mode != kRelaxed) return kNotWhileCapturing;
   *memory = std::calloc(1, bytes);
   return 0;
 }
 
 int cuMemAlloc_v2(unsigned long long* memory, size_t bytes) {
+  if (capture_mode != kRelaxed) return kNotWhileCapturing;
   void* made = std::malloc(bytes);
   std::memset(made, 0xA5, bytes);  // nobody has cleared it
   *memory = reinterpret_cast<unsigned long long>(made);

@@ -26,6 +26,7 @@ using Address = unsigned long long;
 
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
+constexpr int kRelaxed = 2;  // of CUstreamCaptureMode
 constexpr unsigned kPortableAndMapped = 1 | 2;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kWriteValue64 = 5;
@@ -65,6 +66,7 @@ struct Driver {
   int (*alloc)(Address*, size_t);
   int (*handle_for_range)(void*, Address, size_t, int, unsigned long long);  // null in old drivers
   int (*flush_writes)(int, int);                                             // too
+  int (*exchange_capture_mode)(int*);
   int (*error_name)(int, const char**);
   int (*error_text)(int, const char**);
 
@@ -103,6 +105,7 @@ Driver::Driver() {
   find(alloc, "cuMemAlloc_v2");
   find(handle_for_range, "cuMemGetHandleForAddressRange", true);
   find(flush_writes, "cuFlushGPUDirectRDMAWrites", true);
+  find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   find(error_name, "cuGetErrorName");
   find(error_text, "cuGetErrorString");
   check(init(0), "start");
@@ -115,14 +118,22 @@ const Driver& driver() {
 
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
 
-// The device's primary context is current inside.
+// The device's primary context is current inside. While some thread captures a graph, CUDA forbids all threads what
+// could disturb it, unless they say that they know better: nothing here concerns a stream that is being captured.
 class Inside {
  public:
-  explicit Inside(Context context) { driver().check(driver().push(context), "enter the context"); }
+  explicit Inside(Context context) {
+    driver().check(driver().push(context), "enter the context");
+    driver().exchange_capture_mode(&capture_mode_);
+  }
   ~Inside() {
+    driver().exchange_capture_mode(&capture_mode_);
     Context left;
     driver().pop(&left);
   }
+
+ private:
+  int capture_mode_ = kRelaxed;
 };
 
 // What a process keeps of a device until it ends, as PyTorch does.
