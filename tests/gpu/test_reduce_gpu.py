@@ -103,6 +103,38 @@ def test_one_node_both_ways(way, cluster, m, n, k):
     spawn(on_rank, cluster=cluster)
 
 
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("mixed", [False, True], ids=["all ranks", "all but one"])
+@pytest.mark.parametrize(
+    ("ranks", "m", "n", "k", "dtype"),
+    [
+        (4, 4136, 2056, 512, torch.bfloat16),
+        (3, 3000, 3080, 256, torch.float16),
+        (2, 4096, 4096, 64, torch.bfloat16),
+        (8, 4096, 2304, 1024, torch.bfloat16),
+    ],
+)
+def test_one_node_all_reduce_for_hopper(ranks, m, n, k, dtype, mixed):
+    """Also where one rank takes the portable kernel, because TMA cannot read its rows: they share the protocol."""
+
+    def on_rank(group):
+        odd = mixed and group.rank == 1
+        a = randn(group, m, k + odd, dtype=dtype)[:, :k]
+        b = randn(group, n, k, dtype=dtype, seed=1).t()
+        assert mk.explain("matmul_all_reduce", a, b).hopper == (not odd)
+        results = [mk.matmul_all_reduce(a, b) for _ in range(3)]
+        for y in results:
+            check(group, y, a, b)
+            assert torch.equal(y, results[0])
+
+    spawn(on_rank, cluster=(1, ranks))
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)

@@ -4,13 +4,11 @@ with the documented bound, and the two operators in all ways."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 import mkernel as mk
 from mkernel.ops.reduce import all_reduce
-from mkernel.sim.scheduler import Options
 from support import operator_calls
 from support.operator_calls import assert_same
 
@@ -34,7 +32,7 @@ def choose(way, monkeypatch):
         monkeypatch.setattr(all_reduce.plan, "LARGEST_SLICED", 2**30 if way == "sliced" else 0)
         monkeypatch.setattr(all_reduce.plan, "FEWEST_FOR_MULTICAST", 2)
     if way == "multicast":
-        monkeypatch.setattr(operator_calls, "Options", partial(Options, multicast=True))
+        monkeypatch.setitem(operator_calls.SIMULATOR, "multicast", True)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Benchmark of all_gather_matmul, and of the gradient of its weight, against what they replace: copy everything, then
-call cuBLAS."""
+"""Benchmark of all_gather_matmul and of its gradients against what they replace: copy everything, then call cuBLAS."""
 
 from __future__ import annotations
 
@@ -9,15 +8,21 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.benchmark import FEW_ROWS, Benchmark, Latency, Published
-from mkernel.bench.problems import draw, worst_of
+from mkernel.bench.backward import Backward, Transfer, beside, error_of, named
+from mkernel.bench.backward import measure as measure_backward_pass
+from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Latency, Published
+from mkernel.bench.problems import draw, product_bound, worst_of
 from mkernel.bench.published import GPUS, NODES, RANKS
-from mkernel.bench.timing import Link, time_ways
+from mkernel.bench.timing import BARRIER, Link, time_ways
 from mkernel.operators import Shape
-from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare
+from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare, weight_grad
+from mkernel.ops.reduce import reduce_scatter
+from mkernel.ops.reduce.bench import add_up, bound_of
+from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.config import Config
 from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
+from mkernel.runtime.operands import DTYPES
 from mkernel.runtime.world import Launch
 
 
@@ -93,9 +98,7 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
     sent = after.bytes - before.bytes if after is not None and before is not None else 0
     exact = measured.exact(torch.cat([part.to(device) for part in parts]).double())
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))
-    # fp32 sums are rounded after every term, in the precision of the result: the bound has an extra term for that
-    rounding = 4 * measured.depth * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
-    bound = 4 * measured.depth**0.5 * torch.finfo(dtype).eps + rounding
+    bound = product_bound(measured.depth, dtype)
     floor_ms = max(times["library"], wire_ms, network_ms)
     return {
         "op": measured.op,
@@ -129,9 +132,12 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
 
 
 def measure(
-    group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
-) -> dict[str, Any]:
+    group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int, *,
+    backward: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Measure one shape. Runs on every rank and returns the same figures on each."""
+    if backward:
+        return measure_backward(group, (m_total, n, k), dtype, repeats)
     a, w = draw(group.rank, m_total // group.size, n, k, dtype, group.device)
     a = sent_from(group, a)
     out = torch.empty(m_total, n, device=group.device, dtype=dtype)
@@ -148,6 +154,69 @@ def measure(
         depth=k,
     )
     return measure_gathering(group, measured, repeats)
+
+
+def measure_backward(group: Group, shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Measure both gradients: that of a by matmul_reduce_scatter, that of b by all_gather_matmul_weight_grad."""
+    m_total, n, k = shape
+    device, size = group.device, group.size
+    rows = m_total // size
+    a, w = draw(group.rank, rows, n, k, dtype, device)
+    dy, _ = draw(size + group.rank, m_total, 0, n, dtype, device)
+    da, dw, product = torch.empty_like(a), torch.empty_like(w), torch.empty(m_total, k, dtype=dtype, device=device)
+    gathered = torch.empty_like(product)
+    torch.cuda.current_stream(device).synchronize()
+    everyone = group.exchange("operands", (a, w, dy))
+    products = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    block = rows * k * a.element_size()
+    bytes_of = dict(nvlink=group.nodes * (group.gpus_per_node - 1) * block, network=(group.nodes - 1) * block)
+
+    def gather() -> None:
+        for source, (part, _, _) in enumerate(everyone):
+            gathered[source * rows : (source + 1) * rows].copy_(part)
+
+    def reduce() -> None:
+        add_up(products, size, da.view(-1), group.rank * rows * k, DTYPES[dtype])
+
+    def multiply_for_a() -> None:
+        torch.mm(dy, w, out=product)
+
+    def multiply_for_b() -> None:
+        torch.mm(dy.t(), gathered, out=dw)
+
+    def errors() -> dict[str, float]:
+        leaves = [a.clone().requires_grad_(), w.clone().requires_grad_()]
+        y = all_gather_matmul(leaves[0], leaves[1].t())
+        found = torch.autograd.grad(y, leaves, dy)
+        group.synchronize()
+        own = slice(group.rank * rows, (group.rank + 1) * rows)
+        of_a: Any = sum(theirs[own].double() @ weight.double() for _, weight, theirs in everyone)
+        of_w = dy.double().t() @ torch.cat([part for part, _, _ in everyone]).double()
+        return {
+            "a": error_of(found[0], of_a, bound_of(size * n, n, size, dtype)),
+            "b": error_of(found[1], of_w, product_bound(m_total, dtype)),
+        }
+
+    gathering, reducing = Transfer(gather, **bytes_of), Transfer(reduce, **bytes_of)
+    copy, add = gathering.paced(group), reducing.paced(group)
+    measured = Backward(
+        op="all_gather_matmul",
+        dimensions=named(shape),
+        dtype=dtype,
+        library=[multiply_for_a, multiply_for_b],
+        fused=[
+            reduce_scatter.prepare(group, Sum(dy, w, da)),
+            weight_grad.prepare(group, a, dy, dw.t(), None),
+        ],
+        host_driven={
+            "in order": [multiply_for_a, BARRIER, add, BARRIER, copy, multiply_for_b],
+            "overlapped": [beside(device, copy, multiply_for_a), BARRIER, beside(device, add, multiply_for_b)],
+        },
+        transfers=[gathering, reducing],
+        errors=errors,
+        plans=[reduce_scatter.explain(dy, w, out=da), weight_grad.explain(a, dy, out=dw.t())],
+    )
+    return measure_backward_pass(group, measured, repeats)
 
 
 def _traffic(size: int) -> tuple[float, float]:
@@ -169,4 +238,5 @@ BENCHMARK = Benchmark(
     published=Published(shape=lambda size, ranks: (size, size // 16, size), traffic=_traffic),
     latency=_latency,
     latency_shapes=FEW_ROWS,
+    shared_gpu_shapes=(*((m, 2048, 8192) for m in (16384, 4096, 512)), *SHARED_GPU_ROWS),
 )

@@ -1,6 +1,6 @@
 """The registry entries of all_gather_matmul and of the gradient of its weight."""
 
-from mkernel.operators import Operator, register
+from mkernel.operators import BACKWARD, Operator, register
 
 PACKAGE = "mkernel.ops.all_gather_matmul"
 
@@ -15,6 +15,7 @@ register(
         shapes=((16384, 2048, 8192), (8192, 2048, 8192), (8192, 8192, 8192)),
         small=((4096, 1024, 2048),),
         workload=f"{PACKAGE}.workload:WORKLOAD",
+        options=(BACKWARD,),
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:DEMO",
         bench=f"{PACKAGE}.bench:BENCHMARK",

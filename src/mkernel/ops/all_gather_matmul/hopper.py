@@ -36,6 +36,7 @@ from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
 from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gluon_compat import async_load
+from mkernel.lang.grid import sync_steps
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
 from mkernel.lang.layout import parity, row_of
 from mkernel.lang.matrix import Block
@@ -104,6 +105,7 @@ def _tiles(comm, call):
 def _load(comm, call, operands, stages, arrivals):
     """The load warp."""
     odd_epoch = parity(comm.epoch) == 1
+    common_steps = _tiles(comm, call) // gl.num_programs(0) * tl.cdiv(call.gather.k, TILE_K)
     step = 0
     remote = 0
     for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
@@ -116,6 +118,7 @@ def _load(comm, call, operands, stages, arrivals):
         row = source * call.gather.m + block * TILE_M
         column = column_block * TILE_N
         for depth in range(0, call.gather.k, TILE_K):
+            sync_steps(comm, step, common_steps)
             stage = step % STAGES
             filled = stages.filled.index(stage)
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)

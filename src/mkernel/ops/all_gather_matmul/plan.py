@@ -262,7 +262,8 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     if gathers_few_rows(group, a.shape[0], a.dtype, config):
         return max(-(-a.shape[0] // 64), 1)  # every CTA pushes a few of them
     if suits_hopper(group, a.shape[0], a.dtype, config):
-        return 16  # every CTA pushes, so with small chunks rows arrive in order
+        # every CTA pushes, so with small chunks rows arrive in order; and the first ones early, if each has several
+        return min(max(a.shape[0] // 256, 4), 16)
     tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
     return planning.rows_per_chunk(a.shape[0], tile_m)
 

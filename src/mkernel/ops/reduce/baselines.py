@@ -11,6 +11,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from mkernel.bench import nccl, symm_mem
 from mkernel.bench.problems import Calls, Products, Ways, draw
 from mkernel.operators import Shape
+from mkernel.ops.reduce.bench import bound_of
 
 
 class _Sum(Products):
@@ -19,6 +20,10 @@ class _Sum(Products):
 
     def exact(self, everyone: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: slice) -> torch.Tensor:
         return torch.stack([a[rows].double() @ w.double().t() for a, w in everyone]).sum(0)
+
+    @property
+    def error_bound(self) -> float:
+        return bound_of(self.k, self.k // self.size, self.size, self.dtype)
 
 
 class ReduceScatter(_Sum):

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from mkernel.bench.benchmark import Latency
 from mkernel.bench.problems import draw
-from mkernel.bench.timing import Stopwatch
+from mkernel.bench.timing import Stopwatch, Wires
 from mkernel.operators import Shape
 from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
@@ -105,29 +105,6 @@ def measure_together(group: Group, mine: OnRank, repeats: int) -> tuple[dict[str
         for times in measured:
             times["host_driven"] = min(times.pop(name) for name in ways)
     return group.exchange("times", measured)[0]
-
-
-@dataclass(frozen=True)
-class Wires:
-    """Milliseconds that one rank's bytes take on its paced links; 0 for a link that is not paced."""
-
-    nvlink: float
-    network: float
-
-    @property
-    def ms(self) -> float:
-        """The time of both links, used concurrently."""
-        return max(self.nvlink, self.network)
-
-
-def wires(group: Group, nvlink_bytes: int, network_bytes: int) -> Wires:
-    """How long this many bytes of one rank take."""
-    links = group.world.links
-    nvlink = nvlink_bytes / (links.nvlink * 1e6) if links.nvlink and group.gpus_per_node > 1 else 0.0
-    network = 0.0
-    if links.network and group.nodes > 1:
-        network = network_bytes / (links.network * 1e6) + links.network_latency * 1e3
-    return Wires(nvlink, network)
 
 
 def figures(

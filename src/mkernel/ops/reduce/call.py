@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from mkernel.runtime import planning
+from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
@@ -227,4 +227,27 @@ def plan_of(
         residual_uses_tma=uses_tma.get("residual", False),
         precision=matmul_precision(a.dtype),
         reasons=(*planning.reasons_of_access(descriptors, uses_tma), movement, *reasons),
+    )
+
+
+def for_hopper(group: Group, call: Sum, portable: Plan) -> Plan:
+    """The plan for the kernel for Hopper, if the GPU and the call suit it; else the portable plan. Both kernels use the
+    same slots, so ranks need not decide alike."""
+    if not (
+        hopper.suits(group, hopper.TILE_M, call.a.dtype, call.config, free={"ctas", "group_m"})
+        and (portable.config.tile_m, portable.config.tile_n) == (hopper.TILE_M, hopper.TILE_N)
+        and portable.a_uses_tma
+        and portable.right.uses_tma
+        and portable.out_uses_tma
+        and call.wire_dtype == call.a.dtype
+        and call.bias is None
+        and call.residual is None
+        and call.a.shape[1] > 0
+    ):
+        return portable
+    return replace(
+        portable,
+        hopper=True,
+        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
+        reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
     )

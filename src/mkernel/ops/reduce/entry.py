@@ -1,6 +1,6 @@
 """The registry entries of matmul_reduce_scatter and matmul_all_reduce."""
 
-from mkernel.operators import Operator, Signal, register
+from mkernel.operators import BACKWARD, Operator, Signal, register
 
 PACKAGE = "mkernel.ops.reduce"
 
@@ -20,6 +20,7 @@ register(
         shapes=((16384, 8192, 8192), (4096, 8192, 8192)),
         small=((4096, 2048, 2048),),
         signals=(partial,),
+        options=(BACKWARD,),
         workload=f"{PACKAGE}.workload:REDUCE_SCATTER",
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:REDUCE_SCATTER",

@@ -25,7 +25,8 @@ on its way to the result in any case: pushing it would add a store and a load.
 
 With one rank, few rows take the kernel in mkernel/ops/reduce/few_rows.py. Small results of several ranks in one node
 take the kernel in sliced.py, which splits every tile into slices. Larger results in one node
-take the kernel in multicast.py where multicast is available (see below). All others take two_level.py.
+take the kernel in multicast.py where multicast is available (see below), and on Hopper GPUs otherwise the one in
+hopper.py. All others take two_level.py.
 
 Signals. `partial`: a slot holds the partial of a rank of the node. `node_sum`: a slot holds the sum of another node.
 `finished`: the owner's slot holds a finished tile. See `layout` in protocol.py. All hold epochs and only grow.

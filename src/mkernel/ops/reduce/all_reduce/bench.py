@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mkernel.bench.benchmark import FEW_ROWS, Benchmark, Published
+from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Published
 from mkernel.bench.problems import draw
 from mkernel.bench.published import NODES, RANKS
-from mkernel.bench.timing import Link
+from mkernel.bench.timing import Link, wires
 from mkernel.ops.reduce.all_reduce import explain, matmul_all_reduce, prepare
-from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together, wires
+from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together
 from mkernel.ops.reduce.call import Sum
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -90,4 +90,5 @@ BENCHMARK = Benchmark(
     published=Published(shape=lambda size, ranks: (size, size, size // 16 * ranks), traffic=_traffic),
     latency=latency_of(matmul_all_reduce),
     latency_shapes=FEW_ROWS,
+    shared_gpu_shapes=SHARED_GPU_ROWS,
 )

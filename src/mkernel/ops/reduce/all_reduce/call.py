@@ -121,6 +121,10 @@ def prepare(group: Group, call: Sum) -> Launch:
         decided = group.planned((OP, call.key, "no multicast"), lambda: plan.decide(group, call, try_multicast=False))
         memory = protocol.layout(group, decided, call)
         workspace = memory.workspace(group)
+    if decided.hopper:
+        from mkernel.ops.reduce.all_reduce import hopper  # import Gluon only where it is used
+
+        return hopper.launch(group, decided, memory, call)
     arguments = dict(
         context=workspace.context,
         ranks=Ranks(*constants(group.size, group.gpus_per_node)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from mkernel.ops.reduce.call import Plan, Sum, plan_of, plan_of_few_rows
+from mkernel.ops.reduce.call import Plan, Sum, for_hopper, plan_of, plan_of_few_rows
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -110,8 +110,10 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),
     )
     decided = replace(decided, multicast=multicast, in_switch=in_switch)
-    # slices are narrower than the descriptors' blocks
-    return replace(decided, sliced=True, out_uses_tma=False, residual_uses_tma=False) if sliced else decided
+    if sliced:
+        # slices are narrower than the descriptors' blocks
+        return replace(decided, sliced=True, out_uses_tma=False, residual_uses_tma=False)
+    return for_hopper(group, call, decided) if group.size > 1 and not multicast and n % 8 == 0 else decided
 
 
 def _deep_stages(call: Sum, tile_m: int, tile_n: int) -> Config | None:

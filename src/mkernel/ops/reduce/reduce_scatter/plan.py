@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
-from mkernel.ops.reduce.call import Plan, Sum, few_rows, plan_of, plan_of_few_rows
+from mkernel.ops.reduce.call import Plan, Sum, few_rows, for_hopper, plan_of, plan_of_few_rows
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -47,21 +46,4 @@ def decide(group: Group, call: Sum) -> Plan:
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
     )
-    if not (
-        hopper.suits(group, rows, call.a.dtype, call.config, free={"ctas", "group_m"})
-        and (tile_m, tile_n) == (hopper.TILE_M, hopper.TILE_N)
-        and portable.a_uses_tma
-        and portable.right.uses_tma
-        and portable.out_uses_tma
-        and call.wire_dtype == call.a.dtype
-        and call.bias is None
-        and call.residual is None
-        and call.a.shape[1] > 0
-    ):
-        return portable
-    return replace(
-        portable,
-        hopper=True,
-        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
-        reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
-    )
+    return for_hopper(group, call, portable) if rows % hopper.TILE_M == 0 else portable
