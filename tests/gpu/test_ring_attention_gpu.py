@@ -66,6 +66,32 @@ def test_cases(kernel, ranks, name):
     cuda(on_rank, ranks=ranks)
 
 
+LENGTHS = {
+    "one query": Case(5000, queries=1, heads=8, kv_heads=2, dim=128, dtype=BF16, causal=True),
+    "few queries": Case(3000, queries=40, heads=2, kv_heads=2, dim=64, dtype=torch.float16, causal=True),
+    "a cache": Case(1500, queries=300, heads=4, kv_heads=4, batch=2, dim=128, dtype=BF16, causal=True),
+    "fewer keys": Case(200, queries=333, heads=2, kv_heads=2, dim=128, dtype=BF16, causal=True),
+    "192 and 128": Case(600, heads=4, kv_heads=4, dim=192, value_dim=128, dtype=BF16, causal=True),
+    "192 and 128, one query": Case(4000, queries=1, heads=4, kv_heads=4, dim=192, value_dim=128, dtype=BF16),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lengths(ranks, name):
+    """More or fewer queries than keys, values of another head dimension; few tiles are shared by several CTAs."""
+    case = LENGTHS[name]
+
+    def on_rank(group):
+        first = call(group, case)
+        call(group, case, 1)
+        assert torch.equal(call(group, case), first)
+        shared = mk.explain("ring_attention", *parts(group, case), **case.arguments()).config.team_ctas > 1
+        assert shared or case.rows > 40
+
+    cuda(on_rank, ranks=ranks)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_two_nodes(kernel):
     def on_rank(group):

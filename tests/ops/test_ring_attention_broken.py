@@ -22,9 +22,9 @@ from support.scenarios import Attends
 import mkernel as mk
 from mkernel.lang import entries
 from mkernel.ops.attention import call as attention_call
-from mkernel.ops.attention import kernel, mask, protocol, rows, softmax
+from mkernel.ops.attention import kernel, mask, merge, protocol, rows, softmax
 from mkernel.ops.attention.kernel import _mask_scores
-from mkernel.ops.attention.mask import Blocks, key_blocks, keys_below, seen_by_rank
+from mkernel.ops.attention.mask import Blocks, key_blocks, keys_below, rows_of, seen_by_rank
 from mkernel.ops.attention.protocol import notify_chunk, poll_arrived
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.softmax import State, online_softmax_step
@@ -41,6 +41,8 @@ AHEAD = Attends((1, 3), Case(32, heads=4, kv_heads=4, causal=True, layout="zigza
 DOCUMENTS = Case(32, layout="zigzag", documents=(0, 16, 24, 48, 64))  # rank 0 sees nothing of what it gets
 GAP = Attends((2, 1), DOCUMENTS, arrives=2 * 32 * 64 * 4)
 RAGGED = Attends((1, 2), Case(20))
+FEW = Attends((1, 2), Case(32, queries=5, causal=True))
+SHARED = Attends((1, 1), Case(64, queries=3, causal=True), calls=2, team=2)
 
 
 @triton.jit
@@ -122,8 +124,8 @@ def awaits_what_it_sees(call, tile):
 
 
 @triton.jit
-def read_flat_with_nan(source, place, dim):
-    return tl.load(source.pointer + place, mask=place < source.count * dim, other=float("nan"))
+def read_flat_with_nan(source, place):
+    return tl.load(source.pointer + place, mask=place < source.count * source.columns, other=float("nan"))
 
 
 @triton.jit
@@ -154,9 +156,50 @@ def step_without_rescaling(scores, total, row_max, scale):
 
 
 @triton.jit
-def begin_again(kept):
-    row_max = tl.load(kept.row_max) * 0.0 + float("-inf")
-    return State(tl.load(kept.accumulator) * 0.0, tl.load(kept.total) * 0.0, row_max)
+def count_relaxed(call, tile):
+    tl.debug_barrier()
+    word = call.spans.counts + tile.number
+    last = tl.atomic_add(word, 1, sem="relaxed", scope="gpu") == call.spans.COUNT - 1
+    if last:
+        tl.atomic_xchg(word, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def count_without_barrier(call, tile):
+    word = call.spans.counts + tile.number
+    last = tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == call.spans.COUNT - 1
+    if last:
+        tl.atomic_xchg(word, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def is_first_span(call, tile):
+    tl.debug_barrier()
+    word = call.spans.counts + tile.number
+    count = tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
+    if count == call.spans.COUNT - 1:
+        tl.atomic_xchg(word, 0, sem="relaxed", scope="gpu")
+    return count == 0
+
+
+@triton.jit
+def is_last_span_once(call, tile):
+    tl.debug_barrier()
+    count = tl.atomic_add(call.spans.counts + tile.number, 1, sem="acq_rel", scope="gpu")
+    return count == call.spans.COUNT - 1
+
+
+@triton.jit
+def upper_left_position(mask, rank, index):
+    return rank * rows_of(mask) + index
+
+
+@triton.jit
+def begin_again(pointers):
+    row_max = tl.load(pointers.row_max) * 0.0 + float("-inf")
+    return State(tl.load(pointers.accumulator) * 0.0, tl.load(pointers.total) * 0.0, row_max)
 
 
 BROKEN = {
@@ -221,7 +264,13 @@ BROKEN = {
     "the mask is off by one": Broken(CAUSAL, {kernel._mask_scores: mask_one_less}, WRONG),
     "what every row sees is one block too long": Broken(CAUSAL, {mask.key_blocks: one_full_block_more}, WRONG),
     "the accumulator is not rescaled": Broken(NODE, {softmax.online_softmax_step: step_without_rescaling}, WRONG),
-    "state is not kept between parts": Broken(PARTS, {kernel._resume: begin_again}, WRONG),
+    "state is not kept between parts": Broken(PARTS, {merge.load_state: begin_again}, WRONG),
+    "queries are aligned with the first keys": Broken(FEW, {mask.position_of: upper_left_position}, WRONG),
+    # CTAs that share a tile
+    "no acquire before states are merged": Broken(SHARED, {merge.is_last_span: count_relaxed}),
+    "no barrier before a span is counted": Broken(SHARED, {merge.is_last_span: count_without_barrier}),
+    "the first CTA merges": Broken(SHARED, {merge.is_last_span: is_first_span}, (RACE, WRONG)),
+    "the count is not set to zero": Broken(SHARED, {merge.is_last_span: is_last_span_once}, (RACE, WRONG)),
 }
 
 

@@ -13,7 +13,7 @@ from triton.backends.nvidia.driver import make_launcher
 
 import mkernel as mk
 from mkernel import compiling
-from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, pretending
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
 from mkernel.ops.attention.sequences import Pattern, Scoring
@@ -39,13 +39,15 @@ def launched(
     )
 
     def prepared(group):
-        tensors = [torch.empty(1, n, length, shape.dim, dtype=shape.dtype) for n in (heads, shape.kv_heads)]
-        query, key = tensors
+        query = torch.empty(1, heads, shape.rows, shape.dim, dtype=shape.dtype)
+        key = torch.empty(1, shape.kv_heads, length, shape.dim, dtype=shape.dtype)
+        value = key if shape.value_dim is None else key.new_empty(1, shape.kv_heads, length, shape.value_dim)
+        out = query.new_empty(1, heads, shape.rows, value.shape[3])
         if transposed:
-            key = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
-        out_lse = torch.empty(1, heads, length) if lse else None
+            key = value = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
+        out_lse = torch.empty(1, heads, shape.rows) if lse else None
         launch = prepare(
-            group, query, key, key, torch.empty_like(query), out_lse,
+            group, query, key, value, out, out_lse,
             Pattern(shape.causal, shape.layout, shape.documents), Scoring(softcap=softcap), config,
         )  # fmt: skip
         ((plan,),) = (plans.values() for plans in group._plans.values())
@@ -104,22 +106,62 @@ def test_gluon_does_not_wait_for_its_result_to_be_stored():
 @THOROUGH
 def test_gluon_begins_a_tile_while_one_ends():
     """With one rank: there is room for the queries of two tiles, and products with queries and keys, eight instructions
-    each, are begun in one more place of each warpgroup: where a tile ends. With several ranks there is neither."""
+    each, are begun in one more place of each warpgroup: where a tile ends. With several ranks there is neither. Only
+    they have a loop for blocks with a mask, with two products."""
     one, several = built()[0], built(cluster=(1, 4))[0]
     queries = 2 * 128 * 128
     assert one.shared >= queries + several.shared - 1024
     products = [len(re.findall(r"wgmma\.mma_async", compiled.ptx)) for compiled in (one, several)]
-    assert products[0] - products[1] == 2 * 8
+    assert products[0] - products[1] == 2 * (8 - 2 * 8)
 
 
-@pytest.mark.parametrize(("layout", "length"), [("contiguous", LENGTH), ("zigzag", 4096)])
+def _long_loops(compiled):
+    """The machine code of the loops with both products and exponentials, without outer loops."""
+    return [loop for loop in compiled.loops() if sum("MUFU.EX2" in what for what in loop) == 66 and len(loop) < 600]
+
+
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=THOROUGH)])
+def test_gluon_overlaps_products_and_exponentials(causal):
+    """One rank: the long loop waits for the product with the values after all exponentials, selects nothing, and is the
+    only one with products. The warpgroups pass the turn on to each other, with barriers that nothing else uses."""
+    compiled, _ = built(causal=causal)
+    loops = _long_loops(compiled)
+    assert len(loops) == 2
+    for loop in loops:
+        (scores,) = (i for i, what in enumerate(loop) if "DEPBAR.LE gsb0, 0x1" in what)
+        (values,) = (i for i, what in enumerate(loop) if "DEPBAR.LE gsb0, 0x0" in what)
+        exponentials = [i for i, what in enumerate(loop) if "MUFU.EX2" in what]
+        assert scores < exponentials[0]
+        assert exponentials[-1] < values
+        assert not any(re.search(r"\b(FSEL|LDL|STL|PRMT)\b", what) for what in loop)
+    turns = sorted(
+        re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(1[45]),\s*(\d+)", compiled.ptx)
+    )
+    first, second = ("14", "256"), ("15", "256")
+    assert turns == [("arrive", *first)] * 2 + [("arrive", *second), ("sync", *first), ("sync", *second)]
+
+
 @THOROUGH
-def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
+@pytest.mark.parametrize("call", [dict(cluster=(1, 2)), dict(documents=(0, 100, LENGTH)), dict(dim=256, causal=True)])
+def test_gluon_takes_turns_with_one_rank_only(call):
+    compiled, plan = built(**call)
+    assert plan.kernel == "gluon"
+    assert not re.search(r"bar\.(sync|arrive)\s+1[45]\b|pmevent", compiled.ptx)
+
+
+MANY_KEYS = dict(cluster=(1, 4), causal=True, layout="zigzag", length=4096)
+
+
+@pytest.mark.parametrize(
+    ("call", "chunks"), [(CALLS["four ranks, causal, zigzag"], 1), (MANY_KEYS, 8)], ids=["one chunk", "many chunks"]
+)
+@THOROUGH
+def test_gluon_looks_once_at_what_a_tile_needs(call, chunks):
     """Every thread of the loading warp acquires some signals; then a barrier, since one of them starts the loads, and
     the fence for loads that go another way. The loops that load have their addresses in registers of the warp: they
     would not, if the compiler did not know that all threads agree on what they saw."""
-    compiled, plan = built(cluster=(1, 4), causal=True, layout=layout, length=length)
-    assert plan.chunks == length // 512, "one chunk is a constant to the compiler"
+    compiled, plan = built(**call)
+    assert plan.chunks == chunks, "one chunk is a constant to the compiler"
     load = "cp.async.bulk.tensor"
     before, after = compiled.ptx.split("vote.sync.all.pred")
     assert before[before.rindex(load) :].count("atom.global.sys.acquire.add.u64") >= WARP_POLL_WIDTH // 32
@@ -132,20 +174,26 @@ def test_gluon_looks_once_at_what_a_tile_needs(layout, length):
         assert sum("R2UR" in what for what in loop) < 10
 
 
-@pytest.mark.parametrize(("cluster", "length"), [((1, 1), LENGTH), ((1, 4), 4096)])
+@pytest.mark.parametrize("call", [dict(causal=True), MANY_KEYS], ids=["one rank", "four ranks"])
 @THOROUGH
-def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch, cluster, length):
-    """The loading warp of a CTA waits for the others. It is another binary, so that all ranks must have it or none: one
-    whose schedule has no grid syncs, too. Packed documents have none: tiles read different keys."""
-    case = dict(cluster=cluster, causal=True, layout="zigzag", length=length)
-    plain, plan = built(**case)
-    assert not plan.syncs_grid
+def test_where_keys_are_many_the_grid_syncs(monkeypatch, call):
+    """All ranks have the binary that does, or none: one whose schedule has no grid syncs, too. Packed documents have
+    none: tiles read different keys."""
+    assert not launched(**call)[1].syncs_grid
     monkeypatch.setattr(schedule, "SYNC_BYTES", 0)
-    launch, plan = launched(**case)
-    compiled = compile_launch(launch)
+    _, plan = launched(**call)
     assert plan.syncs_grid
     assert ("CTAs wait for each other" in str(plan)) == bool((plan.schedule >= schedule.SYNC_MARK).any())
-    assert not launched(documents=(0, 100, cluster[0] * cluster[1] * length), **case)[1].syncs_grid
+    nodes, gpus = call.get("cluster", (1, 1))
+    assert not launched(documents=(0, 100, nodes * gpus * call.get("length", LENGTH)), **call)[1].syncs_grid
+
+
+@THOROUGH
+def test_gluon_syncs_the_grid_where_keys_are_many(monkeypatch):
+    """The loading warp of a CTA waits for the others, in another binary."""
+    plain, _ = built(**MANY_KEYS)
+    monkeypatch.setattr(schedule, "SYNC_BYTES", 0)
+    compiled = compile_launch(launched(**MANY_KEYS)[0])
     counts = [len(re.findall(r"atom\.global\.gpu\.relaxed\.max\.s64", one.ptx)) for one in (plain, compiled)]
     assert counts[1] == counts[0] + 1
     assert not compiled.warnings
@@ -174,22 +222,14 @@ def test_gluon_with_few_that_push():
         launched(cluster=(1, 2), config=mk.Config(ctas=4, intra_ctas=5))
 
 
-@pytest.mark.parametrize("dim", [256])
 @THOROUGH
-def test_gluon_head_dimensions(dim):
-    compiled, plan = built(cluster=(1, 2), dim=dim, causal=True)
+def test_gluon_in_fp16_with_many_columns():
+    compiled, plan = built(cluster=(1, 2), dim=256, causal=True, dtype=torch.float16)
     assert plan.kernel == "gluon"
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16", compiled.ptx)
     assert compiled.shared <= SHARED_MEMORY
     assert compiled.spilled <= 512
     assert not compiled.warnings
-
-
-@THOROUGH
-def test_gluon_fp16():
-    compiled, plan = built(dtype=torch.float16)
-    assert plan.kernel == "gluon"
-    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16" in compiled.ptx
-    assert compiled.spilled == 0
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -204,10 +244,9 @@ def test_triton(call):
     assert compiled.registers * 8 * 32 <= REGISTERS
 
 
-@pytest.mark.parametrize("dim", [256])
 @THOROUGH
-def test_triton_head_dimensions(dim):
-    compiled, _ = built(cluster=(1, 2), config=TRITON, dim=dim)
+def test_triton_with_many_columns():
+    compiled, _ = built(cluster=(1, 2), config=TRITON, dim=256)
     assert compiled.spilled == 0
     assert compiled.shared <= SHARED_MEMORY
 
@@ -219,6 +258,20 @@ def test_softcap_takes_the_triton_kernel():
     assert "softcap" in str(plan)
     assert "wgmma.mma_async" in compiled.ptx
     assert compiled.spilled <= 64
+
+
+@pytest.mark.parametrize(
+    ("cluster", "queries", "dim", "value_dim"), [((1, 1), 1, 128, 128), ((1, 2), 1, 128, 128), ((1, 2), 512, 192, 128)]
+)
+@THOROUGH
+def test_queries_and_values_of_other_sizes(cluster, queries, dim, value_dim):
+    """Tensor cores for few rows as well."""
+    compiled, plan = built(cluster=cluster, queries=queries, dim=dim, value_dim=value_dim, length=4096)
+    assert plan.kernel == "triton"
+    assert (plan.config.team_ctas > 1) == (queries == 1)
+    assert ("mma.sync" if queries == 1 else "wgmma.mma_async") in compiled.ptx
+    assert compiled.spilled <= (0 if queries == 1 else 64)
+    assert compiled.shared <= SHARED_MEMORY
 
 
 @THOROUGH
@@ -237,15 +290,14 @@ def test_tensors_that_tma_can_not_read():
     assert compiled.spilled <= 64
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @THOROUGH
-def test_fp32(dim):
-    """Multiplied as fp32, without tensor cores; from 128 on not everything stays in registers."""
-    compiled, plan = built(cluster=(1, 2), dtype=torch.float32, dim=dim)
+def test_fp32():
+    """Multiplied as fp32, without tensor cores; from 128 columns on not everything stays in registers."""
+    compiled, plan = built(cluster=(1, 2), dtype=torch.float32, dim=64)
     assert plan.kernel == "triton"
     assert "wgmma" not in compiled.ptx
     assert "fma.rn.f32" in compiled.ptx
-    assert dim > 64 or compiled.spilled == 0
+    assert compiled.spilled == 0
 
 
 @THOROUGH
@@ -279,12 +331,9 @@ def test_a_rank_alone_has_nothing_to_wait_for():
 def test_a_launcher_can_be_made(config):
     """Triton compiles tensor descriptors inside of structures, but its launcher passes only those that are parameters
     by themselves. On a GPU the first launch fails."""
-    launch, plan = launched(cluster=(1, 2), config=config)
+    made, plan = built(config=config, **CALLS["four ranks, causal, zigzag"])
+    compiled = made.kernel
     assert plan.uses_tma
-    with pretending(90):
-        launch.kernel.device_caches.clear()
-        compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=(launch.grid,))
-        launch.kernel.device_caches.clear()
     assert make_launcher(compiled.src.constants, compiled.src.signature, compiled.metadata.tensordesc_meta)
 
 

@@ -28,9 +28,36 @@ REFUSED = {
     ),
     "two dtypes": ((zeros(), zeros(), zeros(dtype=torch.float16)), {}, ["value has dtype torch.float16", "the same"]),
     "float64": ((zeros(dtype=torch.float64),) * 3, {}, ["query has dtype torch.float64", "torch.bfloat16"]),
-    "head dimension": ((zeros(1, 2, 8, 80),) * 3, {}, ["head dimension 80", "64, 96, 128, 256", "scale=80**-0.5"]),
+    "head dimension": ((zeros(1, 2, 8, 80),) * 3, {}, ["head dimension 80", "64, 96, 128, 192, 256", "scale=80**-0.5"]),
     "key and value differ": ((zeros(), zeros(), zeros(1, 1, 8, 64)), {}, ["key is (1, 2, 8, 64)", "value is"]),
-    "lengths differ": ((zeros(), *[zeros(1, 2, 9, 64)] * 2), {}, ["batch, seq_local and dim must be the same"]),
+    "value's dim": ((*SAME[:2], zeros(1, 2, 8, 80)), {}, ["value has head dimension 80", "64, 96, 128, 192, 256"]),
+    "batches differ": ((zeros(), *[zeros(2, 2, 8, 64)] * 2), {}, ["batch and dim must be the same"]),
+    "no keys": ((zeros(), *[zeros(1, 2, 0, 64)] * 2), {}, ["key has no positions", "query has 8"]),
+    "zigzag of different lengths": (
+        (zeros(), *[zeros(1, 2, 10, 64)] * 2),
+        {"layout": "zigzag"},
+        ["query has 8 positions", "key has 10", "layout='contiguous'"],
+    ),
+    "documents of different lengths": (
+        (zeros(), *[zeros(1, 2, 10, 64)] * 2),
+        {"cu_seqlens": (0, 20)},
+        ["query has 8 positions", "key has 10", "cu_seqlens"],
+    ),
+    "gradients of different lengths": (
+        (zeros(requires_grad=True), *[zeros(1, 2, 10, 64)] * 2),
+        {},
+        ["query is (1, 2, 8, 64)", "key is (1, 2, 10, 64)", "gradients", "torch.no_grad()"],
+    ),
+    "gradients of another dim": (
+        (*SAME[:2], zeros(1, 2, 8, 128, requires_grad=True)),
+        {},
+        ["value is (1, 2, 8, 128)", "gradients", "torch.no_grad()"],
+    ),
+    "out without value's dim": (
+        (*SAME[:2], zeros(1, 2, 8, 128)),
+        {"out": zeros()},
+        ["out", "(1, 2, 8, 128)", "as query, with value's dim"],
+    ),
     "heads differ": ((zeros(), *[zeros(1, 1, 8, 64)] * 2), {}, ["2 heads and key has 1", "enable_gqa=True"]),
     "no multiple": (
         (zeros(1, 3, 8, 64), zeros(), zeros()),

@@ -24,6 +24,7 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `compute`: attends with tiles of queries, in the order of a schedule that the host makes (schedule.py).
   The schedule gives each tile to the CTA that would be free first if all key blocks took equally long.
   Every tile starts with the rank's own keys, which it reads directly from the caller's tensors.
+  A call with few tiles divides the keys of a tile between several CTAs (merge.py).
 - `send` and `intra` CTAs join the compute when their transfers are done; the schedule estimates when that
   is. In the Hopper kernel, `intra` is a warp of each CTA instead (hopper.py).
 
@@ -61,7 +62,8 @@ Accuracy. Scores, sums and products are accumulated in fp32. Weights are rounded
 before they are multiplied by the values, as in every flash attention. A result is a weighted mean of
 values. Its error is at most about eps times the largest |value| that the row sees, for any length, and the
 tests require 3 eps (weights, their sum and the result are rounded). fp32 inputs are multiplied in fp32. The
-order of the sum over the keys depends on the rank, not on the schedule: the same input gives the same bits.
+order of the sum over the keys depends on the rank, not on the schedule: the same input gives the same bits. If CTAs
+share the keys of a tile, their partial results are merged in a fixed order.
 
 Rejected alternatives. Rank by rank with partial sums: see above. Double buffering, as in all_gather_matmul:
 a rank would have to wait for a late peer's keys anyway. Dynamic scheduling with an atomic counter would
@@ -69,8 +71,8 @@ balance as well as the static schedule, but the warps of the Hopper kernel would
 number on to each other. Waiting for one chunk after the other: see `poll_all_arrived`.
 
 Where to read on: mask.py (which keys a row sees), protocol.py (the workspace and its signals), transfer.py
-(send and intra), softmax.py, rows.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the Gluon
-kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
+(send and intra), softmax.py, rows.py, merge.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the
+Gluon kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
 launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in PyTorch's graphs).
 backward/ is the gradient, with a design record of its own.
 """
@@ -120,12 +122,17 @@ def ring_attention(
     Differentiable: gradients of query, key and value are computed by `mk.ring_attention_backward`, in one kernel.
 
     Args:
-        query: [batch, heads, seq_local, dim], this rank's part of the sequence; dim is 64, 96, 128 or 256.
-            Shapes and dtype must be the same on every rank. Any strides.
-        key, value: [batch, kv_heads, seq_local, dim].
+        query: [batch, heads, queries, dim], this rank's part of the sequence; dim is 64, 96, 128, 192 or 256. Shapes
+            and dtype must be the same on every rank. Any strides.
+        key, value: [batch, kv_heads, seq_local, dim]; value may have another dim of these. Usually, there are as many
+            queries as keys. There may be more keys, such as those of earlier positions that are kept in a cache, or
+            fewer; with layout="contiguous" and without cu_seqlens. The last query of all ranks then has the position of
+            the last key, as with PyTorch's `causal_lower_right` and in flash-attn. Different numbers of queries and
+            keys, or different dims, run the portable kernel on Hopper GPUs, too, and have no gradients.
         attn_mask, dropout_p: must be None and 0; they are here so that positional arguments are in the order of
             F.scaled_dot_product_attention.
-        is_causal: a position sees only itself and earlier positions of the whole sequence.
+        is_causal: a position sees only itself and earlier positions of the whole sequence. Queries before the first
+            key, which there are if there are fewer keys than queries, see nothing.
         scale: the factor of the scores, greater than 0; dim**-0.5 by default.
         softcap: 0, or a number: scores are softcap * tanh(score / softcap), so between -softcap and softcap. Runs the
             portable kernel on Hopper GPUs, too.
@@ -146,13 +153,13 @@ def ring_attention(
         group: the group that holds the sequence: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name
             of a group; the current group by default.
         out: tensor for the result; must not overlap query, key or value. Not with tensors that require grad.
-        config: of the forward pass: tiles, chunks, CTAs, and `steps`, the size of the buffer for other ranks' keys and
-            values.
+        config: of the forward pass: tiles, chunks, CTAs, `steps`, the size of the buffer for other ranks' keys and
+            values, and `team_ctas`, how many CTAs share the keys of a tile.
 
     Returns:
-        [batch, heads, seq_local, dim], in query's dtype; with input_layout="bshd" a view of that in the order of the
-        inputs. With return_lse, a pair (result, lse), where lse is
-        [batch, heads, seq_local] in fp32, as natural logarithm. A row that sees no key gives zeros and -inf.
+        [batch, heads, queries, dim of value], in query's dtype; with input_layout="bshd" a view of that in the order of
+        the inputs. With return_lse, a pair (result, lse), where lse is
+        [batch, heads, queries] in fp32, as natural logarithm. A row that sees no key gives zeros and -inf.
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
@@ -167,6 +174,7 @@ def ring_attention(
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
+        run.refuse_gradients_unless_alike(query, key, value)
         documents = registration.as_tensor(cu_seqlens)
         arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, documents, window_size)
         result, lse = registration.call(arguments, group, config, out)
@@ -205,8 +213,8 @@ def explain(
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     run.check(group, query, key, value, out, layout, enable_gqa, Scoring(scale, softcap), config)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
-    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    chosen = run.choose(TUNABLE, group, query, key, pattern, config)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    out = query.new_empty(run.result_shape(query, value)) if out is None else out
+    chosen = run.choose(TUNABLE, group, query, key, pattern, config, value)
     decided = plan(group, query, key, value, out, pattern, softcap, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -16,7 +16,9 @@ class Heads(NamedTuple):
     head_stride: Any
     row_stride: Any
     column_stride: Any
-    FLAT: Any  # the rows of a head are contiguous
+    columns: Any
+    FLAT: Any  # the rows of a head are contiguous, and as wide as those of the slots
+    WIDTH: Any  # columns of the slots, rounded up to a power of two
 
 
 class Descriptors(NamedTuple):
@@ -40,15 +42,16 @@ class Call(NamedTuple):
     out: Any
     lse: Any  # pointer, None unless LSE
     slots: Any  # pointer to the panels of other ranks; None with one rank, or if the call USES_TMA
-    partial: Any  # state of tiles between two parts of a unit; None unless PARTS
+    partial: Any  # states of tiles between two parts of a unit, or of spans; None unless PARTS or several spans
     schedule: Any  # which CTA computes which tiles: see schedule.py
     mask: Any  # Mask
     rounds: Any  # Rounds
+    spans: Any  # Spans
     scale: Any  # what products or, with SOFTCAP, their tanh are multiplied by, times log2(e)
     cap_scale: Any  # of products in front of tanh, times 2 * log2(e); None unless SOFTCAP
     heads: Any
     kv_heads: Any
-    dim: Any
+    dim: Any  # of queries and keys
     blocks: Any  # tiles of queries per head
     SENDERS: Any  # number of send CTAs
     INTRAS: Any  # number of intra CTAs
@@ -61,15 +64,19 @@ class Call(NamedTuple):
     TILE_M: Any
     TILE_N: Any
     DIM: Any  # dim, rounded up to a power of two
+    VALUE_DIM: Any  # the same of values
     COPY: Any  # elements that a copying CTA has in flight
     POLL_WIDTH: Any  # signals polled at a time
 
 
 class TileAt(NamedTuple):
-    """A tile of queries: number `within` of its round, starting at row `row` of the rank."""
+    """A tile of queries: number `within` of its round and `number` of the launch, starting at row `row` of the rank.
+    span: which part of its keys, see merge.py."""
 
     round_index: Any
     within: Any
+    number: Any
+    span: Any
     batch: Any
     head: Any
     kv_head: Any
@@ -85,14 +92,23 @@ def head_of(heads, batch, head):
 @triton.jit
 def tile_at(call, index):
     """The tile that entry `index` of the schedule names."""
-    entry = tl.load(call.schedule + index).to(tl.int32)
+    return tile_of(call, tl.load(call.schedule + index))
+
+
+@triton.jit
+def tile_of(call, entry):
+    """The tile that an entry of the schedule names."""
+    entry = entry.to(tl.int32)
+    span = entry % call.spans.COUNT
+    entry = entry // call.spans.COUNT
     group = call.heads // call.kv_heads
     round_index = entry // (group * call.blocks)
     within = entry % (group * call.blocks)
     unit = round_index // call.rounds.parts
     kv_head = unit % call.kv_heads
     head = kv_head * group + within // call.blocks
-    return TileAt(round_index, within, unit // call.kv_heads, head, kv_head, within % call.blocks * call.TILE_M)
+    row = within % call.blocks * call.TILE_M
+    return TileAt(round_index, within, entry, span, unit // call.kv_heads, head, kv_head, row)
 
 
 @triton.jit

@@ -20,9 +20,18 @@ waited for that store and divided each element instead of multiplying by the inv
 positions.) With one rank, the first scores of the next tile are computed while the result of this one is stored. After
 the last tile, the same code multiplies a dummy load, which avoids a branch.
 
+One rank without packed documents or windows (`in_turns`) has a faster form. A tile begins with the *last* block that it
+sees: with a causal mask, the only one that needs the mask, because blocks are as large as tiles, so all others are in
+the long loop. The warpgroups start their products in turns, so that one computes exponentials while the other
+multiplies, and a warpgroup waits for the product with the values only after its exponentials (`_computed`); written
+without that, ptxas moves the wait in front of them. Threads add up the weights of their own columns only, until the
+tile ends. What the next tile is, a warpgroup reads one tile ahead. With several ranks this form has not been verified
+on a GPU, so it is not used; the code for several ranks does not depend on it. (docs/experiments.md has the figures.)
+
 Synchronization within a CTA is by mbarriers: `full` when TMA has written a stage, `empty` when both warpgroups have
-read it; likewise for the queries. Towards other CTAs and ranks: the loading warp acquires what has arrived, then
-fences, because TMA reads through another proxy than the acquire. Each warpgroup reports that its half of a tile is done
+read it; likewise for the queries. Turns are named barriers, one per warpgroup, at which both arrive; Triton uses those
+with the lowest numbers. Towards other CTAs and ranks: the loading warp acquires what has arrived, then fences, because
+TMA reads through another proxy than the acquire. Each warpgroup reports that its half of a tile is done
 (`finish_task`), so a round has two tasks per tile. Its reads are over by then: it has waited for the `full` barriers of
 all blocks.
 
@@ -62,9 +71,20 @@ from mkernel.lang.layout import row_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, gave_up
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
-from mkernel.ops.attention.call import Descriptors, tile_at
-from mkernel.ops.attention.hopper_load import ROWS, STAGES, WARPGROUPS, Shared, Stages, blocks_of, load, query_stages
-from mkernel.ops.attention.mask import is_seen, keys_below, seen_by
+from mkernel.ops.attention.call import Descriptors, tile_at, tile_of
+from mkernel.ops.attention.hopper_load import (
+    ROWS,
+    STAGES,
+    WARPGROUPS,
+    Shared,
+    Stages,
+    blocks_of,
+    first_block,
+    in_turns,
+    load,
+    query_stages,
+)
+from mkernel.ops.attention.mask import is_seen, keys_below, rows_of, seen_by
 from mkernel.ops.attention.protocol import finish_task, slot_row, source_at
 from mkernel.ops.attention.transfer import intra, send
 
@@ -76,6 +96,7 @@ ATTEND_REGISTERS_ALONE = gl.constexpr(232)
 COPY_REGISTERS_ALONE = gl.constexpr(40)
 PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
 PREFETCHED = gl.constexpr(4)  # such loads between prefetch and load
+TURNS = gl.constexpr(14)  # the first of the named barriers, one per warpgroup, that say whose turn it is
 
 
 class Attended(NamedTuple):
@@ -84,7 +105,7 @@ class Attended(NamedTuple):
 
     weights: Any
     accumulator: Any
-    total: Any
+    total: Any  # of each row; with `in_turns`, the four parts of it that four threads have added up
     row_max: Any
 
 
@@ -153,7 +174,8 @@ def _push(comm, call):
 
 @gluon.jit
 def _online_softmax_step(scores, total, row_max, scale, DIM: gl.constexpr, DTYPE: gl.constexpr, MASKED: gl.constexpr):
-    """Like softmax.online_softmax_step, but returns the weights as an operand of the product with the values."""
+    """Like softmax.online_softmax_step, but returns the weights as an operand of the product with the values. total:
+    None before the first block if it is to be added up in parts (`_part_sums`)."""
     value: gl.constexpr = score_layout(DIM)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     pivot = new_max
@@ -161,22 +183,48 @@ def _online_softmax_step(scores, total, row_max, scale, DIM: gl.constexpr, DTYPE
         pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale - gl.expand_dims(pivot, 1))
     alpha = gl.exp2(row_max - pivot)
-    total = total * alpha + gl.sum(weights, 1)
+    if total is None:
+        total = _part_sums(weights)
+    elif len(total.shape) == 2:
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))
+        total = total * gl.expand_dims(factor, 1) + _part_sums(weights)
+    else:
+        total = total * alpha + gl.sum(weights, 1)
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=value, k_width=2)
     return gl.convert_layout(weights.to(DTYPE), operand), total, new_max, alpha
 
 
 @gluon.jit
+def _part_sums(weights):
+    """The four parts of the sum of each row that four threads have. They are added together when the tile ends."""
+    parts = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
 def _mask_scores(mask, scores, masked, TILE_N: gl.constexpr):
     """The scores of a block of keys, set to -inf where a row does not see the key."""
-    starts, ends = seen_by(mask, masked.rank, gl.minimum(masked.rows, mask.length - 1))
+    starts, ends = seen_by(mask, masked.rank, gl.minimum(masked.rows, rows_of(mask) - 1))
     index = gl.expand_dims(masked.key + gl.arange(0, TILE_N, gl.SliceLayout(0, score_layout(TILE_N))), 0)
     upper = keys_below(mask, ends, masked.source)
-    scores = gl.where(index < gl.expand_dims(upper, 1), scores, float("-inf"))
+    if in_turns(mask.WORLD_SIZE, mask.PACKED, TILE_N):
+        scores = _where_below(scores, index, gl.expand_dims(upper, 1))
+    else:
+        scores = gl.where(index < gl.expand_dims(upper, 1), scores, float("-inf"))
     if mask.PACKED:
         lower = keys_below(mask, starts, masked.source)
         scores = gl.where(index >= gl.expand_dims(lower, 1), scores, float("-inf"))
     return scores
+
+
+@gluon.jit
+def _where_below(scores, index, bound):
+    """gl.where(index < bound, scores, -inf), but each comparison just before its selection. With all comparisons first,
+    the compiler packs their results, 64 per thread, into registers, and unpacks them one by one."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }", "=r,r,r,r",
+        [scores, index, bound], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -217,6 +265,81 @@ def _begin_tile(call, scores, masked):
     )  # fmt: skip
     accumulator = gl.zeros([ROWS, call.DIM], gl.float32, score_layout(call.DIM))
     return Attended(weights, accumulator, total, row_max)
+
+
+@gluon.jit
+def _begin_tile_in_turns(call, scores, masked):
+    """Like `_begin_tile`, if the kernel runs `in_turns`: masks only where needed, and adds up the weights in parts."""
+    if call.mask.CAUSAL:
+        scores = _mask_scores(call.mask, scores, masked, call.TILE_N)
+    elif masked.key + call.TILE_N > call.mask.length:
+        scores = _mask_scores(call.mask, scores, masked, call.TILE_N)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(call.TILE_N)))
+    weights, total, row_max, _ = _online_softmax_step(
+        scores, None, row_max, call.scale, call.DIM, call.q.pointer.dtype.element_ty, MASKED=True
+    )  # fmt: skip
+    accumulator = gl.zeros([ROWS, call.DIM], gl.float32, score_layout(call.DIM))
+    return Attended(weights, accumulator, total, row_max)
+
+
+@gluon.constexpr_function
+def _turn_code(what, barrier):
+    return f"bar.{what} {barrier}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def _await_turn(step, GROUP: gl.constexpr):
+    """Wait until it is this warpgroup's turn to start products. Returns `step`."""
+    code: gl.constexpr = _turn_code("sync", TURNS + GROUP)
+    return gl.inline_asm_elementwise(code, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pass_turn(step, GROUP: gl.constexpr):
+    """Let the other warpgroup than GROUP start its products. Returns `step`."""
+    code: gl.constexpr = _turn_code("arrive", TURNS + WARPGROUPS - 1 - GROUP)
+    return gl.inline_asm_elementwise(code, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _computed(total):
+    """`total`, computed before the wait that follows. The assembler would move the wait, but not over an instruction
+    that it does not know to be harmless: here one that is never executed, because sums of weights are not negative."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.geu.f32 p, $1, 0f00000000; @!p pmevent 0; mov.b32 $0, $1; }", "=r,r", [total],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _attend_block_in_turn(call, shared, query, attended, step, GROUP: gl.constexpr):
+    """Like `_attend_block` for a block without a mask, but starts both products only in this warpgroup's turn, and
+    waits for the second one only after the exponentials."""
+    before = (step - 1) % STAGES
+    step = _await_turn(step, GROUP)
+    token = _start_scores(query, shared.k, step, call.TILE_N)
+    mbarrier.wait(shared.v.full.index(before), ((step - 1) // STAGES) & 1)
+    product = warpgroup_mma(attended.weights, shared.v.data.index(before), attended.accumulator, is_async=True)
+    step = _pass_turn(step, GROUP)
+    scores = warpgroup_mma_wait(1, deps=[token])
+    mbarrier.arrive(shared.k.empty.index(step % STAGES), count=1)
+    weights, total, row_max, alpha = _online_softmax_step(
+        scores, attended.total, attended.row_max, call.scale, call.DIM, call.q.pointer.dtype.element_ty, MASKED=False
+    )  # fmt: skip
+    total = _computed(total)
+    accumulator, _ = warpgroup_mma_wait(0, deps=[product, attended.weights])
+    mbarrier.arrive(shared.v.empty.index(before), count=1)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, score_layout(call.DIM)))
+    return Attended(weights, accumulator * gl.expand_dims(alpha, 1), total, row_max)
+
+
+@gluon.jit
+def _attend_blocks_in_turns(call, shared, query, attended, step, count, GROUP: gl.constexpr):
+    """Attend to `count` blocks. Returns (`Attended`, the next step)."""
+    for _ in range(count):
+        attended = _attend_block_in_turn(call, shared, query, attended, step, GROUP)
+        step += 1
+    return attended, step
 
 
 @gluon.jit
@@ -269,9 +392,9 @@ def _store_tile(call, out, shared, tile, accumulator, total, row_max, GROUP: gl.
     if call.LSE:
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(call.TILE_N)))
         logarithm = (row_max + gl.log2(gl.where(nothing, 1.0, total))) * 0.6931471805599453
-        line = (tile.batch * call.heads + tile.head).to(gl.int64) * call.mask.length
+        line = (tile.batch * call.heads + tile.head).to(gl.int64) * rows_of(call.mask)
         gl.store(
-            call.lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < call.mask.length
+            call.lse + line + rows, gl.where(nothing, float("-inf"), logarithm), mask=rows < rows_of(call.mask)
         )  # fmt: skip
 
 
@@ -282,16 +405,24 @@ def _attend(comm, call, out, shared, first_entry, end_entry, GROUP: gl.constexpr
     dummy load."""
     QUERIES: gl.constexpr = query_stages(comm.WORLD_SIZE, call.DIM)
     AHEAD: gl.constexpr = QUERIES > 1
+    IN_TURNS: gl.constexpr = in_turns(comm.WORLD_SIZE, call.mask.PACKED, call.TILE_N)
     TILE_N: gl.constexpr = call.TILE_N
     rank = rank_of(comm.context)
     ranks = tl.load(comm.context + SIZE_WORD).to(gl.int32)
     step = first_entry * 0  # blocks processed so far
     scores = gl.zeros([ROWS, TILE_N], gl.float32, score_layout(TILE_N))
+    if IN_TURNS and GROUP == 1:
+        step = _pass_turn(step, GROUP)  # the first turn is that of the first warpgroup
     if AHEAD:
         if first_entry < end_entry:
             scores = _first_scores(comm, call, shared, first_entry * 0, step, GROUP)
+    if IN_TURNS:
+        tile = tile_of(call, tl.load(call.schedule + first_entry, mask=first_entry < end_entry, other=0))
     for entry in range(first_entry, end_entry):
-        tile = tile_at(call, entry)
+        if IN_TURNS:
+            following = tl.load(call.schedule + entry + 1, mask=entry + 1 < end_entry, other=0)
+        else:
+            tile = tile_at(call, entry)
         since = trace_time(comm.context)
         rows = tile.row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(TILE_N)))
         own = blocks_of(call.mask, rank, rank, tile.row, TILE_N)
@@ -299,19 +430,24 @@ def _attend(comm, call, out, shared, first_entry, end_entry, GROUP: gl.constexpr
         query = shared.q.data.index((entry - first_entry) % QUERIES * WARPGROUPS + GROUP)
         if not AHEAD:
             scores = _first_scores(comm, call, shared, entry - first_entry, step, GROUP)
-        attended = _begin_tile(call, scores, Masked(rank, rank, rows, (own.first - 1) * TILE_N))
-        step += 1
-        for _ in range(count):
-            attended = _attend_block(call, shared, query, attended, step, None, MASKED=False)
+        initial = Masked(rank, rank, rows, first_block(call.mask, own, TILE_N) * TILE_N)
+        if IN_TURNS:
+            attended = _begin_tile_in_turns(call, scores, initial)
+            attended, step = _attend_blocks_in_turns(call, shared, query, attended, step + 1, count, GROUP)
+        else:
+            attended = _begin_tile(call, scores, initial)
             step += 1
-        for i in range(2 * ranks):
-            source = source_at(comm, rank, i // 2)
-            blocks = blocks_of(call.mask, rank, source, tile.row, TILE_N)
-            begin = gl.where(i % 2 == 0, blocks.first, blocks.full_end)
-            for block in range(begin, gl.where(i % 2 == 0, blocks.full, blocks.end)):
-                masked = Masked(rank, source, rows, block * TILE_N)
-                attended = _attend_block(call, shared, query, attended, step, masked, MASKED=True)
+            for _ in range(count):
+                attended = _attend_block(call, shared, query, attended, step, None, MASKED=False)
                 step += 1
+            for i in range(2 * ranks):
+                source = source_at(comm, rank, i // 2)
+                blocks = blocks_of(call.mask, rank, source, tile.row, TILE_N)
+                begin = gl.where(i % 2 == 0, blocks.first, blocks.full_end)
+                for block in range(begin, gl.where(i % 2 == 0, blocks.full, blocks.end)):
+                    masked = Masked(rank, source, rows, block * TILE_N)
+                    attended = _attend_block(call, shared, query, attended, step, masked, MASKED=True)
+                    step += 1
         before = (step - 1) % STAGES
         mbarrier.wait(shared.v.full.index(before), ((step - 1) // STAGES) & 1)
         product = warpgroup_mma(attended.weights, shared.v.data.index(before), attended.accumulator, is_async=True)
@@ -319,10 +455,14 @@ def _attend(comm, call, out, shared, first_entry, end_entry, GROUP: gl.constexpr
             mbarrier.arrive(shared.q.empty.index((entry - first_entry) % QUERIES), count=1)  # the next may be loaded
         if AHEAD:
             token = _start_tile(comm, call, shared, entry + 1 - first_entry, step, GROUP)
+        if IN_TURNS:
+            next_tile = tile_of(call, following)  # while the products are computed
         accumulator, _ = warpgroup_mma_wait(AHEAD, deps=[product, attended.weights])
         mbarrier.arrive(shared.v.empty.index(before), count=1)
 
         total = attended.total
+        if IN_TURNS:
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, score_layout(TILE_N)))
         if comm.WORLD_SIZE > 1:
             # if the group gave up, the tile may have read chunks that never arrived: mark it with NaN
             total += gl.where(gave_up(comm.context), float("nan"), 0.0)
@@ -339,6 +479,8 @@ def _attend(comm, call, out, shared, first_entry, end_entry, GROUP: gl.constexpr
             finish_task(comm, call.rounds, tile.round_index, COMPUTE)
         elif not has_room_for_out(call.DIM):
             tl.debug_barrier()  # no thread writes the next tile's result before this one has been read
+        if IN_TURNS:
+            tile = next_tile
     tma.store_wait(0)
 
 

@@ -7,7 +7,7 @@ the time by which the warp is ahead of the warpgroups.
 Bounded grid sync. If a head has many keys and values, the CTAs of a rank should read the same ones at the same time, so
 that they come from memory once and from L2 afterwards. Left alone, CTAs drift apart, if only by 0.1% (estimated), and
 end up reading different keys. So the schedule marks tiles that all CTAs start at the same time, and there the loading
-warps wait for each other, for at most MAX_SPINS polls. This affects only speed; nothing else depends on it. (On an
+warps wait for each other (`sync_grid`). This affects only speed; nothing else depends on it. (On an
 H200, one rank, 16 x 196608 positions, causal, with a sync every 1024 blocks: from 24% to 3% of the memory bandwidth,
 from 187 to 179 J, from 270 to 253 ms. Waiting chunk by chunk seems to have kept CTAs together as well: a CTA that was
 ahead missed in L2 and was slowed down.) Packed documents have no grid syncs, because their tiles read different keys
@@ -23,9 +23,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mkernel.lang.context import GRID_SYNC, SIZE_WORD, rank_of, state_of
+from mkernel.lang.context import SIZE_WORD, rank_of
 from mkernel.lang.device import acquire_for_descriptors, agreed
 from mkernel.lang.gluon_compat import async_load, reinterpret
+from mkernel.lang.grid import sync_grid
 from mkernel.lang.roles import COMPUTE
 from mkernel.ops.attention import schedule
 from mkernel.ops.attention.call import awaits_whole_panels, tile_at
@@ -44,7 +45,6 @@ WARPGROUPS = gl.constexpr(2)  # warpgroups that attend
 ROWS = gl.constexpr(64)  # rows of queries per warpgroup
 TILE_M = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-MAX_SPINS = gl.constexpr(64)  # maximum polls of a grid sync; about 50 us (estimated)
 SYNC_MARK = gl.constexpr(schedule.SYNC_MARK)
 
 
@@ -71,6 +71,13 @@ def query_stages(world_size, dim):
     """The number of tiles whose queries are in shared memory at the same time. With two, scores stay in registers from
     one tile to the next; with several ranks, these registers are needed for other things."""
     return 2 if dim <= 128 and world_size == 1 else 1
+
+
+@gluon.constexpr_function
+def in_turns(world_size, packed, tile_n):
+    """Whether the kernel has the form for one rank whose rows see all keys, or all keys up to their own: see
+    hopper.py. Blocks must be as large as tiles."""
+    return world_size == 1 and not packed and tile_n == 128
 
 
 @gluon.jit
@@ -136,27 +143,28 @@ def _load_slots(comm, call, slots, shared, round_index, source, first, end, load
 
 @gluon.jit
 def blocks_of(mask, rank, source, row, TILE_N: gl.constexpr):
-    """The `Blocks` of a source for the tile of queries that starts at `row`, without the first block of the rank's own
-    keys: that one is processed before all others."""
+    """The `Blocks` of a source for the tile of queries that starts at `row`, without the block of the rank's own keys
+    that is processed before all others (`first_block`)."""
     visible = seen_by_tile(mask, rank, row, TILE_M)
     blocks = key_blocks(mask, visible, source, 0, mask.length, TILE_N)
-    first = blocks.first + (source == rank).to(gl.int32)
-    full = gl.maximum(blocks.full, first)
-    return Blocks(first, full, gl.maximum(blocks.full_end, full), blocks.end)
+    if in_turns(mask.WORLD_SIZE, mask.PACKED, TILE_N):
+        end = blocks.end - 1
+        full = gl.minimum(blocks.full, end)
+        return Blocks(blocks.first, full, gl.maximum(gl.minimum(blocks.full_end, end), full), end)
+    else:
+        first = blocks.first + (source == rank).to(gl.int32)
+        full = gl.maximum(blocks.full, first)
+        return Blocks(first, full, gl.maximum(blocks.full_end, full), blocks.end)
 
 
 @gluon.jit
-def _sync_grid(comm, syncs, ctas):
-    """Wait until the rank's other CTAs have reached grid sync number `syncs`, for at most MAX_SPINS polls: only speed
-    depends on it."""
-    word = state_of(comm.context) + GRID_SYNC
-    begin = comm.epoch * 4294967296
-    tl.atomic_max(word, begin, sem="relaxed", scope="gpu")
-    seen = tl.atomic_add(word, 1, sem="relaxed", scope="gpu") + 1
-    spins = 0
-    while (seen < begin + (syncs + 1) * ctas) & (spins < MAX_SPINS):
-        seen = tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
-        spins += 1
+def first_block(mask, own, TILE_N: gl.constexpr):
+    """The block of the rank's own keys that a tile begins with: the first one, or with `in_turns` the last one. own:
+    from `blocks_of`."""
+    if in_turns(mask.WORLD_SIZE, mask.PACKED, TILE_N):
+        return own.end
+    else:
+        return own.first - 1
 
 
 @gluon.jit
@@ -203,17 +211,18 @@ def load(comm, call, descriptors, shared, first_entry, end_entry):
         tile = tile_at(call, entry)
         if call.SYNCS_GRID:
             if tl.load(call.schedule + entry) >= SYNC_MARK:
-                _sync_grid(comm, syncs, gl.num_programs(0) - call.SENDERS)
+                sync_grid(comm, syncs, gl.num_programs(0) - call.SENDERS)
                 syncs += 1
         own = blocks_of(call.mask, rank, rank, tile.row, TILE_N)
         _load_queries(comm, call, descriptors.q, shared, tile, entry - first_entry)
-        _load_block(descriptors.k, shared.k, tile, own.first - 1, loaded, TILE_N, DIM)
+        initial = first_block(call.mask, own, TILE_N)
+        _load_block(descriptors.k, shared.k, tile, initial, loaded, TILE_N, DIM)
         if call.rounds.CREDITS:
             wait_own_round(comm, call.rounds, tile.round_index, COMPUTE)
         if comm.WORLD_SIZE > 1 and call.mask.PACKED:
             if awaits_whole_panels(call, tile):
                 _wait_whole_panels(comm, call, tile, ranks)
-        _load_block(descriptors.v, shared.v, tile, own.first - 1, loaded, TILE_N, DIM)
+        _load_block(descriptors.v, shared.v, tile, initial, loaded, TILE_N, DIM)
         if comm.WORLD_SIZE > 1:
             all_arrived = _poll_tile(comm, call, tile)
         loaded = _load_own(call, descriptors, shared, tile, own.full, own.full_end, loaded + 1)
@@ -225,9 +234,11 @@ def load(comm, call, descriptors, shared, first_entry, end_entry):
                     comm, call, descriptors.slots, shared, tile.round_index, source, other.full, other.full_end,
                     loaded=loaded, all_arrived=all_arrived,
                 )  # fmt: skip
-        for side in range(2):
-            begin = gl.where(side == 0, own.first, own.full_end)
-            loaded = _load_own(call, descriptors, shared, tile, begin, gl.where(side == 0, own.full, own.end), loaded)
+        if not in_turns(comm.WORLD_SIZE, call.mask.PACKED, TILE_N):
+            for side in range(2):
+                begin = gl.where(side == 0, own.first, own.full_end)
+                end = gl.where(side == 0, own.full, own.end)
+                loaded = _load_own(call, descriptors, shared, tile, begin, end, loaded)
         if comm.WORLD_SIZE > 1:
             for i in range(2, 2 * ranks):
                 source = source_at(comm, rank, i // 2)

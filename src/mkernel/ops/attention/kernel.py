@@ -16,7 +16,8 @@ from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.attention.call import Descriptors, awaits_whole_panels, head_of, tile_at
-from mkernel.ops.attention.mask import key_blocks, keys_below, seen_by, seen_by_rank, seen_by_tile
+from mkernel.ops.attention.mask import key_blocks, keys_below, rows_of, seen_by, seen_by_rank, seen_by_tile
+from mkernel.ops.attention.merge import is_last_span, load_state, merged_state, state_pointers, store_state
 from mkernel.ops.attention.protocol import (
     Panel,
     chunks_with,
@@ -27,27 +28,40 @@ from mkernel.ops.attention.protocol import (
     wait_own_round,
     wait_panel,
 )
-from mkernel.ops.attention.rows import copy_rows, read_rows, read_slots
+from mkernel.ops.attention.rows import copy_rows, read_slot_rows, read_some_rows
 from mkernel.ops.attention.softmax import State, cap_scores, normalize, online_softmax_step
 from mkernel.ops.attention.transfer import intra, send
 
 
 @triton.jit
-def _read_rows(call, heads, tma, batch, head, row, ROWS: tl.constexpr):
-    """ROWS rows of a head; zeros outside the tensor. tma: the tensor's descriptor."""
+def _read_queries(call, tma, tile):
+    """The queries of a tile; zeros outside the tensor."""
     if call.USES_TMA:
-        return tma.load([batch, head, row, 0]).reshape(ROWS, call.DIM)
+        return tma.q.load([tile.batch, tile.head, tile.row, 0]).reshape(call.TILE_M, call.DIM)
     else:
-        return read_rows(call, heads, batch, head, row, ROWS)
+        return read_some_rows(
+            call.q, tile.batch, tile.head, tile.row, rows_of(call.mask), ROWS=call.TILE_M, DIM=call.DIM
+        )
 
 
 @triton.jit
-def _read_slots(call, tma, row):
-    """TILE_N rows of the slots."""
+def _read_own(call, heads, tma, tile, key, DIM: tl.constexpr):
+    """TILE_N of the rank's own keys or values, starting at `key`; zeros outside the tensor. tma: its descriptor."""
+    if call.USES_TMA:
+        return tma.load([tile.batch, tile.kv_head, key, 0]).reshape(call.TILE_N, DIM)
+    else:
+        return read_some_rows(
+            heads, tile.batch, tile.kv_head, key, call.mask.length, ROWS=call.TILE_N, DIM=DIM
+        )  # fmt: skip
+
+
+@triton.jit
+def _read_slots(call, heads, tma, row, DIM: tl.constexpr):
+    """TILE_N keys or values of another rank, starting at a row of the slots. heads: the rank's own ones."""
     if call.USES_TMA:
         return tma.slots.load([row, 0])
     else:
-        return read_slots(call, row)
+        return read_slot_rows(call, row, heads.columns, DIM)
 
 
 @triton.jit
@@ -72,7 +86,7 @@ def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN:
     accumulator = state.accumulator
     total = state.total
     row_max = state.row_max
-    rows = tl.minimum(tile.row + tl.arange(0, call.TILE_M), call.mask.length - 1)
+    rows = tl.minimum(tile.row + tl.arange(0, call.TILE_M), rows_of(call.mask) - 1)
     starts, ends = seen_by(call.mask, rank, rows)
     # a row sees one range of the source's keys: two numbers per row, where positions would take one per key
     lower = keys_below(call.mask, starts, source)
@@ -80,27 +94,29 @@ def _attend(call, tma, tile, rank, query, state, source, panel_row, blocks, OWN:
     for block in range(blocks.first, blocks.end):
         at = block * call.TILE_N
         if OWN:
-            keys = _read_rows(call, call.k, tma.k, tile.batch, tile.kv_head, at, call.TILE_N)
+            keys = _read_own(call, call.k, tma.k, tile, at, call.DIM)
         else:
-            keys = _read_slots(call, tma, panel_row + 2 * at)
+            keys = _read_slots(call, call.k, tma, panel_row + 2 * at, call.DIM)
         scores = cap_scores(call, tl.dot(query, keys.T, input_precision=call.PRECISION))
         if (block < blocks.full) | (block >= blocks.full_end):
             scores = _mask_scores(call, scores, at, lower, upper)
         weights, total, row_max, alpha = online_softmax_step(scores, total, row_max, call.scale)
         accumulator = accumulator * alpha[:, None]
         if OWN:
-            values = _read_rows(call, call.v, tma.v, tile.batch, tile.kv_head, at, call.TILE_N)
+            values = _read_own(call, call.v, tma.v, tile, at, call.VALUE_DIM)
         else:
-            values = _read_slots(call, tma, panel_row + 2 * at + call.TILE_N)
+            values = _read_slots(call, call.v, tma, panel_row + 2 * at + call.TILE_N, call.VALUE_DIM)
         accumulator = tl.dot(weights.to(values.dtype), values, accumulator, input_precision=call.PRECISION)
     return State(accumulator, total, row_max)
 
 
 @triton.jit
-def _attend_others(comm, call, tma, tile, panel, visible, query, state):
-    """(state, missing) after a tile has attended to the panels of all other ranks. missing: NaN if the group gave up
-    before all chunks arrived, else 0."""
+def _attend_others(comm, call, tma, tile, keys, visible, query, state):
+    """(state, missing) after a tile has attended to `keys`, a `Panel`, of all other ranks. missing: NaN if the group
+    gave up before all chunks arrived, else 0."""
     rank = rank_of(comm.context)
+    begin = tile.round_index % call.rounds.parts * call.rounds.part_rows
+    panel = Panel(tile.round_index, begin, tl.minimum(begin + call.rounds.part_rows, call.mask.length))
     if call.rounds.CREDITS:
         wait_own_round(comm, call.rounds, tile.round_index, COMPUTE)
     need = visible.low
@@ -120,27 +136,9 @@ def _attend_others(comm, call, tma, tile, panel, visible, query, state):
         if call.USES_TMA:
             acquire_for_descriptors()
         panel_row = slot_row(comm, call.rounds, tile.round_index, source, rank) - 2 * panel.begin
-        blocks = key_blocks(call.mask, visible, source, panel.begin, panel.until, call.TILE_N)
+        blocks = key_blocks(call.mask, visible, source, keys.begin, keys.until, call.TILE_N)
         state = _attend(call, tma, tile, rank, query, state, source, panel_row, blocks=blocks, OWN=False)
     return state, missing
-
-
-@triton.jit
-def _state_pointers(call, tile):
-    """Pointers to a tile's state in `partial`, where it is kept between two parts of a unit."""
-    i = tl.arange(0, call.TILE_M)
-    start = call.partial + tl.cast(tile.within, tl.int64) * (call.TILE_M * (call.DIM + 2))
-    accumulator = start + 2 * call.TILE_M + i[:, None] * call.DIM + tl.arange(0, call.DIM)[None, :]
-    return State(accumulator, start + call.TILE_M + i, start + i)
-
-
-@triton.jit
-def _resume(kept):
-    """Load the state of a tile after the previous part. kept: from `_state_pointers`."""
-    tl.debug_barrier()
-    row_max = tl.load(kept.row_max)
-    total = tl.load(kept.total)
-    return State(tl.load(kept.accumulator), total, row_max)
 
 
 @triton.jit
@@ -149,17 +147,17 @@ def _store_result(call, tma, tile, state):
     result, logarithm = normalize(state.accumulator, state.total, state.row_max)
     i = tile.row + tl.arange(0, call.TILE_M)
     if call.USES_TMA:
-        block = result.to(tma.out.dtype).reshape(1, 1, call.TILE_M, call.DIM)
+        block = result.to(tma.out.dtype).reshape(1, 1, call.TILE_M, call.VALUE_DIM)
         tma.out.store([tile.batch, tile.head, tile.row, 0], block)
     else:
-        j = tl.arange(0, call.DIM)[None, :]
+        j = tl.arange(0, call.VALUE_DIM)[None, :]
         line = head_of(call.out, tile.batch, tile.head) + i[:, None].to(tl.int64) * call.out.row_stride
         target = line + j.to(tl.int64) * call.out.column_stride
-        inside = (i < call.mask.length)[:, None] & (j < call.dim)
+        inside = (i < rows_of(call.mask))[:, None] & (j < call.out.columns)
         tl.store(target, result.to(call.out.pointer.dtype.element_ty), mask=inside)
     if call.LSE:
-        line = tl.cast(tile.batch * call.heads + tile.head, tl.int64) * call.mask.length
-        tl.store(call.lse + line + i, logarithm, mask=i < call.mask.length)
+        line = tl.cast(tile.batch * call.heads + tile.head, tl.int64) * rows_of(call.mask)
+        tl.store(call.lse + line + i, logarithm, mask=i < rows_of(call.mask))
 
 
 @triton.jit
@@ -172,16 +170,20 @@ def _compute(comm, call, tma, first, end):
         since = trace_time(comm.context)
         begin = part * call.rounds.part_rows
         until = tl.minimum(begin + call.rounds.part_rows, call.mask.length)
+        if call.spans.COUNT > 1:
+            begin = tile.span * call.spans.keys
+            until = tl.minimum(begin + call.spans.keys, call.mask.length)
 
-        query = _read_rows(call, call.q, tma.q, tile.batch, tile.head, tile.row, call.TILE_M)
+        query = _read_queries(call, tma, tile)
         visible = seen_by_tile(call.mask, rank, tile.row, call.TILE_M)
-        accumulator = tl.zeros((call.TILE_M, call.DIM), tl.float32)
+        accumulator = tl.zeros((call.TILE_M, call.VALUE_DIM), tl.float32)
         total = tl.zeros((call.TILE_M,), tl.float32)
         row_max = tl.full((call.TILE_M,), float("-inf"), tl.float32)
         if call.PARTS:
-            kept = _state_pointers(call, tile)
+            kept = state_pointers(call, tile.within)
             if part > 0:
-                before = _resume(kept)
+                tl.debug_barrier()
+                before = load_state(kept)
                 row_max = before.row_max
                 total = before.total
                 accumulator = before.accumulator
@@ -191,16 +193,19 @@ def _compute(comm, call, tma, first, end):
         state = _attend(call, tma, tile, rank, query, state, rank, 0, blocks=blocks, OWN=True)
         missing = 0.0
         if comm.WORLD_SIZE > 1:
-            panel = Panel(tile.round_index, begin, until)
-            state, missing = _attend_others(comm, call, tma, tile, panel, visible, query, state)
+            keys = Panel(tile.round_index, begin, until)
+            state, missing = _attend_others(comm, call, tma, tile, keys, visible, query, state)
+        state = State(state.accumulator, state.total + missing, state.row_max)
 
         if call.PARTS:
             if part < call.rounds.parts - 1:
-                tl.store(kept.row_max, state.row_max)
-                tl.store(kept.total, state.total + missing)
-                tl.store(kept.accumulator, state.accumulator)
-        if part == call.rounds.parts - 1:
-            _store_result(call, tma, tile, State(state.accumulator, state.total + missing, state.row_max))
+                store_state(kept, state)
+        if call.spans.COUNT > 1:
+            store_state(state_pointers(call, tile.number * call.spans.COUNT + tile.span), state)
+            if is_last_span(call, tile):
+                _store_result(call, tma, tile, merged_state(call, tile))
+        elif part == call.rounds.parts - 1:
+            _store_result(call, tma, tile, state)
         trace(comm.context, TILES, TILE, rank, entry, since)
         if call.rounds.CREDITS:
             finish_task(comm, call.rounds, tile.round_index, COMPUTE)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import triton
 
-from mkernel.lang.context import Ranks
+from mkernel.lang.context import READY, Ranks
 from mkernel.ops.attention import kernel
 from mkernel.ops.attention.call import Call, Descriptors, Heads
 from mkernel.ops.attention.mask import Mask
+from mkernel.ops.attention.merge import Spans
 from mkernel.ops.attention.plan import Plan
 from mkernel.ops.attention.protocol import Rounds
 from mkernel.ops.attention.sequences import Scoring
@@ -32,30 +33,34 @@ def launch(
 ) -> Launch:  # fmt: skip
     """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
-    heads, length, dim = query.shape[1:]
-    kv_heads = key.shape[1]
+    heads, rows, dim = query.shape[1:]
+    kv_heads, length = key.shape[1:3]
+    value_dim = triton.next_power_of_2(value.shape[3])
     c, size = plan.config, group.size
-    blocks = math.ceil(length / c.tile_m)
+    blocks = math.ceil(rows / c.tile_m)
     partial = None
-    if plan.parts > 1:
-        words = heads // kv_heads * blocks * c.tile_m * (c.tile_k + 2)
+    if plan.parts > 1 or c.team_ctas > 1:
+        states = heads // kv_heads * blocks if plan.parts > 1 else query.shape[0] * heads * blocks * c.team_ctas
+        words = states * c.tile_m * (value_dim + 2)
         partial = group.world.memory.empty(group.world_rank, (words,), torch.float32)
     polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
     mask = Mask(
         length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
-    )
+    )._replace(rows=None if rows == length else rows)
     slots = memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None
     call = Call(
-        q=heads_of(query), k=heads_of(key), v=heads_of(value), out=heads_of(out), lse=lse,
+        q=heads_of(query), k=heads_of(key, plan.width), v=heads_of(value, plan.width), out=heads_of(out), lse=lse,
         slots=None if plan.uses_tma else slots, partial=partial,
         schedule=plan.schedule, mask=mask,
         rounds=_rounds(group, plan, memory, workspace, tiles=heads // kv_heads * blocks),
+        spans=Spans(workspace.state[READY.value :], plan.span_keys, *constants(c.team_ctas)),
         **factors(scoring, dim), heads=heads, kv_heads=kv_heads, dim=dim, blocks=blocks,
         **_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, LSE=lse is not None,
             USES_TMA=plan.uses_tma, SYNCS_GRID=plan.syncs_grid, SOFTCAP=scoring.softcap > 0,
             PRECISION=plan.precision,
-            TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k, COPY=max(c.copy_bytes // query.element_size(), c.tile_k),
+            TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k, VALUE_DIM=value_dim,
+            COPY=max(c.copy_bytes // query.element_size(), triton.next_power_of_2(plan.width)),
             POLL_WIDTH=WARP_POLL_WIDTH if plan.hopper else polled,
         ),
     )  # fmt: skip
@@ -102,7 +107,8 @@ def _rounds(group: Group, plan: Plan, memory: Layout, workspace: Workspace, tile
     return Rounds(
         count=plan.rounds, window=plan.window, parts=plan.parts, part_rows=plan.part_rows, padded=plan.padded,
         chunk_rows=c.chunk_rows, chunks=plan.chunks,
-        tasks=tiles * (2 if plan.hopper else 1) + forwarded,  # each warpgroup finishes its half of a tile
+        # each warpgroup finishes its half of a tile, and each CTA its part of the keys
+        tasks=tiles * (2 if plan.hopper else c.team_ctas) + forwarded,
         done=memory.words_in(workspace, "done"),
         freed=memory.words_in(workspace, "freed"),
         arrived=memory.words_in(workspace, "arrived"),
@@ -122,9 +128,13 @@ def _received(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + (plan.sequences.size - 1) * panel) for start in starts)
 
 
-def heads_of(tensor: torch.Tensor) -> Heads:
-    """A tensor, as the kernels take it."""
-    return Heads(tensor, *tensor.stride(), *constants(tensor.stride()[2:] == (tensor.shape[3], 1)))
+def heads_of(tensor: torch.Tensor, width: int | None = None) -> Heads:
+    """A tensor, as the kernels take it. width: columns of the slots; those of the tensor by default."""
+    columns = tensor.shape[3]
+    width = columns if width is None else width
+    flat = tensor.stride()[2:] == (columns, 1) and columns == width
+    flags = constants(flat, triton.next_power_of_2(width))
+    return Heads(*(tensor, *tensor.stride(), columns, *flags))
 
 
 def _descriptors(
@@ -136,11 +146,12 @@ def _descriptors(
     c = plan.config
     queries = [1, 1, c.tile_m // 2 if plan.hopper else c.tile_m, c.tile_k]  # each warpgroup has half a tile
     keys = [1, 1, c.tile_n, c.tile_k]
+    value_dim = triton.next_power_of_2(value.shape[3])
     return Descriptors(
         q=_descriptor(plan, query, queries),
         k=_descriptor(plan, key, keys),
-        v=_descriptor(plan, value, keys),
-        out=_descriptor(plan, out, queries),
+        v=_descriptor(plan, value, [*keys[:3], value_dim]),
+        out=_descriptor(plan, out, [*queries[:3], value_dim]),
         slots=None if slots is None else _descriptor(plan, slots, keys[2:]),
     )
 

@@ -5,6 +5,10 @@ r*length to (r+1)*length-1. Zigzag: the sequence is divided into 2*world equal p
 2*world-1-r, in this order, which gives every rank the same amount of causal work. In both layouts, the rows of a rank
 are sorted by position. Everything below relies on that.
 
+Different numbers of queries and keys. A rank may hold more keys than queries, as with a cache of earlier positions, or
+fewer; in the contiguous layout only. The last query of the whole sequence then has the position of the last key, as
+with `causal_lower_right` in PyTorch: query i has position i + (all keys - all queries), which may be negative.
+
 What a row sees. The row at a position sees the keys of one interval of positions: all positions; with a causal mask,
 those up to its own; in a packed sequence, those of its document; with a window, those near its own. Both ends of the
 interval grow with the row. So a tile of rows sees one range of each rank's keys, and inside it is one range that every
@@ -24,9 +28,9 @@ import triton.language as tl
 
 
 class Mask(NamedTuple):
-    """Which positions the ranks hold, and which they see. PACKED, of packed sequences and of windows: `spans` holds the
-    (start, end) that each rank sees, then the start for every row of this rank, then the end for every row. Otherwise
-    it is None."""
+    """Which positions the ranks hold, and which they see. length: keys of a rank. rows: queries of a rank; None for as
+    many as keys. PACKED, of packed sequences and of windows: `spans` holds the (start, end) that each rank sees, then
+    the start for every row of this rank, then the end for every row. Otherwise it is None."""
 
     length: Any
     spans: Any
@@ -34,6 +38,7 @@ class Mask(NamedTuple):
     ZIGZAG: Any
     CAUSAL: Any
     PACKED: Any
+    rows: Any = None
 
 
 class Visible(NamedTuple):
@@ -56,18 +61,28 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
+def rows_of(mask):
+    """The number of queries of a rank."""
+    if mask.rows is None:
+        return mask.length
+    else:
+        return mask.rows
+
+
+@triton.jit
 def position_of(mask, rank, index):
     """The position of a rank's row `index` in the whole sequence."""
     if mask.ZIGZAG:
         half = mask.length // 2
         return tl.where(index < half, rank * half + index, (2 * mask.WORLD_SIZE - 2 - rank) * half + index)
     else:
-        return rank * mask.length + index
+        rows = rows_of(mask)
+        return rank * rows + index + mask.WORLD_SIZE * (mask.length - rows)
 
 
 @triton.jit
 def keys_below(mask, position, rank):
-    """The number of a rank's rows whose position is below the given one."""
+    """The number of a rank's keys whose position is below the given one."""
     if mask.ZIGZAG:
         half = mask.length // 2
         first = tl.minimum(tl.maximum(position - rank * half, 0), half)
@@ -82,7 +97,7 @@ def seen_by(mask, rank, row):
     if mask.PACKED:
         bounds = mask.spans + 2 * mask.WORLD_SIZE
         start = tl.load(bounds + row).to(tl.int32)
-        end = tl.load(bounds + mask.length + row).to(tl.int32)
+        end = tl.load(bounds + rows_of(mask) + row).to(tl.int32)
         return start, end
     else:
         start = row * 0
@@ -98,14 +113,14 @@ def seen_by_rank(mask, rank):
     if mask.PACKED:
         return tl.load(mask.spans + 2 * rank).to(tl.int32), tl.load(mask.spans + 2 * rank + 1).to(tl.int32)
     else:
-        return seen_by(mask, rank, mask.length - 1 + rank * 0)
+        return seen_by(mask, rank, rows_of(mask) - 1 + rank * 0)
 
 
 @triton.jit
 def seen_by_tile(mask, rank, row, ROWS: tl.constexpr):
     """What a tile sees: ROWS rows of this rank, starting at `row`."""
     low, lowest_end = seen_by(mask, rank, row)
-    high, highest_end = seen_by(mask, rank, tl.minimum(row + ROWS, mask.length) - 1)
+    high, highest_end = seen_by(mask, rank, tl.minimum(row + ROWS, rows_of(mask)) - 1)
     return Visible(low, lowest_end, high, highest_end)
 
 

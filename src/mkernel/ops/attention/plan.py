@@ -18,6 +18,9 @@ from mkernel.runtime.operands import describable, has_descriptors, matmul_precis
 
 CHUNK_BYTES = 256 * 1024
 HOPPER_TILE_M = 128  # queries per tile in the Gluon kernel
+MOST_SHARED_TILES = 512  # words that count the CTAs of a tile
+LEAST_SPAN = 4  # key blocks that are worth a CTA of their own
+LEAST_TILE_M = 16  # of a product on tensor cores
 WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes, summed over peers; estimated
 
 
@@ -31,8 +34,10 @@ class Plan:
     sequences: Sequences
     padded: int  # keys of a unit, rounded up to whole blocks
     slots: int  # slots per round on a rank
+    width: int  # columns of the slots
     parts: int  # rounds per unit
     part_rows: int  # keys of a panel
+    span_keys: int  # keys of a panel that one CTA attends to: see merge.py
     window: int  # rounds that have slots at the same time
     rounds: int
     chunks: int  # per panel
@@ -79,9 +84,9 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
+def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Config | None) -> Tiles:
     """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
-    dim = query.shape[3]
+    dim = max(query.shape[3], value.shape[3])
     if group.device.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
@@ -92,6 +97,8 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Confi
         tile_m, tile_n, stages, warps = (128, 128, 2, 8) if dim <= 128 else (64, 64, 2, 8)
     else:
         tile_m, tile_n, stages, warps = (128, 64, 2, 8) if dim <= 128 else (64, 32, 2, 8)
+    if query.shape[2] < tile_m:  # few queries, as in decoding
+        tile_m, warps = max(triton.next_power_of_2(query.shape[2]), LEAST_TILE_M), min(warps, 4)
     return completed(group, key, config, (tile_m, tile_n, stages, warps))
 
 
@@ -132,8 +139,9 @@ def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, 
 
 
 def _why_not_gluon(
-    group: Group, query: torch.Tensor, uses_tma: bool, parts: int, softcap: float, config: Config | None
-) -> str | None:
+    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, uses_tma: bool, parts: int,
+    softcap: float, config: Config | None,
+) -> str | None:  # fmt: skip
     """Why the call cannot run the Gluon kernel; None if it can."""
     if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
@@ -143,9 +151,14 @@ def _why_not_gluon(
         return "the Gluon kernel needs TMA for all tensors"
     if softcap:
         return "the Gluon kernel does not support softcap"
+    if key.shape[2] != query.shape[2]:
+        return "the Gluon kernel needs as many queries as keys"
+    if value.shape[3] != query.shape[3]:
+        return "the Gluon kernel needs values with the head dimension of queries"
     if parts > 1:
         return "the Gluon kernel does not support heads in several parts"
-    chosen = [name for name in ("tile_m", "tile_n", "stages", "warps") if config and getattr(config, name) is not None]
+    fixed = ("tile_m", "tile_n", "stages", "warps", "team_ctas")
+    chosen = [name for name in fixed if config and getattr(config, name) is not None]
     if chosen:
         return f"the Gluon kernel has a fixed tile, but the configuration sets {', '.join(chosen)}"
     return None
@@ -165,13 +178,15 @@ class _Work:
 
 
 def _work(
-    group: Group, query: torch.Tensor, key: torch.Tensor, sequences: Sequences, tile_m: int, tile_n: int
-) -> _Work:
-    batch, heads, _, dim = query.shape
+    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, tile_m: int,
+    tile_n: int,
+) -> _Work:  # fmt: skip
+    batch, heads = query.shape[:2]
+    dims = key.shape[3] + value.shape[3]
     gpus = group.gpus_per_node
     costs = sequences.key_blocks(group.rank, tile_m, tile_n)
     blocks = int(costs.sum() + len(costs)) * heads * batch
-    block_seconds = 4 * tile_m * tile_n * dim / (0.8 * planning.CTA_RATE[query.dtype])
+    block_seconds = 2 * tile_m * tile_n * dims / (0.8 * planning.CTA_RATE[query.dtype])
     node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
     sources = range(group.local_rank, group.size, gpus)  # ranks whose keys this rank pushes to its node
     keys = sum(sequences.keys_sent(source, peer) for source in sources for peer in node) * batch * key.shape[1]
@@ -181,18 +196,21 @@ def _work(
         tiles=batch * heads * len(costs),
         block_seconds=block_seconds,
         compute_seconds=blocks * block_seconds / group.world.launcher.ctas(group.world_rank),
-        pushed=keys * 2 * dim * query.element_size(),
+        pushed=keys * dims * query.element_size(),
         link=group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE,
     )
 
 
 def _resolve(
-    group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None
+    group: Group, dim: int, tiles: Tiles, tile_m: int, work: _Work, chunks: int, hopper: bool, config: Config | None,
+    *, spans: int,
 ) -> tuple[Settings, float]:  # fmt: skip
-    """(settings, estimated seconds of pushing): how many CTAs have which role. chunks: of all rounds together."""
+    """(settings, estimated seconds of pushing): how many CTAs have which role. chunks: of all rounds together. spans:
+    into how many the keys of a tile can be divided at most."""
     most, nodes, gpus = group.world.launcher.ctas(group.world_rank), group.nodes, group.gpus_per_node
     pick = planning.chooser(config)
     send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
+    team = 1
     if hopper:  # one warp of each CTA pushes while the others compute
         rate = WARP_PUSH_RATE
         ctas = pick("ctas", min(most, max(work.tiles, chunks if gpus > 1 else 1) + send_ctas))
@@ -201,14 +219,21 @@ def _resolve(
         rate = planning.push_rate(gpus - 1)
         copiers = planning.copiers_for(work.pushed, rate, work.compute_seconds, work.link, most) if gpus > 1 else 0
         intra_ctas = pick("intra_ctas", copiers)
-        ctas = pick("ctas", min(most, max(work.tiles, 1) + send_ctas + intra_ctas))
+        team = min(pick("team_ctas", _team(work, most - send_ctas - intra_ctas)), planning.largest_team(spans))
+        ctas = pick("ctas", min(most, max(work.tiles, 1) * team + send_ctas + intra_ctas))
     resolved = Settings(
         tile_m=tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
         stages=tiles.stages, warps=tiles.warps, ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0,
         chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
-        steps=tiles.steps,
+        steps=tiles.steps, team_ctas=team,
     )  # fmt: skip
     return resolved, work.pushed / min(rate * max(intra_ctas, 1), work.link)
+
+
+def _team(work: _Work, ctas: int) -> int:
+    """How many of the CTAs share the keys of each tile."""
+    most = min(ctas // max(work.tiles, 1), max(work.costs, default=0) // LEAST_SPAN)
+    return planning.largest_team(max(most, 1))
 
 
 def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
@@ -237,13 +262,13 @@ def plan(
     pattern: Pattern, softcap: float, config: Config | None,
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group."""
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
+    batch, heads, rows, dim = query.shape
+    kv_heads, length = key.shape[1:3]
     units = batch * kv_heads
     size, nodes, gpus = group.size, group.nodes, group.gpus_per_node
-    element = query.element_size()
-    tiles = tiles_of(group, query, key, config)
-    sequences = Sequences(size, length, pattern)
+    element, width = query.element_size(), max(dim, value.shape[3])
+    tiles = tiles_of(group, query, key, value, config)
+    sequences = Sequences(size, length, pattern, None if rows == length else rows)
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
@@ -253,25 +278,38 @@ def plan(
     chunks = math.ceil(part_rows / tiles.chunk_rows)
 
     uses_tma, tma_reasons = _tma_access(group, dict(query=query, key=key, value=value, out=out))
-    why_not = _why_not_gluon(group, query, uses_tma, parts, softcap, config)
+    if uses_tma and size > 1 and value.shape[3] != dim:
+        uses_tma = False
+        tma_reasons = ["keys and values have different head dimensions: all tensors are accessed through pointers"]
+    why_not = _why_not_gluon(group, query, key, value, uses_tma, parts, softcap, config)
     hopper = why_not is None
     reasons = ["Gluon: a Hopper GPU, 16-bit floats, TMA for all" if hopper else f"Triton: {why_not}", *tma_reasons]
     if size > 1:
-        mib = window * slots * part_rows * 2 * dim * element / 2**20
+        mib = window * slots * part_rows * 2 * width * element / 2**20
         reasons.append(
             f"the buffer for other ranks' keys and values takes {mib:.3g} MiB: room for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, its state is kept in between" if parts > 1 else "")
         )
     tile_m = HOPPER_TILE_M if hopper else tiles.tile_m
-    work = _work(group, query, key, sequences, tile_m, tiles.tile_n)
-    resolved, push_seconds = _resolve(group, dim, tiles, tile_m, work, units * chunks, hopper, config)
+    work = _work(group, query, key, value, sequences, tile_m, tiles.tile_n)
+    spans = padded // tiles.tile_n if parts == 1 and work.tiles <= MOST_SHARED_TILES else 1
+    resolved, push_seconds = _resolve(
+        group, dim, tiles, tile_m, work, units * chunks, hopper, config, spans=spans
+    )  # fmt: skip
+    team = resolved.team_ctas
+    if team > 1:
+        reasons.append(f"{team} CTAs share the keys of each of the {work.tiles} tiles, and the last one merges")
     if gpus > 1:
         reasons.append(
             f"{resolved.intra_ctas} CTAs push {work.pushed} bytes over NVLink: estimated {push_seconds * 1e3:.3g} ms, "
             f"during {work.compute_seconds * 1e3:.3g} ms of compute"
         )
     planning.check_tile(
-        resolved, query.dtype, uses_tma, columns=max(resolved.tile_n, resolved.tile_k), staged=(tiles.tile_n,) * 2
+        resolved,
+        query.dtype,
+        uses_tma,
+        columns=max(resolved.tile_n, resolved.tile_k, triton.next_power_of_2(width)),
+        staged=(tiles.tile_n,) * 2,
     )
     planning.check(
         resolved, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if nodes > 1 else 0,
@@ -286,7 +324,8 @@ def plan(
     unit_bytes = size * length * 2 * dim * element
     syncs_grid = hopper and not pattern.has_spans and sync_pays(unit_bytes)
     schedule = scheduled(
-        work.costs, heads // max(kv_heads, 1), units, parts, resolved.ctas,
+        [-(-cost // team) for cost in work.costs for _ in range(team)],
+        heads // max(kv_heads, 1), units, parts, resolved.ctas,
         Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid,
     )  # fmt: skip
     if max(schedule, default=0) >= SYNC_MARK:
@@ -295,7 +334,8 @@ def plan(
         )
     return Plan(
         config=resolved, kernel="gluon" if hopper else "triton", uses_tma=uses_tma, sequences=sequences, padded=padded,
-        slots=slots, parts=parts, part_rows=part_rows, window=window, rounds=rounds, chunks=chunks,
+        slots=slots, width=width, parts=parts, part_rows=part_rows, window=window,
+        span_keys=round_up(math.ceil(padded / team), tiles.tile_n), rounds=rounds, chunks=chunks,
         precision=matmul_precision(query.dtype), schedule=group.world.memory.upload(group.world_rank, schedule),
         syncs_grid=syncs_grid, spans=spans_of(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mkernel.ops.attention.plan import Plan
 
 
-def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
+def layout(plan: Plan, dtype: torch.dtype) -> Layout:
     """The workspace of a call; unused with one rank. It is not double buffered, because a rank writes to a peer only
     after the peer has entered the epoch. For round t, with w = t % window:
 
@@ -40,7 +40,8 @@ def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
     freed[rank, w]: that rank no longer reads the round.
     arrived[w * (world size - 1) + slot, chunk]: the chunk is in this rank's slot. The slot of the rank itself has no
         signals.
-    slots: rows of keys and values, [w, slot, row of the panel].
+    slots: rows of keys and values, [w, slot, row of the panel]. If keys and values differ in their columns, the rows of
+        one of them are not filled.
     """
     size = plan.sequences.size
     window = plan.window if size > 1 else 0
@@ -49,7 +50,7 @@ def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
     memory.counters("done", window)
     memory.signals("freed", size, window)
     memory.signals("arrived", window * (size - 1), plan.chunks)
-    memory.buffer("slots", dtype, window * plan.slots * 2 * plan.part_rows, dim)
+    memory.buffer("slots", dtype, window * plan.slots * 2 * plan.part_rows, plan.width)
     return memory
 
 

@@ -14,7 +14,7 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.attention.backward import ring_attention_backward
-from mkernel.ops.attention.run import ring_attention
+from mkernel.ops.attention.run import result_shape, ring_attention
 from mkernel.ops.attention.sequences import Documents
 from mkernel.runtime.config import Config
 
@@ -88,8 +88,10 @@ def _fake_lse(query: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _fake(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), _fake_lse(query)
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(result_shape(query, value)), _fake_lse(query)
 
 
 def _fake_backward(

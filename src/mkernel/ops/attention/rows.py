@@ -15,9 +15,9 @@ from mkernel.ops.attention.protocol import slot_row
 
 
 @triton.jit
-def read_flat(source, place, dim):
+def read_flat(source, place):
     """Elements of contiguous rows at the offsets `place`; zeros beyond the last row."""
-    return tl.load(source.pointer + place, mask=place < source.count * dim, other=0.0)
+    return tl.load(source.pointer + place, mask=place < source.count * source.columns, other=0.0)
 
 
 @triton.jit
@@ -26,23 +26,24 @@ def copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
     rank = rank_of(comm.context)
     base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
     DTYPE: tl.constexpr = source.pointer.dtype.element_ty
-    ROWS: tl.constexpr = call.COPY // call.DIM
+    ROWS: tl.constexpr = max(call.COPY // source.WIDTH, 1)
     PEERS: tl.constexpr = 1 if STAGED else comm.RANKS_PER_NODE - 1
     FIRST: tl.constexpr = 0 if STAGED else 1
-    dim = call.dim
-    steps = tl.cdiv(height * dim, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
+    width = call.rounds.slots.row_stride
+    steps = tl.cdiv(height * width, call.COPY) if source.FLAT else tl.cdiv(height, ROWS)
     for step in range(steps):
         if source.FLAT:
             offsets = step * call.COPY + tl.arange(0, call.COPY)
-            inside = offsets < height * dim
-            block = read_flat(source, offsets, dim)
+            inside = offsets < height * width
+            block = read_flat(source, offsets)
         else:
             i = step * ROWS + tl.arange(0, ROWS)[:, None]
-            j = tl.arange(0, call.DIM)[None, :]
-            offsets = i * dim + j
-            inside = (i < height) & (j < dim)
+            j = tl.arange(0, source.WIDTH)[None, :]
+            offsets = i * width + j
+            # the network sends whole rows
+            inside = (i < height) & (j < (width if STAGED else source.columns))
             pointers = source.pointer + i.to(tl.int64) * source.row_stride + j.to(tl.int64) * source.column_stride
-            block = tl.load(pointers, mask=inside & (i < source.count), other=0.0)
+            block = tl.load(pointers, mask=inside & (i < source.count) & (j < source.columns), other=0.0)
         for which in tl.static_range(PEERS):
             peer = base + (rank - base + FIRST + which) % comm.RANKS_PER_NODE
             wanted = inside
@@ -57,13 +58,26 @@ def copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
 @triton.jit
 def read_rows(call, heads, batch, head, row, ROWS: tl.constexpr):
     """ROWS rows of a head; zeros outside the tensor."""
+    return read_some_rows(heads, batch, head, row, call.mask.length, ROWS, call.DIM)
+
+
+@triton.jit
+def read_some_rows(heads, batch, head, row, count, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """ROWS rows of a head that has `count`; zeros outside the tensor."""
     block = Block(head_of(heads, batch, head), heads.row_stride, heads.column_stride)
-    return masked_block(block, row, 0, call.mask.length, call.dim, ROWS, call.DIM)
+    return masked_block(block, row, 0, count, heads.columns, ROWS, DIM)
 
 
 @triton.jit
 def read_slots(call, row):
     """TILE_N rows of the slots. There is no bounds check, because panels consist of whole blocks."""
+    return read_slot_rows(call, row, call.dim, call.DIM)
+
+
+@triton.jit
+def read_slot_rows(call, row, columns, DIM: tl.constexpr):
+    """The first `columns` columns of TILE_N rows of the slots."""
     i = row + tl.arange(0, call.TILE_N)[:, None]
-    j = tl.arange(0, call.DIM)[None, :]
-    return tl.load(call.slots + i.to(tl.int64) * call.dim + j, mask=j < call.dim, other=0.0)
+    j = tl.arange(0, DIM)[None, :]
+    line = call.slots + i.to(tl.int64) * call.rounds.slots.row_stride
+    return tl.load(line + j, mask=j < columns, other=0.0)

@@ -23,6 +23,7 @@ from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
+MLA_DIM = 192  # of queries and keys with a part for positions; values have 128 then
 LAYOUTS = ("contiguous", "zigzag")
 INPUT_LAYOUTS = {"bhsd": "[batch, heads, seq_local, dim]", "bshd": "[batch, seq_local, heads, dim]"}
 PACKED_PLANS_KEPT = 32  # the plan of a packed sequence holds 16 bytes of device memory per row
@@ -59,16 +60,16 @@ def ring_attention(
             return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
-    config = choose(TUNABLE, group, query, key, pattern, config)
-    tiles = tiles_of(group, query, key, config)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    config = choose(TUNABLE, group, query, key, pattern, config, value)
+    tiles = tiles_of(group, query, key, value, config)
     group.agree(
-        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype,
+        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), value_dim=value.shape[3], dtype=query.dtype,
         is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
         tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty, rank = group.world.memory.empty, group.world_rank
-    result = empty(rank, query.shape, query.dtype) if out is None else out
+    result = empty(rank, result_shape(query, value), query.dtype) if out is None else out
     lse = empty(rank, query.shape[:3], torch.float32) if return_lse else None
     if query.numel():
         launch = prepare(group, query, key, value, result, lse, pattern, scoring, config)
@@ -139,10 +140,31 @@ def check(
     """Reject invalid arguments. The error names the argument and the rule."""
     check_config(config, "ring_attention")
     given = dict(query=query, key=key, value=value)
-    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)))
+    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)), alike=False)
     check_options(group, query, key, layout, enable_gqa, scoring)
     if out is not None:
-        check_out(out, tuple(query.shape), "as query", query.dtype, given)
+        check_out(out, result_shape(query, value), "as query, with value's dim", query.dtype, given)
+
+
+def result_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """[batch, heads, queries of this rank, dim of value]"""
+    return (*query.shape[:3], value.shape[3])
+
+
+def are_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there are as many queries as keys, and values have as many columns as keys."""
+    return query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] != MLA_DIM
+
+
+def refuse_gradients_unless_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse tensors that require grad where there is no backward pass."""
+    needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (query, key, value))
+    if torch.is_grad_enabled() and needed and not are_alike(query, key, value):
+        raise ArgumentError(
+            f"query is {tuple(query.shape)}, key is {tuple(key.shape)} and value is {tuple(value.shape)}: gradients "
+            f"need as many queries as keys, and one head dimension for all three, out of "
+            f"{', '.join(map(str, HEAD_DIMS))}; without gradients, call it under torch.no_grad()"
+        )
 
 
 def check_config(config: Config | None, op: str) -> None:
@@ -155,8 +177,9 @@ def check_config(config: Config | None, op: str) -> None:
         raise ArgumentError("config.steps must be at least 1; got 0")
 
 
-def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
-    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value."""
+def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = True) -> None:
+    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value. alike: query and key must
+    have the same number of positions, key and value the same number of columns."""
     query = given["query"]
     for name, tensor in given.items():
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
@@ -168,17 +191,31 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
     key, value = given["key"], given["value"]
-    batch, _, length, dim = query.shape
-    if dim not in HEAD_DIMS:
-        raise ArgumentError(
-            f"query has head dimension {dim}; supported head dimensions: {', '.join(map(str, HEAD_DIMS))}. "
-            f"Pad query, key and value with zeros to one of these, and pass scale={dim}**-0.5"
-        )
-    if key.shape != value.shape:
+    _check_dim("query", query.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
+    if alike and key.shape != value.shape:
         raise ArgumentError(f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: shapes must be the same")
-    if (key.shape[0], key.shape[2], key.shape[3]) != (batch, length, dim):
+    if key.shape[:3] != value.shape[:3]:
+        raise ArgumentError(
+            f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: all dimensions but the last must be the same"
+        )
+    _check_dim("value", value.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
+    if alike and key.shape[2] != query.shape[2]:
         raise ArgumentError(
             f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch, seq_local and dim must be the same"
+        )
+    if (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3]):
+        raise ArgumentError(
+            f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch and dim must be the same"
+        )
+    if query.shape[2] and not key.shape[2]:
+        raise ArgumentError(f"key has no positions, but query has {query.shape[2]}: a rank needs at least one key")
+
+
+def _check_dim(name: str, dim: int, supported: tuple[int, ...]) -> None:
+    if dim not in supported:
+        raise ArgumentError(
+            f"{name} has head dimension {dim}; supported head dimensions: {', '.join(map(str, sorted(supported)))}. "
+            f"Pad query, key and value with zeros to one of these, and pass scale={dim}**-0.5"
         )
 
 
@@ -186,7 +223,7 @@ def check_options(
     group: Group, query: torch.Tensor, key: torch.Tensor, layout: str, enable_gqa: bool, scoring: Scoring
 ) -> None:
     """Reject invalid options of a call with valid query and key."""
-    heads, length = query.shape[1:3]
+    heads, length = query.shape[1], key.shape[2]
     if key.shape[1] != heads:
         if not enable_gqa:
             raise ArgumentError(
@@ -196,12 +233,19 @@ def check_options(
             raise ArgumentError(f"query has {heads} heads, which is not a multiple of key's {key.shape[1]}")
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+    if layout == "zigzag" and query.shape[2] != length:
+        raise ArgumentError(
+            f"query has {query.shape[2]} positions on each rank and key has {length}: layout='zigzag' needs as many "
+            f"queries as keys; layout='contiguous' does not"
+        )
     if layout == "zigzag" and length % 2:
         raise ArgumentError(
             f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces"
         )
-    if group.size * length >= 2**31:
-        raise ArgumentError(f"the sequence has {group.size * length} positions; the limit is {2**31 - 1}")
+    if group.size * max(length, query.shape[2]) >= 2**31:
+        raise ArgumentError(
+            f"the sequence has {group.size * max(length, query.shape[2])} positions; the limit is {2**31 - 1}"
+        )
     scale, softcap = scoring
     if scale is not None and not (
         isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
@@ -217,12 +261,12 @@ def check_options(
 
 def choose(
     tunable: Tunable, group: Group, query: torch.Tensor, key: torch.Tensor, pattern: Pattern,
-    given: Config | None,
+    given: Config | None, value: torch.Tensor | None = None,
 ) -> Config | None:  # fmt: skip
     """The configuration of a call: the same on every rank, because it depends only on arguments that are the same on
     every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration; windows
-    do not, either."""
-    if pattern.has_spans:
+    calls whose query, key and value differ in positions or columns do not, either."""
+    if pattern.has_spans or not are_alike(query, key, key if value is None else value):
         return given
     batch, heads, length, dim = query.shape
     return tunable.choose(
@@ -236,7 +280,7 @@ def prepare(
     lse: torch.Tensor | None, pattern: Pattern, scoring: Scoring, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(TUNABLE, group, query, key, pattern, config)
+    config = choose(TUNABLE, group, query, key, pattern, config, value)
     layouts = tuple(layout_of(tensor) for tensor in (query, key, value, out))
     plan_key = (
         "ring_attention", layouts, pattern.is_causal, pattern.layout, scoring.softcap > 0, config,
@@ -249,7 +293,7 @@ def prepare(
         kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
-    memory = protocol.layout(decided, query.shape[3], query.dtype)
+    memory = protocol.layout(decided, query.dtype)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (plan_key, pattern.has_spans, decided.config, lse is not None)
     return launch(group, decided, memory, query, key, value, out, lse, scoring, variant)

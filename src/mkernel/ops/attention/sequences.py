@@ -46,11 +46,17 @@ class Scoring(NamedTuple):
 @dataclass(frozen=True)
 class Sequences:
     """The positions of each rank's rows in the whole sequence, and the positions that each row sees. The host's
-    counterpart of mask.py."""
+    counterpart of mask.py. length: keys of a rank. queries: queries of a rank; None for as many as keys."""
 
     size: int
     length: int
     pattern: Pattern
+    queries: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of queries of a rank."""
+        return self.length if self.queries is None else self.queries
 
     @property
     def zigzag(self) -> bool:
@@ -61,15 +67,15 @@ class Sequences:
         return self.pattern.is_causal
 
     def positions(self, rank: int) -> np.ndarray:
-        """Positions of a rank's rows."""
-        index = np.arange(self.length)
+        """Positions of a rank's queries."""
+        index = np.arange(self.rows)
         if not self.zigzag:
-            return rank * self.length + index
+            return rank * self.rows + index + self.size * (self.length - self.rows)
         half = self.length // 2
         return np.where(index < half, rank * half + index, (2 * self.size - 2 - rank) * half + index)
 
     def keys_below(self, positions: np.ndarray, rank: int) -> np.ndarray:
-        """For each position, the number of a rank's rows below it."""
+        """For each position, the number of a rank's keys below it."""
         if not self.zigzag:
             return np.clip(positions - rank * self.length, 0, self.length)
         half = self.length // 2
@@ -96,8 +102,8 @@ class Sequences:
     def key_blocks(self, rank: int, tile_m: int, tile_n: int) -> np.ndarray:
         """The number of key blocks that each of a rank's tiles of queries attends to."""
         starts, ends = self.seen(rank)
-        first = np.arange(0, self.length, tile_m)
-        last = np.minimum(first + tile_m, self.length) - 1
+        first = np.arange(0, self.rows, tile_m)
+        last = np.minimum(first + tile_m, self.rows) - 1
         blocks = np.zeros(len(first), dtype=np.int64)
         for source in range(self.size):
             low, high = self.keys_below(starts[first], source), self.keys_below(ends[last], source)
@@ -107,7 +113,7 @@ class Sequences:
     def span(self, rank: int) -> tuple[int, int]:
         """(start, end): the smallest interval of positions that includes everything that the rows of a rank see."""
         starts, ends = self.seen(rank)
-        return (int(starts[0]), int(ends[-1])) if self.length else (0, 0)
+        return (int(starts[0]), int(ends[-1])) if self.rows else (0, 0)
 
     def keys_sent(self, source: int, rank: int) -> int:
         """How many of a source's keys a rank receives, before rounding up to chunks."""
@@ -116,16 +122,23 @@ class Sequences:
 
 
 def pattern_of(
-    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int
+    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int,
+    queries: int | None = None,
 ) -> Pattern:  # fmt: skip
-    """The pattern of a call whose layout is valid. length: of a rank's part of the sequence."""
-    window = window_of(window_size, bool(is_causal), group.size * length)
+    """The pattern of a call whose layout is valid. length: keys of a rank. queries: queries of a rank; None for as many
+    as keys."""
+    rows = length if queries is None else queries
+    if cu_seqlens is not None and rows != length:
+        raise ArgumentError(
+            f"query has {rows} positions on each rank and key has {length}: with cu_seqlens, these must be the same"
+        )
+    window = window_of(window_size, bool(is_causal), group.size * max(length, rows))
     return Pattern(bool(is_causal), layout, documents_of(group, cu_seqlens, length), window)
 
 
 def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
     """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
-    would not hide. whole: the length of the whole sequence."""
+    would not hide. whole: the length of the whole sequence of keys, or of queries if it is longer."""
     if window_size is None:
         return None
     try:

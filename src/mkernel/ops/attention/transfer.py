@@ -33,13 +33,16 @@ from mkernel.ops.attention.protocol import (
 
 
 class Rows(NamedTuple):
-    """`count` rows of keys or values, starting at a pointer. FLAT: they are contiguous."""
+    """`count` rows of keys or values, starting at a pointer. FLAT: they are contiguous, and as wide as those of the
+    slots. WIDTH: columns of the slots, rounded up to a power of two."""
 
     pointer: Any
     row_stride: Any
     column_stride: Any
     count: Any
+    columns: Any
     FLAT: Any
+    WIDTH: Any
 
 
 @triton.jit
@@ -56,12 +59,14 @@ def _copy_own(comm, call, chunk, STAGED: tl.constexpr, COPY_ROWS: tl.constexpr):
         k_rows = k_start + tl.cast(key, tl.int64) * call.k.row_stride
         v_rows = v_start + tl.cast(key, tl.int64) * call.v.row_stride
         COPY_ROWS(
-            comm, call, Rows(k_rows, call.k.row_stride, call.k.column_stride, rows, call.k.FLAT), chunk, row,
-            call.TILE_N, STAGED,
+            comm, call,
+            Rows(k_rows, call.k.row_stride, call.k.column_stride, rows, call.k.columns, call.k.FLAT, call.k.WIDTH),
+            chunk, row, call.TILE_N, STAGED,
         )  # fmt: skip
         COPY_ROWS(
-            comm, call, Rows(v_rows, call.v.row_stride, call.v.column_stride, rows, call.v.FLAT), chunk,
-            row + call.TILE_N, call.TILE_N, STAGED,
+            comm, call,
+            Rows(v_rows, call.v.row_stride, call.v.column_stride, rows, call.v.columns, call.v.FLAT, call.v.WIDTH),
+            chunk, row + call.TILE_N, call.TILE_N, STAGED,
         )  # fmt: skip
 
 
@@ -140,8 +145,10 @@ def _forward(comm, call, chunk, COPY_ROWS: tl.constexpr):
     segment = segment_of(comm.context, rank, call.k.pointer.dtype.element_ty)
     start = segment + tl.multiple_of(chunk_offset(comm, call.rounds, chunk, rank), 16)
     height = 2 * chunk.height
+    width = call.rounds.slots.row_stride
     COPY_ROWS(
-        comm, call, Rows(start, call.dim, 1, height, True), chunk, 2 * (chunk.key - chunk.begin), height, False
+        comm, call, Rows(start, width, 1, height, width, True, call.k.WIDTH), chunk, 2 * (chunk.key - chunk.begin),
+        height, False,
     )  # fmt: skip
 
 
@@ -149,5 +156,5 @@ def _forward(comm, call, chunk, COPY_ROWS: tl.constexpr):
 def _pace_chunk(comm, call, chunk):
     """Wait until the emulated link would have transferred a chunk."""
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
-    size = (2 * chunk.height).to(tl.int64) * call.dim * ELEMENT
+    size = chunk.height.to(tl.int64) * (call.k.columns + call.v.columns) * ELEMENT
     await_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
