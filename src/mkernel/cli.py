@@ -179,8 +179,8 @@ def bench(
         str,
         typer.Option(
             metavar="host,nccl,symm_mem",
-            help="Baselines: host-driven copies (always), NCCL, and PyTorch's symmetric-memory operators. The last two "
-            "need one GPU per rank, and links are not paced unless --link is given.",
+            help="Baselines: host-driven copies (always), NCCL (one GPU per rank), and PyTorch's symmetric memory "
+            "(in processes under MPS if ranks share a GPU). With these two, links are paced only with --link.",
         ),
     ] = "host",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 4,

@@ -81,7 +81,7 @@ def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Cal
             option.name: option
             for operator in operators.registered().values()
             for option in operator.options
-            if option.bench or not bench
+            if (option.bench if bench else option.calls)
         }
 
         @functools.wraps(command)
@@ -120,7 +120,7 @@ def _parameter(option: operators.Option) -> inspect.Parameter:
 def options_of(operator: operators.Operator, said: Said, *, bench: bool = False) -> Said:
     """The options of an operator, or of its benchmark: those that were given, and False for flags that were not.
     Rejects options that it does not have."""
-    own = {option.name: option for option in operator.options if option.bench or not bench}
+    own = {option.name: option for option in operator.options if (option.bench if bench else option.calls)}
     for name in said:
         if name not in own:
             flag = "--" + name.replace("_", "-")

@@ -54,7 +54,7 @@ class Option:
     """A command-line option for an operator's calls: the name `kv_heads` becomes --kv-heads.
 
     kind: bool for a flag, int for a number of at least 1. most: the largest number. default: the default, described for
-        the help text. bench: the benchmark accepts the option too, not only tune and compile.
+        the help text. bench: the benchmark accepts the option. calls: tune and compile do.
     """
 
     name: str
@@ -63,10 +63,14 @@ class Option:
     most: int | None = None
     default: str = ""
     bench: bool = False
+    calls: bool = True
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+
+BACKWARD = Option("backward", "Measure the backward pass: the gradients of both operands.", bench=True, calls=False)
 
 
 @dataclass(frozen=True)

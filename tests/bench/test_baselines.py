@@ -17,7 +17,7 @@ from support.patience import HANG
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mkernel import bench, operators
-from mkernel.bench import baselines, nccl, peers
+from mkernel.bench import baselines, nccl, peers, shared_gpu
 from mkernel.bench import page as bench_page
 from mkernel.bench.benchmark import Benchmark
 from mkernel.bench.problems import Problem
@@ -32,18 +32,21 @@ EXPERTS = ("moe_dispatch_matmul", "moe_ffn")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes", "gpus", "words"),
+    ("name", "ranks", "nodes", "gpus", "words"),
     [
-        (2, 2, 4, "got --nodes 2; use --nodes 1"),
-        (1, 1, 1, "2 or more ranks, got --ranks 1"),
-        (4, 1, 1, "there are 1 for 4 ranks; --against host works with one"),
-        (8, 1, 4, "there are 4 for 8 ranks; --ranks 4 or fewer would work"),
-        (2, 1, 2, None),
+        ("nccl", 2, 2, 4, "got --nodes 2; use --nodes 1"),
+        ("symm_mem", 1, 1, 1, "2 or more ranks, got --ranks 1"),
+        ("nccl", 4, 1, 1, "there are 1 for 4 ranks; --against host works with one"),
+        ("nccl", 8, 1, 4, "there are 4 for 8 ranks; --ranks 4 or fewer would work"),
+        ("nccl", 2, 1, 2, None),
+        ("symm_mem", 2, 1, 2, None),
+        ("symm_mem", 4, 1, 1, "need MPS, but there is no nvidia-cuda-mps-control here"),
     ],
 )
-def test_where_they_can_be_measured(monkeypatch, ranks, nodes, gpus, words):
+def test_where_they_can_be_measured(monkeypatch, tmp_path, name, ranks, nodes, gpus, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    refused = baselines.refusal(ranks, nodes)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = baselines.refusal(name, ranks, nodes)
     assert (refused is None) if words is None else (words in refused)
 
 
@@ -65,6 +68,7 @@ def test_what_symmetric_memory_has_not(monkeypatch, op, shape, dtype, words):
     )
     monkeypatch.setitem(operators._registered, new.name, new)
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(peers, "run", lambda *_, **__: {"status": "measured", "ms": 1.5})
     figures = baselines.measure("symm_mem", op, shape, ranks=2, dtype=dtype, bound=1.0, fused_ms=1.0, repeats=4)
     if words is None:
@@ -77,6 +81,34 @@ def test_what_symmetric_memory_has_not(monkeypatch, op, shape, dtype, words):
         assert figures["symm_mem_status"] == "not available"
         assert words in figures["symm_mem_note"]
         assert figures["symm_mem_ms"] is None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_ranks_that_share_a_gpu(monkeypatch, broken):
+    """Symmetric memory is measured under MPS, with the fused operator beside it, and the remark says so."""
+    asked = []
+
+    def measure(*given):
+        asked.append(given)
+        if broken:
+            raise peers.PeerFailure("rank 1: ValueError: no")
+        return [dict(status="measured", ours_ms=2.0, ms=3.0, way="that way", max_error=0.5, note="n")]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(shared_gpu, "measure", measure)
+    options = dict(ranks=4, dtype=torch.bfloat16, bound=1.0, fused_ms=1.0, repeats=4)
+    figures = baselines.measure("symm_mem", "matmul_all_reduce", (64, 64, 64), **options)
+    assert asked == [([("matmul_all_reduce", (64, 64, 64))], 4, torch.bfloat16)]
+    remark = baselines.remarks(figures)["symm_mem"]
+    if broken:
+        assert remark == "symm_mem: failed: rank 1: ValueError: no"
+        return
+    assert (figures["symm_mem_ms"], figures["symm_mem_fused_ms"], figures["symm_mem_speedup"]) == (3.0, 2.0, 1.5)
+    assert "that way takes 1.50 times the fused time; 4 processes share a GPU under MPS, links are not paced" in remark
+    assert "2.000 fused, 3.000 that way; n" in remark
+    monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: True)
+    figures = baselines.measure("symm_mem", "moe_ffn", (64, 64, 64), **options)
+    assert figures["symm_mem_note"] == "moe_ffn is not measured in processes that share a GPU"
 
 
 def test_a_torch_without_nccl(monkeypatch):
@@ -300,6 +332,5 @@ def test_the_table_and_the_files(gpus, monkeypatch, capsys, tmp_path, added, cod
 def test_too_few_gpus_are_told_before_anything_is_measured(gpus, monkeypatch, capsys, against):
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured"))
     assert bench.main(WANTED, **(OPTIONS | dict(ranks=8)), against=against) == 2
-    names = ",".join(name for name in against if name != "host")
     text = capsys.readouterr().out
-    assert f"--against {names}: it needs one GPU per rank, but there are 4 for 8 ranks; --ranks 4 or fewer" in text
+    assert "--against nccl: it needs one GPU per rank, but there are 4 for 8 ranks; --ranks 4 or fewer" in text

@@ -29,6 +29,17 @@ def test_bench_measures_what_tables_and_pages_show(operator):
     assert (result["ranks"], result["nodes"], result["gpus"]) == (2, 1, torch.cuda.device_count())
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_backward_passes_are_measured(op, nodes):
+    shapes = operators.find(op).small
+    options = dict(dtype=torch.bfloat16, link=450.0, network=50.0, repeats=4, options=["backward"])
+    (result,) = bench.run(op, shapes, ranks=2, nodes=nodes, **options)
+    for name in SHOWN:
+        assert isinstance(result[name], float), name
+    assert result["max_error"] <= result["error_bound"], result["errors"]
+
+
 @pytest.mark.parametrize("name", baselines.LIBRARIES)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_other_ways_in_processes(name, op, monkeypatch):

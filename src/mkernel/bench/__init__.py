@@ -50,8 +50,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure shapes (see `mkernel.operators`) on nodes x ranks. `link` and `network` are the rates of a whole GPU's
     NVLink and network link in GB/s; ranks that share a GPU divide them, as they divide its SMs. With None, links are
-    not paced. `against` lists further baselines, "nccl" and "symm_mem", which use the real links. `options` are the
-    operator's flags that are on."""
+    not paced. `against` lists further baselines, "nccl" and "symm_mem", which use the real links; "symm_mem" also where
+    ranks share a GPU, in processes. `options` are the operator's flags that are on."""
     measure = operators.find(op, "bench").load("bench").measure
     sharing = -(-ranks * nodes // torch.cuda.device_count())
     links = Links(
@@ -107,9 +107,10 @@ def main(
         print("mkernel bench measures time, which needs a GPU; this machine has none. `mkernel demo` runs without.")
         return 1
     besides = [name for name in baselines.LIBRARIES if name in against]
-    if besides and (refused := baselines.refusal(ranks, nodes)):
-        print(f"mkernel bench: --against {','.join(besides)}: {refused}")
-        return 2
+    for name in besides:
+        if (refused := baselines.refusal(name, ranks, nodes, options)) is not None:
+            print(f"mkernel bench: --against {name}: {refused}")
+            return 2
     print("times in ms, medians of short bursts; sustained: the floor fraction under sustained load")
     if any(one.row for one in wanted):
         here = published.place(nodes, ranks, torch.cuda.device_count())

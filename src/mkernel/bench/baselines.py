@@ -4,6 +4,9 @@ In a fused call, all ranks are threads of this process. These baselines run with
 that use them, so each measurement starts its own processes; see `peers`. Their inputs are those of the fused call.
 Their results are checked in the same way, and a wrong one is not timed. A call is timed from when all ranks have
 arrived to when the last one is done.
+
+NCCL needs a GPU for each rank. PyTorch's symmetric memory does not: where ranks share GPUs, it is measured in processes
+under MPS, and the fused operator in the same processes beside it, with links that are not paced (shared_gpu.py).
 """
 
 from __future__ import annotations
@@ -15,26 +18,32 @@ from typing import Any
 import torch
 
 from mkernel import operators
-from mkernel.bench import nccl, peers, symm_mem
+from mkernel.bench import mps, nccl, peers, shared_gpu, symm_mem
 from mkernel.bench.peers import Peer, PeerFailure
-from mkernel.bench.problems import Problem
+from mkernel.bench.problems import Problem, Products
 from mkernel.bench.timing import Stopwatch
-from mkernel.operators import Reference, Shape
+from mkernel.operators import BACKWARD, Reference, Shape
+from mkernel.runtime.errors import MKernelError
 
 LIBRARIES = {"nccl": nccl, "symm_mem": symm_mem}
 SECONDS = 300.0  # time limit for the processes of one measurement, to start, check and time
 
 
-def refusal(ranks: int, nodes: int) -> str | None:
-    """Why none of them can be measured on this machine, and what would work; None if they can."""
+def refusal(name: str, ranks: int, nodes: int, options: Sequence[str] = ()) -> str | None:
+    """Why a library cannot be measured on this machine, and what would work; None if it can."""
     gpus = torch.cuda.device_count()
+    if BACKWARD.name in options:
+        return f"it has no {BACKWARD.flag}; use --against host"
     if nodes > 1:
         return f"it can be measured only within one machine, got --nodes {nodes}; use --nodes 1"
     if ranks < 2:
         return f"it needs 2 or more ranks, got --ranks {ranks}"
     if ranks > gpus:
         works = f"--ranks {gpus} or fewer would work" if gpus > 1 else "--against host works with one"
-        return f"it needs one GPU per rank, but there are {gpus} for {ranks} ranks; {works}"
+        if name != "symm_mem":
+            return f"it needs one GPU per rank, but there are {gpus} for {ranks} ranks; {works}"
+        if (missing := mps.refusal()) is not None:
+            return f"processes that share a GPU need MPS, but {missing}; {works}"
     return None
 
 
@@ -52,7 +61,8 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one library for one shape, to be added to those of the fused operator. The error must stay within
     the fused operator's `bound`. Keys: NAME_ms, NAME_speedup (how much faster the fused operator is), NAME_way,
-    NAME_max_error, NAME_status ("measured", "not available", "failed" or "wrong") and NAME_note, an explanation."""
+    NAME_max_error, NAME_status ("measured", "not available", "failed" or "wrong") and NAME_note, an explanation; where
+    ranks share GPUs also NAME_fused_ms, the fused operator's time beside it."""
     found: dict[str, Any] = {"ms": None, "way": None, "max_error": None, "status": "not available", "note": ""}
     operator = operators.find(op, "bench")
     problem = operator.load("bench").problem
@@ -60,8 +70,14 @@ def measure(
         refused: str | None = f"{op} has no such baseline yet: its Benchmark has no problem"
     else:
         refused = LIBRARIES[name].refusal(operators.resolve(problem), shape, dtype)
+    shared = name == "symm_mem" and ranks > torch.cuda.device_count()
+    if shared and refused is None and not issubclass(operators.resolve(problem), Products):
+        refused = f"{op} is not measured in processes that share a GPU"
     if refused is not None:
         found["note"] = refused
+    elif shared:
+        found |= _measure_shared(op, shape, ranks, dtype)
+        fused_ms = found.get("fused_ms") or fused_ms
     else:
         gc.collect()
         torch.cuda.empty_cache()  # the processes need the memory that this one only caches
@@ -72,6 +88,24 @@ def measure(
             found |= {"status": "failed", "note": str(problem)}
     found["speedup"] = found["ms"] / fused_ms if found["ms"] is not None else None
     return {f"{name}_{key}": value for key, value in found.items()}
+
+
+def _measure_shared(op: str, shape: Shape, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The figures of symmetric memory, and of the fused operator beside it, in processes that share GPUs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        (figures,) = shared_gpu.measure([(op, shape)], ranks, dtype)
+    except (PeerFailure, MKernelError) as problem:
+        return {"status": "failed", "note": str(problem)}
+    if figures["status"] != "measured":
+        return {"status": figures["status"], "note": figures["note"]}
+    where = f"{shared_gpu.explanation(ranks)}: {figures['ours_ms']:.3f} fused, {figures['ms']:.3f} {figures['way']}"
+    note = "; ".join(filter(None, (where, figures["note"])))
+    return dict(
+        status="measured", ms=figures["ms"], way=figures["way"], max_error=figures["max_error"],
+        fused_ms=figures["ours_ms"], note=note,
+    )  # fmt: skip
 
 
 def is_right(result: dict[str, Any], names: Iterable[str] = tuple(LIBRARIES)) -> bool:

@@ -38,7 +38,9 @@ class Latency:
     name: str
 
 
-# rows of a decoding step up to a small prefill, for three matrices n x k
+# rows of a decoding step up to a small prefill, for one matrix n x k ...
+SHARED_GPU_ROWS = tuple((m, 8192, 8192) for m in (16, 64, 128, 256, 512, 1024, 2048))
+# ... and for three
 FEW_ROWS = tuple(
     (m, n, k) for n, k in ((8192, 8192), (1024, 8192), (4096, 4096)) for m in (1, 16, 64, 128, 256, 512, 1024, 2048)
 )
@@ -55,6 +57,7 @@ class Benchmark:
     published: how published figures compare; None if there are none.
     latency: (group, shape, dtype) -> the call that `mkernel bench --latency` measures; None if it does not.
     latency_shapes: the shapes that it measures by default.
+    shared_gpu_shapes: the shapes that `mkernel.bench.shared_gpu` measures beside PyTorch's symmetric memory.
     """
 
     measure: Callable[..., dict[str, Any]]
@@ -63,3 +66,4 @@ class Benchmark:
     published: Published | None = None
     latency: Callable[[Group, Shape, torch.dtype], Latency] | None = None
     latency_shapes: tuple[Shape, ...] = ()
+    shared_gpu_shapes: tuple[Shape, ...] = ()

@@ -88,6 +88,11 @@ class Products(Problem):
         """Rows of the result in float64, from all ranks' operands."""
         raise NotImplementedError
 
+    @property
+    def error_bound(self) -> float:
+        """What `error` may be at most, as in `error_bound` of the benchmark."""
+        return product_bound(self.k, self.dtype)
+
     def like(self, rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, device=self.device, dtype=self.dtype)
 
@@ -103,6 +108,13 @@ class Products(Problem):
             exact = self.exact(everyone, slice(some.start, some.stop))
             worst = larger(worst, (result[first : first + ROWS].double() - exact).abs().max().item())
         return worst
+
+
+def product_bound(depth: int, dtype: torch.dtype) -> float:
+    """Bound for the largest error of a product of normally distributed numbers, with sums of `depth` terms. fp32 sums
+    are rounded after every term, in the precision of the result: the bound has an extra term for that."""
+    rounding = 4 * depth * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
+    return 4 * depth**0.5 * torch.finfo(dtype).eps + rounding
 
 
 def larger(worst: float, error: float) -> float:

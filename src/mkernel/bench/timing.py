@@ -13,7 +13,10 @@ from run to run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +24,7 @@ import triton.language as tl
 
 from mkernel.lang.device import clock
 from mkernel.runtime.cuda_threads import CudaThreads
+from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.world import Launch
 
@@ -51,6 +55,29 @@ class Link:
 
     def hold(self, nanoseconds: int) -> None:
         _hold[(1,)](self._start, nanoseconds, num_warps=1)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Milliseconds that one rank's bytes take on its paced links; 0 for a link that is not paced."""
+
+    nvlink: float
+    network: float
+
+    @property
+    def ms(self) -> float:
+        """The time of both links, used concurrently."""
+        return max(self.nvlink, self.network)
+
+
+def wires(group: Group, nvlink_bytes: int, network_bytes: int) -> Wires:
+    """How long this many bytes of one rank take."""
+    links = group.world.links
+    nvlink = nvlink_bytes / (links.nvlink * 1e6) if links.nvlink and group.gpus_per_node > 1 else 0.0
+    network = 0.0
+    if links.network and group.nodes > 1:
+        network = network_bytes / (links.network * 1e6) + links.network_latency * 1e3
+    return Wires(nvlink, network)
 
 
 class Stopwatch:
@@ -102,31 +129,62 @@ class Stopwatch:
         return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
 
+def BARRIER() -> None:
+    """A step of a way: a barrier between the streams of all ranks."""
+
+
+Step = Launch | Callable[[], object]
+
+
+def check_current(launch: Launch) -> None:
+    """Refuse a launch that was prepared with a workspace which has been freed since."""
+    if launch.uses is not None and not launch.group.heap.holds(launch.uses.workspace.segment):
+        raise MKernelError(
+            f"this launch of {launch.op} uses a workspace that was freed: preparing another call replaced it by a "
+            f"larger one. Prepare the call with the largest workspace first, or each call again before it is launched"
+        )
+
+
 def time_ways(
-    group: Group, ways: Mapping[str, Launch | Callable[[], object]], repeats: int
+    group: Group, ways: Mapping[str, Step | Sequence[Step]], repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds of every way on the streams of all ranks, in bursts and sustained. A way is a launch or a
-    function on each rank. Collective; returns the same figures on every rank."""
-    everyone = group.exchange("ready", (torch.cuda.current_stream(group.device), ways))
+    function on each rank, or a sequence of those and of `BARRIER`: as many on every rank. Collective; returns the same
+    figures on every rank."""
+    steps = {name: list(way) if isinstance(way, Sequence) else [way] for name, way in ways.items()}
+    for step in itertools.chain(*steps.values()):
+        if isinstance(step, Launch):
+            check_current(step)
+    everyone = group.exchange("ready", (torch.cuda.current_stream(group.device), steps))
     measured: tuple[dict[str, float], dict[str, float]] = ({}, {})
     if group.rank == 0:
         world = group.world
         assert isinstance(world, CudaThreads)
+        streams = [stream for stream, _ in everyone]
+
+        def take(steps_of_all: Sequence[Any]) -> None:
+            if isinstance(steps_of_all[0], Launch):
+                world.launcher.launch_together(dict(enumerate(zip(steps_of_all, streams))))
+            elif steps_of_all[0] is BARRIER:
+                done = [stream.record_event() for stream in streams]
+                for stream in streams:
+                    for event in done:
+                        stream.wait_event(event)
+            else:
+                for stream, step in zip(streams, steps_of_all):
+                    with torch.cuda.stream(stream):
+                        step()
 
         def on_all(name: str) -> Callable[[], None]:
-            def launch() -> None:
-                world.launcher.launch_together(
-                    {rank: (theirs[name], stream) for rank, (stream, theirs) in enumerate(everyone)}
-                )
+            in_order = list(zip(*(theirs[name] for _, theirs in everyone), strict=True))
 
             def call() -> None:
-                for stream, theirs in everyone:
-                    with torch.cuda.stream(stream):
-                        theirs[name]()
+                for steps_of_all in in_order:
+                    take(steps_of_all)
 
-            return launch if isinstance(ways[name], Launch) else call
+            return call
 
         calls = {name: on_all(name) for name in ways}
-        stopwatch = Stopwatch([stream for stream, _ in everyone])
+        stopwatch = Stopwatch(streams)
         measured = stopwatch.bursts(calls, repeats), stopwatch.sustained(calls, repeats)
     return group.exchange("times", measured)[0]
