@@ -132,11 +132,16 @@ def loss_of(model: Llama, tokens: torch.Tensor, targets: torch.Tensor, dtype: to
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
 
 
-def on_rank(group: mk.Group, steps: int, dtype: torch.dtype) -> str:
+def initial_values() -> dict[str, torch.Tensor]:
+    """Drawn once in a process: ranks that are threads share torch's generator, and would disturb each other."""
     torch.manual_seed(0)
-    plain = Llama().to(group.device)
-    parallel = Llama(group).to(group.device)
-    parallel.load_state_dict(plain.state_dict())  # a rank takes its shard of each linear layer
+    return Llama().state_dict()
+
+
+def on_rank(group: mk.Group, values: dict[str, torch.Tensor], steps: int, dtype: torch.dtype) -> str:
+    plain, parallel = Llama().to(group.device), Llama(group).to(group.device)
+    plain.load_state_dict(values)
+    parallel.load_state_dict(values)  # a rank takes its shard of each linear layer
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE) for model in (plain, parallel)]
     losses = []
     for tokens, targets in batches(steps, group.device):
@@ -174,13 +179,13 @@ if __name__ == "__main__":
         nodes, gpus_per_node = (2, 2) if given.device == "cpu" else (1, 4)
         steps = given.steps or (SIMULATED_STEPS if given.device == "cpu" else STEPS)
         results = mk.spawn(
-            on_rank, steps, dtype, nodes=given.nodes or nodes, gpus_per_node=given.gpus_per_node or gpus_per_node,
-            device=given.device,
+            on_rank, initial_values(), steps, dtype, nodes=given.nodes or nodes,
+            gpus_per_node=given.gpus_per_node or gpus_per_node, device=given.device,
         )  # fmt: skip
         print("\n".join(results))
     else:
         group = mk.init(gpus_per_node=given.gpus_per_node)
-        print(on_rank(group, given.steps or STEPS, dtype), flush=True)
+        print(on_rank(group, initial_values(), given.steps or STEPS, dtype), flush=True)
         group.close()
         if "RANK" in os.environ:
             torch.distributed.destroy_process_group()

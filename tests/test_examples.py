@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import forked_processes
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -37,6 +38,7 @@ SAYS = {
         for rank in range(4)
     ],
 }
+NEED_A_GPU = {"08_cuda_graphs": "gpu/test_graphs_gpu.py"}
 ELSEWHERE = {"all_gather_matmul": "cluster/test_torchrun.py", "06_processes_reduce": "cluster/test_torchrun.py"}
 
 
@@ -62,6 +64,13 @@ def test_what_needs_several_processes_says_how_to_start_them(name):
     assert says in forked_processes.run_ranks(path, 1)[0][0]
 
 
+@pytest.mark.parametrize("name", list(NEED_A_GPU))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_so(name):
+    path = Path(__file__).parent.parent / f"examples/{name}.py"
+    assert "need a GPU" in forked_processes.run_python([str(path)], expected=2)
+
+
 @pytest.mark.thorough
 def test_the_same_under_torchrun():
     path = Path(__file__).parent.parent / "examples/all_gather_matmul.py"
@@ -85,11 +94,16 @@ def test_training_in_one_node_of_the_simulator():
     assert_trained(output, 2, steps=2, losses="5.0930 -> 4.5032")
 
 
+def train(ranks, *arguments):
+    """What ranks print that are processes."""
+    results = forked_processes.run_ranks(TRAINING, ranks, store="apart", arguments=arguments)
+    assert [code for _, code in results] == [0] * ranks, results
+    return "".join(output for output, _ in results)
+
+
 @pytest.mark.thorough
 def test_training_in_processes():
-    results = forked_processes.run_ranks(TRAINING, 2, store="apart")
-    assert [code for _, code in results] == [0, 0], results
-    assert_trained("".join(output for output, _ in results), 2)
+    assert_trained(train(2), 2)
 
 
 @pytest.mark.thorough
@@ -99,26 +113,27 @@ def test_training_in_one_process():
 
 @pytest.mark.thorough
 def test_training_under_torchrun():
-    assert_trained(forked_processes.torchrun(TRAINING, 4), 4)
+    output = forked_processes.torchrun(TRAINING, 2, arguments=["--steps", "2"])
+    assert_trained(output, 2, steps=2, losses="5.0930 -> 4.5032")
 
 
 @pytest.mark.thorough
 def test_training_in_bf16():
-    output = forked_processes.torchrun(TRAINING, 4, arguments=["--bf16", "--steps", "5"])
-    assert output.count("in 5 steps, relative difference") == 4
+    """Four processes of one node, as below those of two. Few steps: there may be more processes than cores."""
+    assert train(4, "--bf16", "--steps", "5").count("in 5 steps, relative difference") == 4
 
 
 @pytest.mark.thorough
 def test_training_over_the_network():
-    output = forked_processes.torchrun(TRAINING, 4, arguments=["--gpus-per-node", "2", "--steps", "2"])
+    output = train(4, "--gpus-per-node", "2", "--steps", "2")
     assert_trained(output, 4, nodes=2, steps=2, losses="5.0930 -> 4.5032")
 
 
 def test_examples_are_numbered_and_all_are_tested():
-    assert {path.stem for path in EXAMPLES} == set(SAYS) | set(ELSEWHERE)
+    assert {path.stem for path in EXAMPLES} == set(SAYS) | set(ELSEWHERE) | set(NEED_A_GPU)
     numbers = [
         int(path.stem[:2]) for path in EXAMPLES if path.stem != "all_gather_matmul"
     ]  # the plain one for torchrun
     assert numbers == list(range(1, len(numbers) + 1))
-    for name, test in ELSEWHERE.items():
+    for name, test in (ELSEWHERE | NEED_A_GPU).items():
         assert name in (Path(__file__).parent / test).read_text()

@@ -50,6 +50,52 @@ def test_values_are_those_of_the_plain_module(nodes, gpus, plain, parallel):
     on_ranks(on_rank, nodes, gpus)
 
 
+@pytest.mark.parametrize(("plain", "parallel"), PLAIN_AND_PARALLEL)
+def test_threads_that_build_modules_in_turns_draw_the_same_values(plain, parallel):
+    """Threads share torch's default generator. All ranks seed it first; then each module is built by all of them."""
+    torch.manual_seed(11)
+    states = [plain().state_dict() for _ in range(2)]
+    drawn_next = torch.rand(1)
+
+    def on_rank(group):
+        torch.manual_seed(11)
+        for state in states:
+            group.barrier()
+            assert_shards(parallel(), state)
+        group.barrier()
+        return torch.rand(1) if group.rank == 1 else None
+
+    assert torch.equal(on_ranks(on_rank, 1, 3)[1], drawn_next)
+
+
+GIVEN = [
+    lambda **given: nn.ColumnParallelLinear(*FEATURES, **given),
+    lambda **given: nn.RowParallelLinear(*FEATURES, **given),
+    lambda **given: nn.ParallelSwiGLU(*FEATURES, bias=True, **given),
+    lambda **given: nn.ParallelQKV(24, 24, 12, head_dim=4, **given),
+    lambda **given: nn.ExpertParallelMoE(8, 16, 6, 2, **given),
+]
+
+
+@pytest.mark.parametrize("make", GIVEN)
+def test_values_come_from_the_given_generator_alone(make):
+    torch.manual_seed(11)
+    (alone,) = on_ranks(lambda group: nn.full_state_dict(make()), 1, 1)
+
+    def on_rank(group):
+        torch.manual_seed(group.rank)
+        if group.rank == 2:
+            torch.rand(group.rank)
+        before = torch.get_rng_state()
+        module = make(generator=torch.Generator().manual_seed(11))
+        assert torch.equal(torch.get_rng_state(), before)
+        return nn.full_state_dict(module)
+
+    for state in on_ranks(on_rank, 1, 3):
+        assert state.keys() == alone.keys()
+        assert all(torch.equal(state[name], alone[name]) for name in alone)
+
+
 @pytest.mark.parametrize(("nodes", "gpus"), WORLDS)
 @pytest.mark.parametrize(("plain", "parallel"), PLAIN_AND_PARALLEL)
 @pytest.mark.parametrize("assign", [False, True])
@@ -200,7 +246,13 @@ def test_copies_share_the_group_and_files_name_it():
 
 def test_the_shard_of_another_rank_does_not_find_a_group():
     saved = io.BytesIO()
-    on_ranks(lambda group: torch.save(nn.RowParallelLinear(*FEATURES), saved) if group.rank else None)
+
+    def on_rank(group):
+        module = nn.RowParallelLinear(*FEATURES)
+        if group.rank == 1:
+            torch.save(module, saved)
+
+    on_ranks(on_rank)
     mk.init()
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)

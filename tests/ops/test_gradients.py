@@ -38,7 +38,7 @@ def check_on(cluster, cases, how=check, seed=0, **options):
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
 def test_every_operator(cluster):
-    """On two ranks twice, with the same bits; test_other_schedules does that on more of them."""
+    """On two ranks twice, with the same bits; test_another_schedule does that on four of them."""
     check_on(cluster, gradient_cases.main_cases, check if cluster == (1, 2) else once, seed=sum(cluster))
 
 
@@ -55,17 +55,39 @@ def test_gradients_of_gradients():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
-@pytest.mark.parametrize("cases", ["tiled_cases", "small_cases", "frozen_cases", "second_cases"])
-def test_every_case_on_every_cluster(cluster, cases):
-    how = {"second_cases": second_gradients.check, "tiled_cases": once}.get(cases, check)
-    check_on(cluster, getattr(gradient_cases, cases), how, seed=11)
+@pytest.mark.parametrize(("cluster", "turn"), [((1, 1), 0), ((1, 2), 0), ((1, 3), 1), ((2, 2), 2)])
+def test_several_tiles(cluster, turn):
+    """Every operator in every dtype and every layout on each cluster; in every layout of every dtype on one of them."""
+    check_on(cluster, lambda size: gradient_cases.tiled_cases(size, turn), once, seed=11)
+
+
+OTHERS = [(1, 1), (1, 3), (2, 2)]  # the tests above run these cases on two ranks
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(2))
-def test_other_schedules(seed):
-    check_on((2, 2), gradient_cases.main_cases, seed=100 + seed)
+@pytest.mark.parametrize("cluster", OTHERS, ids=cluster_name)
+def test_small_sizes_on_other_clusters(cluster):
+    check_on(cluster, gradient_cases.small_cases, once, seed=11)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cluster", OTHERS, ids=cluster_name)
+def test_gradients_of_gradients_on_other_clusters(cluster):
+    check_on(cluster, gradient_cases.second_cases, second_gradients.check, seed=11)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cluster", OTHERS, ids=cluster_name)
+def test_some_inputs_require_grad_on_other_clusters(cluster):
+    """Which inputs do decides which calls the backward pass makes, on any cluster: a third of the cases on each."""
+    turn = OTHERS.index(cluster)
+    check_on(cluster, lambda size: gradient_cases.frozen_cases(size)[turn::3], once, seed=11)
+
+
+@pytest.mark.thorough
+def test_another_schedule():
+    """Twice, with the same bits."""
+    check_on((2, 2), gradient_cases.main_cases, seed=100)
 
 
 # -- what autograd does with them

@@ -96,12 +96,15 @@ def frozen_cases(size):
     return [replace(case, requires=names) for case, inputs in cases for names in subsets(*inputs)]
 
 
-def tiled_cases(size):
-    """Several tiles and chunks in every dimension, in every dtype and layout."""
+def tiled_cases(size, turn=0):
+    """Several tiles and chunks in every dimension: every operator in every dtype and in every layout. One dtype for
+    each layout, another one in each turn; three turns have all of them."""
     layouts = ["plain", "transposed", "gaps", "wide"]
     found = []
     for i, dtype in enumerate((FP32, BF16, FP16)):
         for j, layout in enumerate(layouts):
+            if (i - j - turn) % 3:
+                continue
             given = {"a": layouts[(i + j) % 4], "b": layout, "dy": layouts[(i + 2 * j + 1) % 4]}
             options = {"config": SMALL} if j % 2 else {}
             reduced = options | ({"reduce_dtype": FP32} if dtype != FP32 and j < 2 else {})
@@ -126,3 +129,23 @@ def second_cases(size):
         Case(REDUCE, (3, 8), 5, bias=True, residual=True),
         Case(REDUCE, (3, growing(size, 4, first=4)), 5, requires=("a", "b"), layouts={"b": "transposed"}),
     ]
+
+
+def gpu_cases(size):
+    """Shapes that take every kernel of a GPU, by name: those for Hopper, and the portable ones."""
+    w = {"b": "transposed"}
+    return {
+        "gather": Case(GATHER, (256, 512), 384, BF16, layouts=w),
+        "gather, odd": Case(GATHER, (129, 65), 257, bias=True),
+        "gather, bias": Case(GATHER, (2, 128, 256), 320, FP16, dim=1, bias=True, layouts={**w, "dy": "transposed"}),
+        "gather, saved": Case(GATHER, (256, 256), 512, BF16, layouts=w, used=("y", "gathered"),
+                              options={**GATHERED, "save": "gathered"}),
+        "gather, list": Case(GATHER, (320, 256), [512, 128, 128], BF16, used=("y0", "y1", "y2"),
+                             layouts={"b0": "transposed", "b1": "transposed", "b2": "transposed"}),
+        "gather, uneven": Case(GATHER, (128, 128), growing(size, 128), BF16, layouts=w),  # rank 0 has no columns
+        "scatter": Case(SCATTER, (256 * size, 192), 512, BF16, bias=True, residual=True, layouts=w),
+        "scatter, plain": Case(SCATTER, (256 * size, 256), 512, BF16, layouts=w),
+        "scatter, odd": Case(SCATTER, (33 * size, 65), 129, bias=True, residual=True),
+        "scatter, weight": Case(SCATTER, (128 * size, 128), 256, FP16, requires=("b",), layouts=w),
+        "reduce": Case(REDUCE, (256, 192), 512, BF16, bias=True, residual=True, layouts=w),
+    }  # fmt: skip

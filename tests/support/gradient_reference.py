@@ -114,7 +114,7 @@ class Case:
         """This rank's inputs, laid out as the case says, with what requires grad."""
         made = {}
         for name, values in self.inputs(group.rank, group.size).items():
-            tensor = LAYOUTS[self.layouts.get(name, "plain")](values).detach()
+            tensor = LAYOUTS[self.layouts.get(name, "plain")](values.to(group.device)).detach()
             all_of_a_list = "b" in self.requires and name in self.weights
             made[name] = tensor.requires_grad_(name in self.requires or all_of_a_list)
         return made
@@ -230,7 +230,7 @@ def assert_within(what, actual, exact, bound, dtype):
     assert actual is not None, f"{what} is missing"
     assert actual.dtype == dtype, f"{what} is {actual.dtype}"
     assert actual.shape == exact.shape, f"{what} has shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
-    error = (actual.detach().double() - exact).abs()
+    error = (actual.detach().double().cpu() - exact).abs()
     assert bool((error <= bound).all()), f"{what} is off by {error.max():.3g}, {(error - bound).max():.3g} too much"
 
 
@@ -239,11 +239,12 @@ def check(group, case, *, twice=True):
     are laid out as the inputs are; the same bits once more. Returns the gradients by name."""
     before = case.inputs(group.rank, group.size)
     found = run(group, case)
+    group.synchronize()
     ys, gradients = case.expected(group.rank, group.size)
     for name, y in found.results.items():
         assert_within(f"rank {group.rank}: {case}: {name}", y, *ys[name], case.dtype)
     for name, tensor in found.tensors.items():
-        assert_same(tensor.detach(), before[name])
+        assert_same(tensor.detach().cpu(), before[name])
         if tensor.requires_grad and case.depends_on(name):
             what = f"rank {group.rank}: {case}: gradient of {name}"
             assert_within(what, tensor.grad, *gradients[name], case.dtype)
@@ -279,5 +280,5 @@ def run(group, case):
     cotangents = case.cotangents(group.rank, results)
     layout = LAYOUTS[case.layouts.get("dy", "plain")]
     ys = [results[name] for name in cotangents]
-    torch.autograd.backward(ys, [layout(value) for value in cotangents.values()])
+    torch.autograd.backward(ys, [layout(value.to(group.device)) for value in cotangents.values()])
     return Run(tensors, results)

@@ -44,7 +44,7 @@ class ParallelSwiGLU(nn.Module):
         hidden_size: features of the input and the output.
         intermediate_size: inner features of the whole layer; divisible by the number of ranks.
         bias: whether the three layers have a bias.
-        group, sequence_parallel, sequence_dim, save, device, dtype: as in `ColumnParallelLinear`.
+        group, sequence_parallel, sequence_dim, save, device, dtype, generator: as in `ColumnParallelLinear`.
         reduce_dtype: as in `RowParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's part of the sequence; without sequence_parallel, all of it, the
@@ -55,15 +55,16 @@ class ParallelSwiGLU(nn.Module):
         self, hidden_size: int, intermediate_size: int, bias: bool = False, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded",
         reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size)
         group = current(group)
         check_divisible("intermediate_size", intermediate_size, group.size)
         common: dict[str, Any] = dict(
-            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device=device, dtype=dtype
-        )
+            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device=device, dtype=dtype,
+            generator=generator,
+        )  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, reduce_dtype=reduce_dtype, **common)
@@ -109,7 +110,7 @@ class ParallelQKV(nn.Module):
             divisible by the number of ranks, so that each rank has the keys of its queries. None is num_heads.
         head_dim: features of a head; None is hidden_size/num_heads.
         bias: whether the three layers have a bias.
-        group, sequence_parallel, sequence_dim, save, device, dtype: as in `ColumnParallelLinear`.
+        group, sequence_parallel, sequence_dim, save, device, dtype, generator: as in `ColumnParallelLinear`.
 
     Input: [..., hidden_size]. Output: query [..., num_heads/world, head_dim], key and value
     [..., num_kv_heads/world, head_dim], for the whole sequence.
@@ -119,6 +120,7 @@ class ParallelQKV(nn.Module):
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
         bias: bool = False, *, group: Any = None, sequence_parallel: bool = True, sequence_dim: int = 0,
         save: str = "sharded", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -135,7 +137,7 @@ class ParallelQKV(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         common: dict[str, Any] = dict(
             group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save, device=device,
-            dtype=dtype,
+            dtype=dtype, generator=generator,
         )  # fmt: skip
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **common)
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from mkernel.nn import functional
+from mkernel.nn.initial import agreed_generator
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.runtime.errors import ArgumentError
 
@@ -18,7 +20,9 @@ class ParallelLinear(ParallelModule):
     """What both linear layers share. `in_features` and `out_features` are those of the plain layer.
 
     A module starts with its shard of the values that `nn.Linear` would have with the same seed, on any number of ranks.
-    Every rank draws all values and keeps its own, so all ranks must use the same seed.
+    Every rank draws all values and keeps its own, so all ranks must use the same seed, or pass generators in the same
+    state. To build a module without a generator is collective where the ranks are threads of one process: they agree on
+    the state of the default generator, which they share.
     """
 
     divided = ""  # the features that the ranks divide
@@ -34,6 +38,7 @@ class ParallelLinear(ParallelModule):
         sequence_dim: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):
         super().__init__(group)
         check_positive(in_features=in_features, out_features=out_features)
@@ -47,18 +52,23 @@ class ParallelLinear(ParallelModule):
                 continue
             shard = self.shard_of(name, torch.empty(shape, device="meta"))
             self.register_parameter(name, nn.Parameter(torch.empty(shard.shape, device=device, dtype=dtype)))
-        self.reset_parameters()
+        self.reset_parameters(generator)
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def reset_parameters(self) -> None:
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """This rank's shard of what `nn.Linear` starts with. Draws as many random numbers as `nn.Linear`."""
-        plain = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=self.weight.device,
-            dtype=self.weight.dtype,
-        )  # fmt: skip
-        self.copy_from({"weight": plain.weight, "bias": plain.bias})
+        like: dict[str, Any] = dict(device=self.weight.device, dtype=self.weight.dtype)
+        weight = torch.empty(self.out_features, self.in_features, **like)
+        bias = torch.empty(self.out_features, **like) if self.bias is not None else None
+        with agreed_generator(self.membership.known_group, weight.device, generator) as generator:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+            if bias is not None:
+                bound = 1 / math.sqrt(self.in_features)
+                nn.init.uniform_(bias, -bound, bound, generator=generator)
+        self.copy_from({"weight": weight, "bias": bias})
 
     @classmethod
     def from_linear(cls: type[Linear], linear: nn.Linear, *, group: Any = None, **options: Any) -> Linear:
@@ -117,6 +127,8 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: return all output features on every rank, by an all-gather of its own, with which nothing
             overlaps. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
             same loss.
+        generator: what the initial values are drawn from; in the same state on every rank. None is torch's default
+            generator.
 
     Input: [..., in_features]. Output: [..., out_features/world] for the whole sequence, or [..., out_features] with
     gather_output.
@@ -129,12 +141,13 @@ class ColumnParallelLinear(ParallelLinear):
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded", gather_output: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         if save not in ("sharded", "gathered"):
             raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim, device=device, dtype=dtype,
+            sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
         self.save, self.gather_output = save, gather_output
 
@@ -156,7 +169,7 @@ class RowParallelLinear(ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the plain layer. in_features must
             be divisible by the number of ranks.
-        group: as in `ColumnParallelLinear`.
+        group, generator: as in `ColumnParallelLinear`.
         sequence_parallel: True: the output is this rank's part of the sequence. The layer multiplies, sums over the
             ranks and scatters, in one kernel (`mk.matmul_reduce_scatter`). False: the output is the whole sequence, the
             same on every rank (`mk.matmul_all_reduce`).
@@ -175,10 +188,11 @@ class RowParallelLinear(ParallelLinear):
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, reduce_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim, device=device, dtype=dtype,
+            sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
         self.reduce_dtype = reduce_dtype
 

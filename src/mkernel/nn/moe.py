@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mkernel.nn.initial import agreed_generator
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.ops.moe import moe_ffn
 from mkernel.ops.moe.arguments import MOST_SLOTS
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import current
 
 
 def refuse_gradients(module: str, op: str, **tensors: torch.Tensor) -> None:
@@ -34,6 +36,7 @@ class TopKRouter(nn.Module):
         num_experts: experts of the whole layer.
         top_k: experts per token.
         normalize: divide the weights of a token's experts by their sum, as Mixtral does.
+        generator: what the initial values are drawn from. None is torch's default generator.
 
     `forward(x)`, x [tokens, hidden_size], returns (ids [tokens, top_k], weights [tokens, top_k] in fp32).
     """
@@ -41,6 +44,7 @@ class TopKRouter(nn.Module):
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         check_positive(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
@@ -50,11 +54,11 @@ class TopKRouter(nn.Module):
             )
         self.hidden_size, self.num_experts, self.top_k, self.normalize = hidden_size, num_experts, top_k, normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.reset_parameters(generator)
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """As `nn.Linear`."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.softmax(x.float() @ self.weight.float().t(), dim=-1)
@@ -83,7 +87,7 @@ class ParallelExperts(ParallelModule):
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, *, group: Any = None,
         capacity: int | None = None, max_tokens: int | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__(group)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
@@ -94,21 +98,22 @@ class ParallelExperts(ParallelModule):
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(torch.empty(mine, 2 * intermediate_size, hidden_size, **like))
         self.down_proj = nn.Parameter(torch.empty(mine, hidden_size, intermediate_size, **like))
-        self.reset_parameters()
+        self.reset_parameters(generator)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Each matrix starts as the weight of an `nn.Linear`. Every rank draws those of all experts and keeps its own,
         so the values do not depend on the number of ranks."""
         mine = self.num_experts // self.world_size
         first = self.membership.rank * mine
-        for parameter in (self.gate_up_proj, self.down_proj):
-            bound = parameter.shape[2] ** -0.5
-            drawn = torch.empty_like(parameter[0])
-            for expert in range(self.num_experts):
-                drawn.uniform_(-bound, bound)
-                if first <= expert < first + mine:
-                    parameter[expert - first] = drawn
+        with agreed_generator(self.membership.known_group, self.down_proj.device, generator) as generator:
+            for parameter in (self.gate_up_proj, self.down_proj):
+                bound = parameter.shape[2] ** -0.5
+                drawn = torch.empty_like(parameter[0])
+                for expert in range(self.num_experts):
+                    drawn.uniform_(-bound, bound, generator=generator)
+                    if first <= expert < first + mine:
+                        parameter[expert - first] = drawn
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums of the results of each token's experts. x: [tokens, hidden_size]."""
@@ -148,6 +153,7 @@ class ExpertParallelMoE(nn.Module):
         normalize: divide the weights of a token's experts by their sum.
         group: the group whose ranks share the experts; None is the current group.
         capacity, max_tokens: as in `mk.moe_ffn`.
+        generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
     """
@@ -156,13 +162,18 @@ class ExpertParallelMoE(nn.Module):
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
         group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.gate = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, device=device, dtype=dtype)
-        self.experts = ParallelExperts(
-            hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        group = current(group)
+        like: dict[str, Any] = dict(device=device, dtype=dtype)
+        with agreed_generator(group, torch.empty(0, **like).device, generator) as generator:
+            like["generator"] = generator
+            self.gate = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, **like)
+            self.experts = ParallelExperts(
+                hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
+                **like,
+            )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1])

@@ -39,6 +39,11 @@ class Membership:
             )
         return self._group
 
+    @property
+    def known_group(self) -> Group | None:
+        """The group; None if a file was loaded where there was none."""
+        return self._group
+
     def __deepcopy__(self, memo: Any) -> Membership:
         return self
 
