@@ -49,7 +49,8 @@ test-oldest build/versions/oldest/ready: PAIR := $(OLDEST_TORCH) $(OLDEST_TRITON
 test-newest build/versions/newest/ready: PAIR := $(NEWEST_TORCH) $(NEWEST_TRITON)
 build/versions/%/ready: requirements-dev.txt Makefile
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile $(PAIR) -r requirements-dev.txt  # Python compiles what it imports
+	$(@D)/bin/python -m pip install --quiet --no-compile $(PAIR)  # Python compiles what it imports
+	$(@D)/bin/python -m pip install --quiet --no-compile -r requirements-dev.txt  # another setuptools than torch 2.11 asks for
 	@touch $@
 
 test-gpu:
