@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -318,3 +319,50 @@ def test_a_peer_that_listens_later_is_waited_for():
 
     together(later, lambda: one.connect({0: ("127.0.0.1", port)}, timeout=HANG))
     one.close()
+
+
+def test_without_a_proxy():
+    """One stream keeps the order of requests. A peer that does not receive makes `post` refuse, and loses nothing."""
+    transports = [TcpTransport(rank, 2, SECRET, streams=1) for rank in range(2)]
+    connect(transports)
+    zero, one = transports
+    memories = [torch.zeros(64, dtype=torch.int64) for _ in transports]
+    for transport, memory in zip(transports, memories):
+        transport.attach(0, memory)
+    posted = 0
+
+    def post():
+        nonlocal posted
+        memories[0][1] = posted + 1
+        accepted = zero.post(struct.pack("=8q", 0, 1, 8, 16, 8, 24, posted + 1, 0))
+        posted += accepted
+        return accepted
+
+    while post():
+        assert posted < 100_000
+    assert posted >= 500
+    seen = []
+
+    def receive():
+        zero.poll()
+        one.poll()
+        seen.append(tuple(memories[1][2:4].tolist()))
+        return seen[-1][1] == posted
+
+    eventually(receive, "all requests arrive")
+    assert seen == sorted(seen)
+    assert post()
+    eventually(receive, "there is space again")
+    assert memories[1].tolist() == [0, 0, memories[0][1], posted] + [0] * 60
+    one.close()
+
+    def post_and_poll():
+        while True:
+            post()
+            zero.poll()
+
+    with pytest.raises(TransportError, match=r"rank 1 at .* has left"):
+        post_and_poll()
+    with pytest.raises(TransportError, match="the transport of rank 1 was closed"):
+        one.poll()
+    zero.close(timeout=0)

@@ -8,24 +8,59 @@ import pytest
 import torch
 
 from mkernel.runtime import call_board
-from mkernel.runtime.call_board import IN_STORE, CallBoard, digest_of
+from mkernel.runtime.call_board import IN_STORE, CallBoard, Machines, Place, digest_of, page_bytes
 
 A, B = digest_of(("op", (("m", 1),))), digest_of(("op", (("m", 2),)))
 
 
+class Wire:
+    """Takes a rank's records to its readers on other machines: each reader's in order, some time after `send`."""
+
+    def __init__(self, rank, machines, pages):
+        self._own, self._pages = pages[rank], pages
+        self._readers = [(reader, 1 + machines.writers(reader).index(rank)) for reader in machines.readers]
+        self.sent = {reader: [] for reader in machines.readers}
+        self.error = None
+
+    def send(self, number):
+        for reader, index in self._readers:
+            self.sent[reader].append((number % 2, Place.number(index).records))
+
+    def deliver(self, chosen):
+        """Carry out the next request to one of the readers."""
+        waiting = [reader for reader, requests in self.sent.items() if requests]
+        if waiting:
+            reader = chosen.choice(waiting)
+            parity, records = self.sent[reader].pop(0)
+            self._pages[reader][records[parity]] = self._own[Place.number(0).records[parity]]
+
+    def poll(self):
+        """What arrives is decided by the test."""
+
+
 @pytest.fixture
 def boards():
-    """Makes the boards of so many ranks."""
+    """Makes the boards of so many ranks, on one machine or on these."""
     made = []
 
-    def make(size):
-        pages = {rank: mmap.mmap(-1, call_board.PAGE_BYTES) for rank in range(size)}
-        made.append([CallBoard(rank, pages) for rank in range(size)])
-        return made[-1]
+    def make(size, hosts=None):
+        if hosts is None:
+            pages = {rank: mmap.mmap(-1, call_board.PAGE_BYTES) for rank in range(size)}
+            boards = [CallBoard(rank, pages) for rank in range(size)]
+        else:
+            machines = [Machines(rank, hosts) for rank in range(size)]
+            pages = {rank: mmap.mmap(-1, page_bytes(len(machines[0].writers(rank)))) for rank in range(size)}
+            boards = [
+                CallBoard(rank, {each: pages[each] for each in here.local}, here, Wire(rank, here, pages))
+                for rank, here in enumerate(machines)
+            ]
+        made.append(pages)
+        return boards
 
     yield make
-    for ranks in made:
-        ranks[0].close()
+    for pages in made:
+        for page in pages.values():
+            page.close()
 
 
 def test_all_ranks_must_arrive(boards):
@@ -153,16 +188,17 @@ def steps_of(rank, board, program, store, size, seen):
             yield
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_order_of_steps_makes_ranks_disagree_or_wait_forever(boards, size):
-    for seed in range(150):
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "aaaa", "ab", "aabb", "abc", "abab", "aaabb", "aabc"])
+def test_no_order_of_steps_makes_ranks_disagree_or_wait_forever(boards, hosts):
+    size = len(hosts)
+    for seed in range(150 if "b" not in hosts else 60):
         chosen = random.Random(seed)
         programs = [[] for _ in range(size)]
         for _ in range(12):
             alike = chosen.random() < 0.6
             for program in programs:
                 program.append(A if alike else chosen.choice([A, A, B, "refused", "refused", "barrier"]))
-        ranks, store, seen = boards(size), {}, [[] for _ in range(size)]
+        ranks, store, seen = boards(size, hosts if "b" in hosts else None), {}, [[] for _ in range(size)]
         running = {
             rank: steps_of(rank, board, program, store, size, seen)
             for rank, (board, program) in enumerate(zip(ranks, programs))
@@ -170,6 +206,9 @@ def test_no_order_of_steps_makes_ranks_disagree_or_wait_forever(boards, size):
         speeds = [chosen.choice([1, 1, 20]) for _ in range(size)]  # so that some are far ahead
         for _ in range(100_000):
             (rank,) = chosen.choices(list(running), [speeds[rank] for rank in running])
+            for board in ranks if "b" in hosts else ():
+                if chosen.random() < 0.3:
+                    board._link.deliver(chosen)
             try:
                 next(running[rank])
             except StopIteration:
@@ -181,7 +220,39 @@ def test_no_order_of_steps_makes_ranks_disagree_or_wait_forever(boards, size):
         for rank, program in enumerate(programs):
             compared = [same for same, call in zip(agreed, program) if call in (A, B)]
             assert seen[rank] == compared, f"seed {seed}, rank {rank}"
-        ranks[0].close()
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaaab", "abbbb", "aabbbccccc", "abcdefgh"])
+def test_every_rank_reaches_every_machine(hosts):
+    everyone = [Machines(rank, hosts) for rank in range(len(hosts))]
+    for rank, machines in enumerate(everyone):
+        assert sorted(hosts[reader] for reader in machines.readers) == sorted({*hosts} - {hosts[rank]})
+        assert all(rank in machines.writers(reader) for reader in machines.readers)
+        assert all(rank in everyone[writer].readers for writer in machines.writers(rank))
+        # what the ranks of a machine keep is one record of every rank elsewhere
+        kept = [writer for local in machines.local for writer in machines.writers(local)]
+        assert sorted(kept) == [other for other, host in enumerate(hosts) if host != hosts[rank]]
+        places = [Place.number(index) for index in range(1 + len(machines.writers(rank)))]
+        used = [(part.start, part.stop) for place in places for part in place.records]
+        used += [(place.signal, place.signal + 8) for place in places]
+        used.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(used))
+        assert call_board._TOKEN.stop <= used[0][0]
+        assert used[-1][1] <= page_bytes(len(machines.writers(rank)))
+        assert all(place.signal % 8 == 0 for place in places)
+
+
+def test_a_record_of_another_machine_counts_once_it_has_arrived(boards):
+    zero, one, two = boards(3, "aab")
+    for board in (zero, one, two):
+        board.write(1, A)
+    assert (zero.poll(), two.poll()) == (None, None)
+    assert (zero.poll_missing(), two.poll_missing()) == ([2], [0, 1])
+    two._link.deliver(random.Random(0))
+    assert (zero.poll(), one.poll(), two.poll()) == (True, True, None)
+    one._link.deliver(random.Random(0))
+    zero._link.deliver(random.Random(0))
+    assert two.poll() is True
 
 
 def test_digests():

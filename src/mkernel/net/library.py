@@ -85,6 +85,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]),
     "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
+    "post": (ctypes.c_int, [Handle, ctypes.c_char_p]),
+    "poll": (ctypes.c_int, [Handle]),
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
     "transport_destroy": (None, [Handle]),
     "proxy_start": (Handle, [ctypes.c_void_p, ctypes.c_uint64, Handle, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
@@ -182,6 +184,15 @@ class Transport:
         """Release the memory: when this returns, nobody accesses it any more."""
         library().check(library().detach(self._open, segment))
         self._segments.pop(segment, None)
+
+    def post(self, request: bytes) -> bool:
+        """Without a proxy: start a transfer, with the words of a request as in `mkernel.lang.requests`. False if the
+        peer is busy: poll and try again. Only one thread may post and poll."""
+        return bool(library().check(library().post(self._open, request)))
+
+    def poll(self) -> bool:
+        """Without a proxy: make progress, sending and receiving. False if there was nothing to do."""
+        return bool(library().check(library().poll(self._open)))
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the job in order, after the proxy has stopped. Peers that send to this rank afterwards get an error.

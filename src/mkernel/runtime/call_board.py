@@ -1,5 +1,7 @@
-"""How the ranks of one machine compare calls that they have made before: each writes its call on a page of shared
-memory, which the others read. This takes microseconds; an exchange through the process group's store takes hundreds.
+"""How ranks compare calls that they have made before: each writes its call on a page of shared memory, which the ranks
+of its machine read. For every other machine, it sends the call to one rank there, into that rank's page
+(`runtime/call_link.py`). This takes microseconds on one machine, and a message between several; an exchange through the
+process group's store takes hundreds of microseconds.
 
 All exchanges of a group are numbered, alike on all ranks. A page holds a record of the last exchange with an even
 number and one of the last with an odd number. A record has the number and a digest of the call, or IN_STORE if this
@@ -14,7 +16,7 @@ of the last exchange that its writer has confirmed on the board. If that is n, t
 including the slow one. If not, the writer refused exchange n, and the slow rank finds the refusal in the store.
 
 Nothing orders a reader's view of the words of a record, so a record counts only if its checksum is right. A reader that
-finds one half written looks again.
+finds one half written looks again. Records of one rank arrive on another machine in the order in which it wrote them.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from mkernel.runtime import messages
 
 if TYPE_CHECKING:
+    from mkernel.runtime.call_link import CallLink
     from mkernel.runtime.group import Group
 
-PAGE_BYTES = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE  # of a rank that keeps no records of ranks on other machines
 SPIN_SECONDS = 2e-4  # of polling before the first pause
 DIGEST_BYTES = 16
 DIGESTS_KEPT = 1024
@@ -45,7 +48,25 @@ _BODY = struct.Struct(f"<QQ{DIGEST_BYTES}s")  # number, last number that was con
 _CHECKSUM = struct.Struct("<I")
 _RECORD_BYTES = _BODY.size + _CHECKSUM.size
 _TOKEN = slice(0, 16)  # tells this page from whatever else a process number and a file descriptor may lead to
-_RECORDS = tuple(slice(start, start + _RECORD_BYTES) for start in (64, 128))  # of even and odd numbers
+_LINE = 64  # bytes of a cache line; a record has one to itself
+_OWN = _LINE  # where a page has the records of its owner; those of ranks on other machines follow
+
+
+class Place(NamedTuple):
+    """Where a page has the records of a rank, and the signal that the network raises with them."""
+
+    records: tuple[slice, slice]  # of even and odd numbers
+    signal: int
+
+    @staticmethod
+    def number(index: int) -> Place:
+        """0: of the page's owner; from 1 on: of the ranks on other machines that send it their records."""
+        start = _OWN + index * 2 * _LINE
+        even, odd = (slice(at, at + _RECORD_BYTES) for at in (start, start + _LINE))
+        return Place((even, odd), start + _LINE - 8)
+
+
+_RECORDS = Place.number(0).records
 
 
 @functools.lru_cache(DIGESTS_KEPT)
@@ -55,24 +76,73 @@ def digest_of(call: Hashable) -> bytes:
     return hashlib.blake2b(messages.encode(call, b"", ""), digest_size=DIGEST_BYTES).digest()
 
 
-def open_board(group: Group) -> CallBoard | None:
-    """The board of a new group whose ranks are all on this machine; None on all of them if one cannot map the others'
-    pages. Collective."""
+class Machines:
+    """Which ranks of a group are on which machine, and who sends its records to whom.
+
+    A rank sends its records to one rank of every other machine: the one with the same index there, modulo the number of
+    ranks on that machine.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[Hashable]):
+        """`hosts`: identifies the machine of every rank."""
+        self._hosts = hosts
+        self._ranks: dict[Hashable, list[int]] = {}
+        for each, host in enumerate(hosts):
+            self._ranks.setdefault(host, []).append(each)
+        self.local = self._ranks[hosts[rank]]  # the ranks of this machine
+        self.others = len(self._ranks) - 1  # machines besides this one
+        self.readers = [self._reader(rank, host) for host in self._ranks if host != hosts[rank]]
+
+    def _reader(self, rank: int, host: Hashable) -> int:
+        """The rank of a machine to which this rank sends its records."""
+        ranks = self._ranks[host]
+        return ranks[self._ranks[self._hosts[rank]].index(rank) % len(ranks)]
+
+    def writers(self, reader: int) -> list[int]:
+        """The ranks that send their records to this one, in the order in which its page has them."""
+        host = self._hosts[reader]
+        count, own = len(self._ranks[host]), self._ranks[host].index(reader)
+        return [
+            rank for other, ranks in self._ranks.items() if other != host
+            for index, rank in enumerate(ranks) if index % count == own
+        ]  # fmt: skip
+
+
+def page_bytes(writers: int) -> int:
+    """Bytes of a page with the records of so many ranks on other machines."""
+    return -(-Place.number(1 + writers).records[0].start // PAGE_BYTES) * PAGE_BYTES
+
+
+def open_board(
+    group: Group, hosts: Sequence[Hashable], open_link: Callable[[Group, Machines, mmap.mmap], CallLink | None]
+) -> CallBoard | None:
+    """The board of a new group; None on all ranks if one cannot map the pages of the others on its machine, or if ranks
+    of several machines cannot be connected. Collective.
+
+    Args:
+        hosts: identifies the machine of every rank.
+        open_link: connects the ranks of several machines; collective, and None on all ranks if it fails on one.
+    """
+    machines = Machines(group.rank, hosts)
     pages: dict[int, mmap.mmap] = {}
     token, handle = os.urandom(16), -1
     try:
         with contextlib.suppress(OSError, ValueError):
             handle = os.memfd_create("mkernel calls")
-            os.ftruncate(handle, PAGE_BYTES)
-            pages[group.rank] = mmap.mmap(handle, PAGE_BYTES)
+            own_bytes = page_bytes(len(machines.writers(group.rank)))
+            os.ftruncate(handle, own_bytes)
+            pages[group.rank] = mmap.mmap(handle, own_bytes)
             pages[group.rank][_TOKEN] = token
         everyone = group.exchange("call board", (os.getpid(), handle, token))
         with contextlib.suppress(OSError, ValueError):
-            for rank, address in enumerate(everyone):
+            for rank in machines.local:
                 if rank != group.rank:
-                    pages[rank] = _map_page(*address)
-        if all(group.exchange("call board", len(pages) == group.size)):
-            return CallBoard(group.rank, pages)
+                    process, opened, its_token = everyone[rank]
+                    pages[rank] = _map_page(process, opened, its_token, page_bytes(len(machines.writers(rank))))
+        if all(group.exchange("call board", len(pages) == len(machines.local))):
+            link = open_link(group, machines, pages[group.rank]) if machines.others else None
+            if link is not None or not machines.others:
+                return CallBoard(group.rank, pages, machines, link)
     except BaseException:
         _close(pages)
         raise
@@ -83,11 +153,11 @@ def open_board(group: Group) -> CallBoard | None:
     return None
 
 
-def _map_page(process: int, handle: int, token: bytes) -> mmap.mmap:
+def _map_page(process: int, handle: int, token: bytes, nbytes: int = PAGE_BYTES) -> mmap.mmap:
     """The page of another process, to read. Raises OSError or ValueError if it cannot be mapped."""
     opened = os.open(f"/proc/{process}/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        page = mmap.mmap(opened, PAGE_BYTES, prot=mmap.PROT_READ)
+        page = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
     finally:
         os.close(opened)
     if page[_TOKEN] != token:  # of another PID namespace
@@ -102,15 +172,27 @@ def _close(pages: Mapping[int, mmap.mmap]) -> None:
 
 
 class CallBoard:
-    """The pages of a group's ranks, as one of them sees them. `pages`: by rank; it writes only its own."""
+    """The records of a group's ranks, as one of them sees them.
 
-    def __init__(self, rank: int, pages: Mapping[int, mmap.mmap]):
+    Args:
+        pages: of the ranks of this machine; a rank writes only its own, the network only what other machines send.
+        machines: where the ranks are; None: all of them here.
+        link: sends this rank's records to the other machines.
+    """
+
+    def __init__(
+        self, rank: int, pages: Mapping[int, mmap.mmap], machines: Machines | None = None, link: CallLink | None = None
+    ):
         self._pages = pages
         self._own = pages[rank]
-        self._peers = [(peer, page) for peer, page in pages.items() if peer != rank]
+        self._link = link
+        self._peers = [(peer, page, _RECORDS) for peer, page in pages.items() if peer != rank]
+        for reader in pages:
+            for index, writer in enumerate(machines.writers(reader) if machines is not None else (), 1):
+                self._peers.append((writer, pages[reader], Place.number(index).records))
         self._number = 0
         self._digest = self._record = IN_STORE
-        self._waiting: list[tuple[int, mmap.mmap]] = []  # those that have not reached this number yet
+        self._waiting = self._peers[:0]  # those that have not reached this number yet
         self._confirmed = 0  # the last number that was confirmed on the board
 
     def write(self, number: int, digest: bytes) -> None:
@@ -119,17 +201,22 @@ class CallBoard:
         self._number, self._digest, self._record = number, digest, body + _CHECKSUM.pack(zlib.crc32(body))
         self._waiting = self._peers
         self._own[_RECORDS[number % 2]] = self._record
+        if self._link is not None:
+            self._link.send(number)
 
     def poll(self) -> bool | None:
         """Do all ranks make the call that this one wrote last? None while that is unknown; False if the store has to
         tell."""
-        slot, record, waiting = _RECORDS[self._number % 2], self._record, []
-        for peer, page in self._waiting:
+        parity, record, waiting = self._number % 2, self._record, []
+        if self._link is not None and self._waiting:
+            self._link.poll()
+        for entry in self._waiting:
+            page, slot = entry[1], entry[2][parity]
             if page[slot] == record:
                 continue
             number, confirmed, digest = _read(page, slot)
             if number < self._number:
-                waiting.append((peer, page))
+                waiting.append(entry)
             elif digest != self._digest if number == self._number else confirmed < self._number:
                 return False
         self._waiting = waiting
@@ -149,9 +236,17 @@ class CallBoard:
 
     def poll_missing(self) -> list[int]:
         """The ranks that this one waits for."""
-        return [peer for peer, _ in self._waiting] if self.poll() is None else []
+        return [entry[0] for entry in self._waiting] if self.poll() is None else []
 
-    def close(self) -> None:
+    @property
+    def error(self) -> str | None:
+        """Why records no longer reach other machines; None if they do."""
+        return self._link.error if self._link is not None else None
+
+    def close(self, seconds: float = 0.0) -> None:
+        """`seconds`: how long to wait until what was written has reached the other machines."""
+        if self._link is not None:
+            self._link.close(seconds)
         _close(self._pages)
 
 

@@ -82,13 +82,16 @@ def detach(transport: Transport, segment: int) -> None:
 
 
 def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
-    peer_timeout = min(group.timeout, PEER_SECONDS)
-    transport = TcpTransport(
-        group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=peer_timeout
-    )
+    transport = listen(group, config, here, secret)
     endpoints = group.exchange("network", (here, transport.port))
     transport.connect({rank: endpoints[rank] for rank in counterparts(group)}, group.timeout)
     return transport
+
+
+def listen(group: Group, config: Tcp, here: str, secret: bytes) -> TcpTransport:
+    """A transport of this rank, not yet connected."""
+    peer_timeout = min(group.timeout, PEER_SECONDS)
+    return TcpTransport(group.rank, group.size, secret, listen=here, streams=config.streams, peer_timeout=peer_timeout)
 
 
 def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
@@ -103,10 +106,10 @@ def _open_rdma(group: Group, config: Verbs | Efa) -> Transport:
             problem = error
         _raise_on_all_ranks(group, problem)
         assert transport is not None
-        told = group.exchange("network", descriptions)
+        theirs = group.exchange("network", descriptions)
         try:
             for peer in counterparts(group):
-                transport.connect(peer, told[peer][group.rank])
+                transport.connect(peer, theirs[peer][group.rank])
         except MKernelError as error:
             problem = error
         _raise_on_all_ranks(group, problem)

@@ -87,6 +87,7 @@ class Presence:
                 for group in world.exchange.lost.broken_groups():
                     self.leave(group, "its process has ended, after the group had broken")
                 world.network.shut_down()
+                world.exchange.shut_down()
             self._page.write({"left": self._left, "ended": True})
 
 

@@ -7,6 +7,9 @@ memory differs between GPUs (`cuda_processes`) and CPUs (`cpu_processes`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import mmap
 import os
 import socket
 from datetime import timedelta
@@ -17,6 +20,8 @@ import torch.distributed as dist
 
 from mkernel.net.config import TransportConfig, transport_config
 from mkernel.runtime import connect, liveness, secret
+from mkernel.runtime.call_board import Machines
+from mkernel.runtime.call_link import CallLink, open_link
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import require_simulator
@@ -55,6 +60,8 @@ def introduce(
                 f"got {gpus_per_node!r}"
             )
         node_ids = [each // gpus_per_node for each in range(size)]
+    exchange.hosts = hosts
+    exchange.open_link = functools.partial(_open_link, messages)
     exchange.lost.watch(
         {
             peer: (process, page)
@@ -63,6 +70,14 @@ def introduce(
         }
     )
     return exchange, node_ids
+
+
+def _open_link(messages: SignedStore, group: Group, machines: Machines, page: mmap.mmap) -> CallLink | None:
+    """Connect the call boards of several machines. Collective."""
+    address = ""
+    with contextlib.suppress(OSError):
+        address = own_address()
+    return open_link(group, machines, page, address, secret.derived(messages.key, f"calls of group {group.name!r}"))
 
 
 class ProcessConnector:
@@ -91,9 +106,11 @@ class ProcessConnector:
 def _address(group: Group) -> str:
     """The address at which the ranks of other machines reach this one. Collective."""
     hosts = group.exchange("network", host_name())
-    if len(set(hosts)) == 1:
-        return "127.0.0.1"
-    # the address from which this machine reaches the one that hosts the job's store
+    return "127.0.0.1" if len(set(hosts)) == 1 else own_address()
+
+
+def own_address() -> str:
+    """The address from which this machine reaches the one that hosts the job's store."""
     target = os.environ.get("MASTER_ADDR", "localhost")
     family, _, _, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

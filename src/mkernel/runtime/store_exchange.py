@@ -1,7 +1,7 @@
 """The Exchange of ranks that are processes: through the store of their process group.
 
-Ranks of one machine compare calls that they have made before in shared memory instead (`runtime/call_board.py`), and
-use the store only if their calls differ.
+Calls that they have made before, ranks compare in shared memory and by messages between machines instead
+(`runtime/call_board.py`). They then use the store only if their calls differ.
 
 A rank that waits for others polls the store, or the shared memory. Now and then it checks whether the missing ranks are
 still there: the processes of one machine watch each other (`runtime/liveness.py`), the network proxy notices ranks on
@@ -13,20 +13,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import mmap
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mkernel.runtime import call_board, liveness, records
-from mkernel.runtime.call_board import CallBoard
+from mkernel.runtime.call_board import CallBoard, Machines
 from mkernel.runtime.errors import CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.group import Group
 from mkernel.runtime.printable import printable
 from mkernel.runtime.store import STORE_ERRORS, SignedStore
+
+if TYPE_CHECKING:
+    from mkernel.runtime.call_link import CallLink
 
 log = logging.getLogger("mkernel")
 
@@ -34,6 +38,7 @@ CHECK_SECONDS = 0.5  # between two checks whether the missing ranks are still th
 LONGEST_PAUSE = 0.02  # seconds between two polls of the store
 LONGEST_BOARD_PAUSE = 0.001  # seconds between two polls of a board: a GPU may be idle meanwhile
 REPORT_SECONDS = 1.0  # for another rank to report why it has given up
+CLOSE_SECONDS = 1.0  # for the last messages to other machines
 WARN_SECONDS = 30.0  # of waiting before a rank logs for whom it waits
 
 
@@ -45,6 +50,8 @@ class StoreExchange:
         self.messages = messages
         self.lost = LostRanks(messages)
         self.on_last_leave: Callable[[], None] = lambda: None  # called when the last group was closed
+        self.hosts: Sequence[Hashable] = ()  # identifies the machine of every rank
+        self.open_link: Callable[[Group, Machines, mmap.mmap], CallLink | None] = lambda *_: None
         self._boards: dict[Hashable, CallBoard] = {}  # by the name of the group
         self._process = os.getpid()
 
@@ -91,7 +98,7 @@ class StoreExchange:
             board.write(key[1], call_board.digest_of(call))
             agreed = board.spin()
             if agreed is None:
-                wait = Wait(self.lost, group.members, group.rank, key, call[0], group.timeout)
+                wait = Wait(self.lost, group.members, group.rank, key, call[0], group.timeout, board)
                 while (agreed := board.poll()) is None:
                     wait.pause(board.poll_missing, LONGEST_BOARD_PAUSE)
             if agreed:
@@ -100,20 +107,25 @@ class StoreExchange:
 
     def join(self, group: Group) -> None:
         self.lost.add(group)
-        if group.size > 1 and self.lost.peers.keys() >= {*group.members} - {self.rank}:  # all on this machine
-            board = call_board.open_board(group)
+        if group.size > 1:
+            board = call_board.open_board(group, [self.hosts[member] for member in group.members], self.open_link)
             if board is not None:
                 self._boards[group.name] = board
                 # for a group that is never closed, or that another rank fails to make
                 weakref.finalize(group, self._close_board, group.name).atexit = False
 
-    def _close_board(self, name: Hashable) -> None:
+    def _close_board(self, name: Hashable, seconds: float = 0.0) -> None:
         board = self._boards.pop(name, None)
-        if board is not None:
-            board.close()
+        if board is not None and os.getpid() == self._process:
+            board.close(seconds)
+
+    def shut_down(self) -> None:
+        """The process exits with groups that are still open: what it wrote must still reach other machines."""
+        for name in [*self._boards]:
+            self._close_board(name, CLOSE_SECONDS)
 
     def leave(self, group: Group) -> None:
-        self._close_board(group.name)
+        self._close_board(group.name, 0.0 if group.broken else CLOSE_SECONDS)
         self.lost.remove(group)
         if not self.lost.groups:
             self.lost.close()
@@ -147,6 +159,7 @@ class Wait:
     key: Hashable
     what: str
     timeout: float
+    board: CallBoard | None = None  # on which it waits
     _begun: float = field(default_factory=time.monotonic)
     _warned: bool = False
     _pause: float = 5e-5
@@ -168,6 +181,8 @@ class Wait:
             return
         timed_out = self.timed_out(missing)
         self.lost.check(self.key, self.members, missing, timed_out)
+        if self.board is not None and self.board.error is not None:
+            raise TransportError(f"{self.board.error}. What waited for it: {timed_out}") from timed_out
         if waited >= self.timeout:
             raise timed_out
         if waited >= WARN_SECONDS and not self._warned:

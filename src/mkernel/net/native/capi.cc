@@ -178,6 +178,17 @@ int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment) {
   });
 }
 
+int mkernel_net_post(mkernel_net_transport* transport, const int64_t* request) {
+  return guarded(-1, [&] { return transport->transport->post(request_of(request, 0)) ? 1 : 0; });
+}
+
+int mkernel_net_poll(mkernel_net_transport* transport) {
+  return guarded(-1, [&] {
+    std::vector<int64_t> completed;
+    return transport->transport->poll(completed) ? 1 : 0;
+  });
+}
+
 int mkernel_net_transport_stop(mkernel_net_transport* transport, int64_t timeout_ms) {
   return guarded(-1, [&] {
     transport->transport->stop(milliseconds(timeout_ms));

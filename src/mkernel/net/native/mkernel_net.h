@@ -86,6 +86,11 @@ MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_
                                        int device);
 MKERNEL_NET_API int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment);
 
+/* For a thread that uses a transport by itself, without a proxy. post takes the words of a request in the ring's layout
+ * and returns 1, or 0 if the peer is busy: poll and try again. poll sends and receives; 0: there was nothing to do. */
+MKERNEL_NET_API int mkernel_net_post(mkernel_net_transport* transport, const int64_t* request);
+MKERNEL_NET_API int mkernel_net_poll(mkernel_net_transport* transport);
+
 /* Leaves the job in order and detaches everything; stop its proxy before. */
 MKERNEL_NET_API int mkernel_net_transport_stop(mkernel_net_transport* transport, int64_t timeout_ms);
 MKERNEL_NET_API void mkernel_net_transport_destroy(mkernel_net_transport* transport);

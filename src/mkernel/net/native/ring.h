@@ -46,6 +46,23 @@ struct Request {
   int64_t value = 0;
 };
 
+// A request in the layout of a slot.
+inline Request request_of(const int64_t* word, int64_t ticket) {
+  using namespace layout;
+  auto addressee = static_cast<uint64_t>(word[kPeerAndSegments]);
+  Request request;
+  request.ticket = ticket;
+  request.peer = addressee & 0xFFFF;
+  request.segment = addressee >> kSegmentShift & 0xFFFFFF;
+  request.source_segment = static_cast<uint32_t>(addressee >> kSourceSegmentShift);
+  request.source = static_cast<uint64_t>(word[kSource]);
+  request.target = static_cast<uint64_t>(word[kTarget]);
+  request.bytes = static_cast<uint64_t>(word[kBytes]);
+  request.signal = static_cast<uint64_t>(word[kSignal]);
+  request.value = word[kValue];
+  return request;
+}
+
 class Ring {
  public:
   // `words`: how many 64-bit words the memory holds. A ring that was served before is taken over where
@@ -70,21 +87,9 @@ class Ring {
 
   // The next request, copied out of its slot; the slot is free for a producer afterwards.
   std::optional<Request> take() {
-    using namespace layout;
     if (!due()) return std::nullopt;
-    const int64_t* word = slot();
-    auto addressee = static_cast<uint64_t>(word[kPeerAndSegments]);
-    Request request;
-    request.ticket = consumed_;
-    request.peer = addressee & 0xFFFF;
-    request.segment = addressee >> kSegmentShift & 0xFFFFFF;
-    request.source_segment = static_cast<uint32_t>(addressee >> kSourceSegmentShift);
-    request.source = static_cast<uint64_t>(word[kSource]);
-    request.target = static_cast<uint64_t>(word[kTarget]);
-    request.bytes = static_cast<uint64_t>(word[kBytes]);
-    request.signal = static_cast<uint64_t>(word[kSignal]);
-    request.value = word[kValue];
-    __atomic_store_n(memory_ + kConsumed, ++consumed_, __ATOMIC_RELEASE);
+    Request request = request_of(slot(), consumed_);
+    __atomic_store_n(memory_ + layout::kConsumed, ++consumed_, __ATOMIC_RELEASE);
     return request;
   }
 
