@@ -3,7 +3,7 @@
 A library in the cache is code that this user runs, so nobody else may be able to put one there. As ssh does for its
 keys, `resolve` checks every component of a path, from the root directory down: it must belong to this user or to root,
 and nobody else may be able to write to it. On the way a directory with the sticky bit, such as /tmp, may be
-writable, because others can not rename or remove in it what is not theirs; symbolic links are followed if
+writable, because others cannot rename or remove in it what is not theirs; symbolic links are followed if
 they belong to this user or to root. Each component is checked in a directory that was checked before. So nobody else
 can change what a checked path leads to, and it stays what it was between its check and its use.
 """
@@ -55,7 +55,7 @@ def resolve(path: Path, *, make: bool = False, on_the_way: bool = False) -> Path
 
     Raises:
         UnsafePath: somebody else could.
-        OSError: it is not there, or can not be reached.
+        OSError: it is not there, or cannot be reached.
     """
     left = list(path.absolute().parts[::-1])
     here, links = "", 0
@@ -87,7 +87,7 @@ def resolve(path: Path, *, make: bool = False, on_the_way: bool = False) -> Path
 
 
 def usable_folder(path: Path) -> Path:
-    """The folder that is at this path, made if it is missing; others can not write to it, see `resolve`."""
+    """The folder that is at this path, made if it is missing; others cannot write to it, see `resolve`."""
     made = resolve(path, make=True)
     if not made.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -119,7 +119,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def private_folder() -> Path:
-    """A folder of this process alone, which goes when the process ends: for what can not be kept in the cache."""
+    """A folder of this process alone, which goes when the process ends: for what cannot be kept in the cache."""
     return _private_of(os.getpid())
 
 

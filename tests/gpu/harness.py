@@ -55,7 +55,7 @@ def alone():
 
 @pytest.fixture
 def limited():
-    """Ends the whole test run, with everybody's stack, if a test hangs: a kernel can not be interrupted."""
+    """Ends the whole test run, with everybody's stack, if a test hangs: a kernel cannot be interrupted."""
     faulthandler.dump_traceback_later(120, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()

@@ -18,7 +18,7 @@ def driver():
     supported = ctypes.c_int(0)
     assert library.cuDeviceGetAttribute(ctypes.byref(supported), DMA_BUF_SUPPORTED, 0) == 0
     if not supported.value:
-        pytest.skip("the driver of this machine can not share memory by dma-buf")
+        pytest.skip("the driver of this machine cannot share memory by dma-buf")
     return library
 
 

@@ -1,5 +1,5 @@
 """Multicast on one GPU: a multicast object over its memory alone, made with the driver, through which kernels
-store and add. That the switch reaches other GPUs it can not show; that the instructions run, and do with bits, layouts
+store and add. That the switch reaches other GPUs it cannot show; that the instructions run, and do with bits, layouts
 and fences what is expected of them, it can. The same for the kernel of matmul_all_reduce, whose only rank hands its
 tiles to itself."""
 

@@ -162,7 +162,7 @@ def test_fp32(dim):
 
 
 def test_layouts_in_memory_and_out():
-    """Heads beside rows, as models have them; columns first, which TMA can not read; a frame around out."""
+    """Heads beside rows, as models have them; columns first, which TMA cannot read; a frame around out."""
     case = Case(256, heads=4, kv_heads=4, batch=2, dim=128, dtype=BF16, causal=True)
 
     def on_rank(group):

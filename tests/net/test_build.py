@@ -1,4 +1,4 @@
-"""Compiling on first use: once, whole, and with words that help when it can not be done."""
+"""Compiling on first use: once, whole, and with words that help when it cannot be done."""
 
 import ctypes
 import multiprocessing

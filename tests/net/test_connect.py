@@ -199,7 +199,7 @@ def test_memory_that_one_rank_can_not_register_is_told_to_all(machine, control):
     control("refuse_memory", 12)
     together(lambda: attach(0), lambda: attach(1))
     control("refuse_memory", 0)
-    assert all("can not be registered" in str(error) for error in errors)
+    assert all("cannot be registered" in str(error) for error in errors)
     close_all(transports)
     transports.clear()
 

@@ -243,7 +243,7 @@ def test_pinning(job):
             eventually(lambda: proxy.statistics.idle_loops > 0, "a round")
         proxy = Proxy(producer.ring, transport, cpu=1000)
         eventually(lambda: proxy.error is not None, "an error")
-        assert "can not be pinned to core 1000" in proxy.error
+        assert "cannot be pinned to core 1000" in proxy.error
         with pytest.raises(ArgumentError, match="cpu"):
             Proxy(producer.ring, transport, cpu=-2)
 

@@ -380,7 +380,7 @@ def test_detaching_waits_for_requests_but_not_for_ever(fake, control):
         ({"target": -1}, r"target: 8 bytes from 18446744073709551615 are not inside of rank 1's segment 0"),
         ({"signal": 69632 - 4}, r"signal: 8 bytes from 69628 are not inside"),
         ({"signal": 12}, r"signal: byte 12 of segment 0 on rank 1 is not aligned"),
-        ({"segment": 9}, r"target: rank 0 was not told of rank 1's segment 9"),
+        ({"segment": 9}, r"target: rank 0 does not know rank 1's segment 9"),
         ({"source_segment": 9}, r"source: segment 9 is not attached on rank 0"),
         ({"peer": 7}, r"rank 0 is not connected to rank 7"),
     ],
@@ -404,7 +404,7 @@ def test_requests_that_can_not_be_served(fake, control, kind, wrong, words):
         ("verbs", ["down0"], "port 1 of RDMA device down0 is not active: it is down"),
         ("verbs", ["efa0"], "efa0 is neither InfiniBand nor RoCE; EFA devices need transport='efa'"),
         ("efa", ["fake0"], "fake0 is not an EFA device"),
-        ("efa", ["oldefa0"], r"oldefa0 can not do RDMA writes \(its abilities are 0x1\)"),
+        ("efa", ["oldefa0"], r"oldefa0 cannot do RDMA writes \(its abilities are 0x1\)"),
     ],
 )
 def test_devices_that_will_not_do(fake, control, kind, devices, words):
@@ -423,9 +423,9 @@ def test_what_is_refused(fake, control, tmp_path):
         VerbsTransport(0, [("fake0", 1, 5)], verbs_library=fake)
     with pytest.raises(TransportError, match="queues must be from 1 to 64"):
         make(fake, "verbs", 0, queues=0)
-    with pytest.raises(TransportError, match=r"libnowhere.so can not be opened.*apt install libibverbs1"):
+    with pytest.raises(TransportError, match=r"libnowhere.so cannot be opened.*apt install libibverbs1"):
         VerbsTransport(0, [("fake0", 1, 0)], verbs_library="libnowhere.so")
-    with pytest.raises(TransportError, match=r"libnowhere.so can not be opened.*apt install ibverbs-providers"):
+    with pytest.raises(TransportError, match=r"libnowhere.so cannot be opened.*apt install ibverbs-providers"):
         EfaTransport(0, [("efa0", 1, 0)], verbs_library=fake, efa_library="libnowhere.so")
     zero, one = make(fake, "verbs", 0), make(fake, "verbs", 1)
     efa = make(fake, "efa", 1)
@@ -455,7 +455,7 @@ def test_what_is_refused(fake, control, tmp_path):
 def test_memory_that_can_not_be_registered(fake, control):
     transport = make(fake, "verbs", 0)
     control("refuse_memory", 12)
-    with pytest.raises(TransportError, match=r"4096 bytes can not be registered with RDMA device fake0.*ulimit -l"):
+    with pytest.raises(TransportError, match=r"4096 bytes cannot be registered with RDMA device fake0.*ulimit -l"):
         transport.attach(0, torch.zeros(4096, dtype=torch.uint8))
     control("refuse_memory", 0)
     transport.attach(0, torch.zeros(4096, dtype=torch.uint8))  # the number is still free

@@ -180,11 +180,11 @@ def test_rings_that_are_refused(pair):
     large, left = Producer(8).ring, Producer(8).ring
     large[CAPACITY] = 9
     left[CONSUMED], left[COMPLETED] = 5, 3
-    with pytest.raises(TransportError, match="capacity is 9 requests, its memory has room for 8"):
+    with pytest.raises(TransportError, match="capacity is 9 requests, its memory has space for 8"):
         Proxy(large, transport)
     with pytest.raises(TransportError, match="capacity is 0"):
         Proxy(torch.zeros(64, dtype=torch.int64), transport)
-    with pytest.raises(TransportError, match="no room for its header"):
+    with pytest.raises(TransportError, match="too small for its header"):
         Proxy(torch.zeros(4, dtype=torch.int64), transport)
     with pytest.raises(TransportError, match="left with 2 requests in flight"):
         Proxy(left, transport)

@@ -182,7 +182,7 @@ def test_ranks_with_different_secrets():
         messages[transport.rank] = str(caught.value)
 
     together(lambda: attempt(zero, 1), lambda: attempt(one, 0))
-    assert f"rank 1 can not trust rank 0 at {HOST}:{zero.port}: it does not know this job's secret" == messages[1]
+    assert f"rank 1 cannot trust rank 0 at {HOST}:{zero.port}: it does not know this job's secret" == messages[1]
     assert messages[0].startswith("rank 0 waited ")
     assert " s for rank 1 (0 of 4 streams came); 4 connections were refused" in messages[0]
     zero.close()
@@ -205,7 +205,7 @@ def test_a_stranger_who_listens_learns_nothing_useful():
                 heard.append((message, caller.recv(1)))
 
         def dial() -> None:
-            with pytest.raises(TransportError, match="can not trust rank 0"):
+            with pytest.raises(TransportError, match="cannot trust rank 0"):
                 one.connect({0: trap.getsockname()}, timeout=HANG)
 
         together(listen, dial)

@@ -1,4 +1,4 @@
-"""Ranks of one process over 127.0.0.1: every byte arrives, before its signal; losses are told apart from farewells."""
+"""Ranks of one process over 127.0.0.1: every byte arrives, before its signal; a lost peer is not one that has left."""
 
 import os
 import random
@@ -279,10 +279,10 @@ def test_what_is_refused():
             TcpTransport(rank, size, secret)
     with pytest.raises(TransportError, match="'localhost' is not a numeric IPv4 or IPv6 address"):
         TcpTransport(0, 2, SECRET, listen="localhost")
-    with pytest.raises(TransportError, match=r"can not listen on 192\.0\.2\.1:0: .*errno"):
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1:0: .*errno"):
         TcpTransport(0, 2, SECRET, listen="192.0.2.1")
     with TcpTransport(0, 2, SECRET) as transport:
-        with pytest.raises(TransportError, match=f"can not listen on 127.0.0.1:{transport.port}"):
+        with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{transport.port}"):
             TcpTransport(1, 2, SECRET, port=transport.port)
         with pytest.raises(TransportError, match="rank 0 of 2 has no peer 2"):
             transport.connect({2: ("127.0.0.1", 1)})
@@ -302,7 +302,7 @@ def test_peers_that_do_not_come():
         port = closed.getsockname()[1]
         with TcpTransport(1, 2, SECRET) as one, pytest.raises(TransportError) as caught:
             one.connect({0: ("127.0.0.1", port)}, timeout=0.3)
-    assert f"rank 0 at 127.0.0.1:{port} (0 of 4 streams came; the last try: can not connect" in str(caught.value)
+    assert f"rank 0 at 127.0.0.1:{port} (0 of 4 streams came; the last try: cannot connect" in str(caught.value)
 
 
 def test_a_peer_that_listens_later_is_waited_for():

@@ -148,7 +148,7 @@ def nested_descriptors(value):
 
 @pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_combine", "moe_ffn"])
 def test_descriptors_are_parameters_of_their_own(op):
-    """Triton compiles a kernel with a descriptor inside of a structure, but can not launch it."""
+    """Triton compiles a kernel with a descriptor inside of a structure, but cannot launch it."""
     launch = launch_of(op, (2, 2), torch.bfloat16)
     assert len(launch.arguments) <= 12
     for name, value in launch.arguments.items():

@@ -36,7 +36,7 @@ B=/bin/busybox
 $B mount -t proc p /proc; $B mount -t sysfs s /sys; $B mount -t devtmpfs d /dev
 for module in $($B cat /modules/order); do $B insmod /modules/$module || echo "insmod $module failed"; done
 options=trans=virtio,version=9p2000.L,msize=512000
-$B mount -t 9p -o $options,cache=loose,ro root /low || echo "the root file system can not be mounted"
+$B mount -t 9p -o $options,cache=loose,ro root /low || echo "the root file system cannot be mounted"
 $B mount -t tmpfs t /run; $B mkdir /run/upper /run/work
 $B mount -t overlay -o lowerdir=/low,upperdir=/run/upper,workdir=/run/work o /new
 $B mkdir -p /new/exchange

@@ -1,7 +1,7 @@
 """The verbs transport on real RDMA devices: soft-RoCE, in a machine of its own (see machine.py).
 
 The machine boots once and runs everything; each test looks at its own part. All that sends over a
-cable that loses, repeats, reorders or cuts must arrive nevertheless, byte by byte, and what can not arrive must
+cable that loses, repeats, reorders or cuts must arrive nevertheless, byte by byte, and what cannot arrive must
 be told.
 """
 

@@ -35,7 +35,7 @@ def test_a_chain_ends_at_the_rank_that_waited_for_nobody():
     assert chain.short == "rank 0 -> rank 1 -> rank 2 -> rank 7"
     assert [record.rank for record in chain.waits] == [0, 1, 2]
     assert chain.waiters == (0, 1, 2)
-    assert "rank 7 waited for nobody: it never came to all_gather_matmul" in str(chain)
+    assert "rank 7 waited for nobody: it never called all_gather_matmul" in str(chain)
     assert not chain.cycle
 
 
@@ -180,7 +180,7 @@ def test_host_code_that_waits_is_in_the_chain():
         if group.rank != 2:
             group.barrier()
 
-    with pytest.raises(mk.CommTimeout, match="rank 2 waited for nobody: it never came to barrier"):
+    with pytest.raises(mk.CommTimeout, match="rank 2 waited for nobody: it never called barrier"):
         mk.spawn(one_does_not_come, nodes=1, gpus_per_node=3, device="cpu", timeout=1e-4)
 
 
@@ -278,7 +278,7 @@ def test_a_missing_notify_is_not_blamed_on_the_calls(calls_before):
     assert f"rank 1 never saw signal 'arrived' (index 3, it is {max(calls_before - 1, 0)} instead of" in text
     assert "look at the signals of the kernel" in text
     assert "must make the same calls" not in text
-    assert "never came" not in text
+    assert "never called" not in text
 
 
 def test_a_wait_before_its_notify_is_not_blamed_on_the_calls():
@@ -315,13 +315,13 @@ def test_ranks_of_one_operator_that_made_different_calls_before():
     (chain,) = chains.find(records, calls=calls)
     assert "Call 1 of rank 0 is a, of rank 1 is b. All ranks must make the same calls" in chain.reason
     (chain,) = chains.find([waited(0, 1)], calls={0: ["a", "b"], 1: ["a"]})
-    assert "rank 1 waited for nobody: it never came to all_gather_matmul" in chain.reason
+    assert "rank 1 waited for nobody: it never called all_gather_matmul" in chain.reason
     assert "Call 2 of rank 0 is b, of rank 1 was not made" in chain.reason
 
 
 def test_without_the_calls_nothing_is_claimed_about_them():
     (chain,) = chains.find([waited(0, 1)])
-    assert "never came to all_gather_matmul, was lost on the way, or left it without raising signal" in chain.reason
+    assert "never called all_gather_matmul, was lost on the way, or left it without raising signal" in chain.reason
     (chain,) = chains.find([waited(0, 1), waited(1, 0)])
     assert "must make the same calls" not in chain.reason
     assert "all of them in all_gather_matmul: rank 0 for signal 'arrived'" in chain.reason
@@ -330,5 +330,5 @@ def test_without_the_calls_nothing_is_claimed_about_them():
 def test_a_rank_that_ended_its_launch_had_come():
     (chain,) = chains.find([waited(0, 1), waited(1, -1, "nothing", timed_out=False)])
     assert chain.culprit == ("rank", 1)
-    assert "never came" not in chain.reason
+    assert "never called" not in chain.reason
     assert "look at the signals of the kernel" in chain.reason

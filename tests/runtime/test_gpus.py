@@ -1,4 +1,4 @@
-"""GPUs that can not run the kernels are refused before anything is launched."""
+"""GPUs that cannot run the kernels are refused before anything is launched."""
 
 import pytest
 import torch

@@ -311,7 +311,7 @@ def test_what_one_rank_refuses_all_refuse():
     def rank(group):
         assert works(group)
         rows = torch.ones(17 if group.rank == 1 else 16, 16)
-        with pytest.raises(mk.ArgumentError) as caught:  # 17 rows can not be divided among two ranks
+        with pytest.raises(mk.ArgumentError) as caught:  # 17 rows cannot be divided among two ranks
             mk.matmul_reduce_scatter(rows, torch.ones(16, 4))
         with pytest.raises(mk.ArgumentError) as other:
             mk.all_gather_matmul(rows if group.rank else "rows", torch.ones(16, 4))

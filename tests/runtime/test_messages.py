@@ -1,4 +1,4 @@
-"""What ranks tell each other, and who can not make them believe something."""
+"""What ranks tell each other, and who cannot make them believe something."""
 
 import pickle
 import struct

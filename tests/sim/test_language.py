@@ -182,7 +182,7 @@ def block(dtype: Any, shape: tuple[int, ...], seed: int = 0, nonzero: bool = Fal
         large = generator.integers(limits.min, limits.max, shape, dtype=kind.data, endpoint=True)
         small = generator.integers(-9 if kind.signed else 0, 10, shape).astype(kind.data)
         data = np.where(generator.random(shape) < 0.5, large, small)
-        if nonzero:  # nor -1, by which the least integer can not be divided
+        if nonzero:  # nor -1, by which the least integer cannot be divided
             data = np.where((data == 0) | (data == ~np.zeros_like(data)), data.dtype.type(3), data)
     return Tensor(np.asarray(data, dtype=kind.data)[()], dtype)
 
@@ -519,7 +519,7 @@ def softmax(x):
 
 @triton.jit
 def sort(x):
-    return tl.sort(x, descending=False)  # Triton 3.9's own interpreter can not do without the argument
+    return tl.sort(x, descending=False)  # Triton 3.9's own interpreter cannot do without the argument
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def gathers(
     cluster, capability=90, config=None, dtype=torch.bfloat16, m=256, n=2048, k=2048,
     paced=False, gathered=False, strided=False, transposed=True, heap=False, described=True, module=all_gather_matmul,
 ):  # fmt: skip
-    """The launch of a call of all_gather_matmul. strided: TMA can not read a; described: it can read b and out."""
+    """The launch of a call of all_gather_matmul. strided: TMA cannot read a; described: it can read b and out."""
 
     def prepare(group):
         a = group.heap.tensor((m, k), dtype) if heap else torch.empty(m, k + 3 * strided, dtype=dtype)[:, :k]
@@ -39,7 +39,7 @@ def weight_grads(
     cluster, capability=90, config=None, dtype=torch.bfloat16, m=256, n=2048, k=2048,
     paced=False, strided=False, column_major=True, heap=False, described=True, module=weight_grad,
 ):  # fmt: skip
-    """The launch of a call of all_gather_matmul_weight_grad. strided: TMA can not read a; described: it can read dy and
+    """The launch of a call of all_gather_matmul_weight_grad. strided: TMA cannot read a; described: it can read dy and
     write out."""
 
     def tensor(rows, columns):

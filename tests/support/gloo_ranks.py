@@ -28,13 +28,13 @@ SPOILED = 14  # rows of a product for which one all-reduce is wrong, and another
 class WallClock(Stopwatch):
     """Times calls, by the slowest rank, without a GPU."""
 
-    def __init__(self, peer, meet):
-        self._peer, self.meet = peer, meet
+    def __init__(self, peer, barrier):
+        self._peer, self.barrier = peer, barrier
 
     def time(self, call, repeats):
         times = []
         for _ in range(repeats):
-            self.meet()
+            self.barrier()
             begun = time.perf_counter()
             call()
             times.append((time.perf_counter() - begun) * 1e3)

@@ -142,7 +142,7 @@ def measure_on_rank(
     for way, call in ways.calls.items():
         peer.say(f"checking {way}")
         try:
-            ways.meet()
+            ways.barrier()
             error, failure = problem.error(call()), ""
         except RuntimeError as problem_of_way:
             error, failure = float("inf"), str(problem_of_way).strip().partition("\n")[0]
@@ -158,7 +158,7 @@ def measure_on_rank(
             right[way] = error
     found: dict[str, Any] = {"status": "wrong" if wrong else "measured" if right else "failed"}
     if right:
-        stopwatch = PeerStopwatch(peer, ways.meet)
+        stopwatch = PeerStopwatch(peer, ways.barrier)
         peer.say(f"timing {', '.join(right)}")
         times = stopwatch.bursts({way: ways.calls[way] for way in right}, repeats)
         best = min(times, key=lambda way: times[way])
@@ -177,12 +177,12 @@ def device_of(rank: int) -> torch.device:
 class PeerStopwatch(Stopwatch):
     """Times the calls of a rank in its own process; the time of a call is that of the slowest rank."""
 
-    def __init__(self, peer: Peer, meet: Callable[[], object]):
+    def __init__(self, peer: Peer, barrier: Callable[[], object]):
         super().__init__([torch.cuda.current_stream()])
-        self._peer, self._meet = peer, meet
+        self._peer, self._barrier = peer, barrier
 
-    def meet(self) -> object:
-        return self._meet()
+    def barrier(self) -> object:
+        return self._barrier()
 
     def time(self, call: Callable[[], object], repeats: int) -> list[float]:
         return [max(times) for times in zip(*self._peer.exchange(super().time(call, repeats)))]

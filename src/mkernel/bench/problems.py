@@ -22,10 +22,10 @@ Calls = dict[str, Callable[[], torch.Tensor]]  # by name; each returns this rank
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways in which a library can compute an operator. `meet` enqueues a barrier between all ranks on the current
+    """The ways in which a library can compute an operator. `barrier` enqueues a barrier of all ranks on the current
     stream. `notes` say which ways were skipped, and why."""
 
-    meet: Callable[[], object]
+    barrier: Callable[[], object]
     calls: Calls
     notes: list[str] = field(default_factory=list)
 

@@ -98,7 +98,7 @@ class Stopwatch:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self._main):
                 self._cache.zero_()
-                self.meet()
+                self.barrier()
             start.record(self._main)
             for stream in self.streams:
                 stream.wait_event(start)
@@ -110,7 +110,7 @@ class Stopwatch:
         self._main.synchronize()
         return [start.elapsed_time(end) for start, end in spans[repeats:]]
 
-    def meet(self) -> object:
+    def barrier(self) -> object:
         """Delay the start until all ranks have arrived. Not needed if all of them are in this process."""
 
     def bursts(self, calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

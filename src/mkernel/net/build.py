@@ -38,14 +38,14 @@ RDMA_HEADERS = ("infiniband/verbs.h", "infiniband/efadv.h")  # optional
 
 def compiler() -> list[str]:
     """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++ that is installed."""
-    wish = os.environ.get("CXX")
-    command = shlex.split(wish) if wish else []
+    chosen = os.environ.get("CXX")
+    command = shlex.split(chosen) if chosen else []
     for candidate in [command] if command else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(candidate[0])
         if found:
             return [found, *candidate[1:]]
     raise TransportError(
-        (f"CXX={wish}: there is no such compiler. " if command else "no C++ compiler was found. ")
+        (f"CXX={chosen}: there is no such compiler. " if command else "no C++ compiler was found. ")
         + "The network layer is compiled on first use and needs one that supports C++17: install g++ or clang++ "
         "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install -c conda-forge gxx), "
         "or set CXX to its path"

@@ -60,9 +60,9 @@ def check_replicated(module: nn.Module, *, group: Any = None) -> None:
                 values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 hashes[f"{prefix}.{name}" if prefix else name] = hashlib.sha256(values.numpy()).hexdigest()
     group = current(group)
-    told = group.exchange("check_replicated", hashes)
-    for rank, theirs in enumerate(told):
-        different = [name for name in {**told[0], **theirs} if told[0].get(name) != theirs.get(name)]
+    by_rank = group.exchange("check_replicated", hashes)
+    for rank, theirs in enumerate(by_rank):
+        different = [name for name in {**by_rank[0], **theirs} if by_rank[0].get(name) != theirs.get(name)]
         if different:
             raise ArgumentError(
                 f"module has parameters that must be the same on every rank, but differ between ranks 0 and {rank}: "

@@ -205,13 +205,13 @@ def _reason(
         )
     wait = waits[-1]  # the one for this rank
     if wait.signal == "call":  # its host waited
-        return f"rank {rank} waited for nobody: it never came to {wait.op}, or was lost on the way"
+        return f"rank {rank} waited for nobody: it never called {wait.op}, or was lost on the way"
     if _same_calls((rank, wait.rank), calls) or (rank, wait.op) in ended:
         return (
             f"rank {rank} waited for nobody. It made the same calls and is in {wait.op} too, or has left it, but rank "
             f"{wait.rank} never saw {_signal(wait)}. {LOOK_AT_SIGNALS}"
         )
-    never = f"rank {rank} waited for nobody: it never came to {wait.op}"
+    never = f"rank {rank} waited for nobody: it never called {wait.op}"
     if different := _different_calls((rank, wait.rank), calls):
         return f"{never}. {different}"
     return (

@@ -55,11 +55,11 @@ def offsets(group: Group) -> list[Offset]:
         group.barrier()
         barriers.append((came, time.monotonic_ns()))
     everyone = group.exchange("clocks", (host_name(), own.nanoseconds, own.error, barriers))
-    told = [(name, Offset(nanoseconds, error), at) for name, nanoseconds, error, at in everyone]
-    host, first, its_barriers = told[0]
+    offsets = [(name, Offset(nanoseconds, error), at) for name, nanoseconds, error, at in everyone]
+    host, first, its_barriers = offsets[0]
     found = []
     for clock in clocks:
-        name, theirs, their_barriers = told[clocks.index(clock)]  # ranks that share a clock have the same offset
+        name, theirs, their_barriers = offsets[clocks.index(clock)]  # ranks that share a clock have the same offset
         apart = Offset(0, 0) if name == host else hosts_between(their_barriers, its_barriers)
         if clock == clocks[0]:
             found.append(Offset(0, 0))

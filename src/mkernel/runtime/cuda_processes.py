@@ -156,8 +156,8 @@ class NodeGroups:
 
 class RenumberedStore(dist.Store):
     """A store for torch symmetric memory, whose ranks exchange values under names that end in `<round>/<rank>`. torch
-    counts rounds per process, so two ranks that are in different numbers of groups would never meet. This store counts
-    rounds per group."""
+    counts rounds per process, so two ranks that are in different numbers of groups would wait for different names. This
+    store counts rounds per group."""
 
     def __init__(self, store: dist.Store, timeout: float):
         super().__init__()

@@ -19,7 +19,7 @@ def name_of(device: torch.device) -> str:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Refuse a GPU that can not run the kernels. For AMD GPUs, Triton 3.9 compiles some of them, but drops the PTX."""
+    """Refuse a GPU that cannot run the kernels. For AMD GPUs, Triton 3.9 compiles some of them, but drops the PTX."""
     if torch.version.hip is not None:
         name = f"{torch.cuda.get_device_name(device)} ({device}) is an AMD GPU, and kernels contain PTX"
     elif torch.cuda.get_device_capability(device) < OLDEST:

@@ -338,10 +338,10 @@ class Group:
         self._check_process()
         if call is None and self._call is not None:  # part of a call
             call = (f"{what} of {self._call[0]}", self._call[1])
-        told = (call or what, value)
+        message = (call or what, value)
         try:
             given = self.world.exchange.all_gather(
-                self.world_rank, self.members, key or self.next_exchange(), what, told, self.timeout
+                self.world_rank, self.members, key or self.next_exchange(), what, message, self.timeout
             )
         except (CommTimeout, TransportError) as late:
             self.mark_out_of_sync(late)
@@ -435,7 +435,7 @@ class Group:
         """All-gather `value`. Raise ArgumentError on all ranks unless they pass the same other values, as `agree`
         does."""
         key = (what, tuple(values.items()))
-        told = self.exchange(what, value, call=key)
+        values_of_all = self.exchange(what, value, call=key)
         if key not in self._agreed:
             if len(self._agreed) >= AGREEMENTS_KEPT:
                 self._agreed.clear()  # in the same call on all ranks, since all have the same agreements
@@ -443,7 +443,7 @@ class Group:
             self._agreed.add(key)
             self.fresh = True
         self._call = key
-        return told
+        return values_of_all
 
     def planned(self, key: Hashable, make: Callable[[], Plan], kept: int = PLANS_KEPT) -> Plan:
         """The cached plan for this key, or a new one. At most `kept` plans of a kind are cached."""

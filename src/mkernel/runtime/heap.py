@@ -60,8 +60,8 @@ class Heap:
         group = self._group
         dropped = self._dropped | ({replaces.number} if replaces is not None else set())
         freed = sorted(dropped) if not group.capturing else []  # freeing waits for streams, and captured ones never end
-        wishes = group.exchange("heap", (nbytes, freed), call)
-        sizes = [size for size, _ in wishes]
+        requested = group.exchange("heap", (nbytes, freed), call)
+        sizes = [size for size, _ in requested]
         if len(set(sizes)) > 1:
             problem = ArgumentError(
                 "symmetric memory must have the same size on every rank of the group; sizes by rank: "
@@ -72,7 +72,7 @@ class Heap:
         # whatever fails on one rank from here on: all ranks have the same numbers and have dropped the same segments
         number, self._next = self._next, self._next + 1
         self._dropped |= dropped
-        self._free(set.intersection(*(set(theirs) for _, theirs in wishes)))
+        self._free(set.intersection(*(set(theirs) for _, theirs in requested)))
         world = group.world
         memory = world.memory.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
         world.memory.describe(group, number, memory, parts)

@@ -39,8 +39,8 @@ class Page:
     def __init__(self, handle: int):
         self._memory = mmap.mmap(handle, PAGE_BYTES)
 
-    def write(self, told: Mapping[str, Any]) -> None:
-        text = json.dumps(told).encode()[: PAGE_BYTES - _HEAD.size]
+    def write(self, status: Mapping[str, Any]) -> None:
+        text = json.dumps(status).encode()[: PAGE_BYTES - _HEAD.size]
         version, _ = _HEAD.unpack_from(self._memory)
         _HEAD.pack_into(self._memory, 0, version + 1, 0)
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
@@ -53,10 +53,10 @@ class Page:
         if version % 2 or not length or _HEAD.unpack_from(self._memory)[0] != version:
             return {}
         try:
-            told = json.loads(text)
+            status = json.loads(text)
         except ValueError:
             return {}
-        return told if isinstance(told, dict) else {}
+        return status if isinstance(status, dict) else {}
 
     def close(self) -> None:
         self._memory.close()

@@ -83,13 +83,13 @@ class Tracer:
     def read(self) -> list[Lane]:
         """The lanes that have events. No kernel of the rank may be running."""
         lanes = self._buffer.view(self._ctas, LANES, self._lane_words)
-        room = self._lane_words // WORDS - 1
-        longest = int(lanes[:, :, 0].max().clamp(max=room)) if lanes.numel() else 0
+        most = self._lane_words // WORDS - 1
+        longest = int(lanes[:, :, 0].max().clamp(max=most)) if lanes.numel() else 0
         used = lanes[:, :, : (1 + longest) * WORDS].cpu().numpy()
         found = []
         for cta, lane in zip(*np.nonzero(used[:, :, 0])):
             count = int(used[cta, lane, 0])
-            written = min(count, room)
+            written = min(count, most)
             events = used[cta, lane, WORDS : (1 + written) * WORDS].reshape(written, WORDS).copy()
             found.append(Lane(int(cta), int(lane), events, count - written))
         return found

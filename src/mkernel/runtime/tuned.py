@@ -91,15 +91,15 @@ def _text_of(file: Path) -> str:
 
 
 def _parse(text: str) -> Entries:
-    told = json.loads(text)
-    if not isinstance(told, dict) or not isinstance(told.get("entries"), dict):
+    data = json.loads(text)
+    if not isinstance(data, dict) or not isinstance(data.get("entries"), dict):
         raise ValueError("it has no entries")
-    if told.get("format") != FORMAT:
-        raise ValueError(f"it has format {told.get('format')!r}, this version of mkernel writes {FORMAT}")
-    for key, entry in told["entries"].items():
+    if data.get("format") != FORMAT:
+        raise ValueError(f"it has format {data.get('format')!r}, this version of mkernel writes {FORMAT}")
+    for key, entry in data["entries"].items():
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
             raise ValueError(f"the entry {key!r} has no configuration")
-    return told["entries"]
+    return data["entries"]
 
 
 def _report(problem: str) -> None:

@@ -19,7 +19,7 @@ def _name(function: Any) -> str:
 
 
 def check_replacements(replace: Mapping[Any, Any]) -> None:
-    """Refuse what can not be replaced."""
+    """Refuse what cannot be replaced."""
     for old, new in replace.items():
         for function in (old, new):
             if not isinstance(function, JIT):

@@ -193,7 +193,7 @@ void told(Pair& pair, const Work& work, ibv_wc_status status) {
   }
 }
 
-// Carry out one work of a queue pair. False: it can not be done yet.
+// Carry out one work of a queue pair. False: it cannot be done yet.
 bool carry_out(Pair& pair, size_t index) {
   Controls& controls = state().controls;
   Work work = pair.work[index];

@@ -129,7 +129,7 @@ void frames() {
   }
   Fragment wrong = first;
   wrong.bytes -= 1;
-  CHECK(says(answer({wrong}), "can not have"));
+  CHECK(says(answer({wrong}), "cannot have"));
   wrong = first;
   wrong.target = ~uint64_t{0} - 10;
   CHECK(says(answer({wrong}), "not inside"));

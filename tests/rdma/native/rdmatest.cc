@@ -128,7 +128,7 @@ void refusals() {
   CHECK(contains(refusal(options), "no RDMA device was named"));
   options = options_of(0, milliseconds(1000));
   options.library = "libnowhere.so.1";
-  CHECK(contains(refusal(options), "libnowhere.so.1 can not be opened"));
+  CHECK(contains(refusal(options), "libnowhere.so.1 cannot be opened"));
   CHECK(std::system("ip link set v0 down") == 0);
   CHECK(contains(refusal(options_of(0, milliseconds(1000))), "port 1 of RDMA device rxe0 is not active"));
   CHECK(std::system("ip link set v0 up") == 0);

@@ -32,10 +32,10 @@ std::vector<Arrival> Connector::connect(const std::vector<PeerAddress>& peers, s
   std::lock_guard<std::mutex> lock(mutex_);
   auto start = Clock::now();
   auto deadline = start + timeout;
-  struct Farewell {  // strangers do not stay, however this ends
+  struct ClosePending {  // connections that did not authenticate are closed, however this ends
     std::list<PendingConnection>& pending;
-    ~Farewell() { pending.clear(); }
-  } farewell{pending_};
+    ~ClosePending() { pending.clear(); }
+  } close_pending{pending_};
   std::list<Dial> dials;
   std::set<uint32_t> named;
   for (const PeerAddress& peer : peers) {
@@ -137,7 +137,7 @@ void Connector::wait_for_events(std::list<Dial>& dials, Clock::time_point deadli
       arrived = it->connection.front().failure.empty();
       PendingConnection& connection = it->connection.front();
       if (connection.hopeless)
-        fail("rank ", job_.rank, " can not trust rank ", it->peer, " at ", connection.address, ": ", connection.failure);
+        fail("rank ", job_.rank, " cannot trust rank ", it->peer, " at ", connection.address, ": ", connection.failure);
       if (arrived) {
         accept_connection(connection);
       } else {
@@ -180,7 +180,7 @@ bool Connector::progress(PendingConnection& connection) {
       int problem = 0;
       socklen_t size = sizeof(problem);
       ::getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &problem, &size);
-      if (problem != 0) fail("can not connect: ", errno_text(problem));
+      if (problem != 0) fail("cannot connect: ", errno_text(problem));
       connection.connecting = false;
     }
     std::string& out = connection.handshake.outgoing;

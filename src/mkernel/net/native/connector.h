@@ -1,7 +1,7 @@
-// The listener of a rank: makes the streams to its peers and keeps strangers out.
+// The listener of a rank: makes the streams to its peers and refuses connections that do not authenticate.
 //
 // Of two ranks the higher one dials. The listening socket is served only while someone waits in
-// `connect`, so strangers cost a running job nothing; they wait in the kernel's queue. Inside, a
+// `connect`, so such connections cost a running job nothing; they wait in the kernel's queue. Inside, a
 // connection has a few seconds to finish the handshake, and there are never more than kMaxPending
 // such connections: the oldest has to go when one more comes. A peer that is turned away so tries
 // again.

@@ -31,7 +31,7 @@ class CopyQueue {
   virtual void set_abort_flag(int64_t* word) = 0;
   // Is everything up to this number done? Flushes if it was kept back.
   virtual bool done(uint64_t number) = 0;
-  // Return when nothing is under way, and all memory is let go.
+  // Return when nothing is under way, and all memory is released.
   virtual void settle() noexcept = 0;
   // Signals in this memory may be lower again: it belongs to somebody else now.
   virtual void forget(const void* base, uint64_t size) = 0;

@@ -11,7 +11,7 @@
 //   label, number of fragments, signal, value      as many fragments came as that says; then, and only then,
 //                                               the signal grows to the value
 //
-// The announcement may be first, last or in between. It can not ride in the 32 bits: a signal's segment,
+// The announcement may be first, last or in between. It cannot ride in the 32 bits: a signal's segment,
 // offset and value alone have 152.
 //
 // Why it is right:
@@ -60,9 +60,9 @@ class Labels {
  public:
   explicit Labels(uint32_t rank) : rank_(rank) {}
 
-  bool room() const { return done_.size() < kWindow; }
+  bool has_space() const { return done_.size() < kWindow; }
   uint32_t begin() {
-    if (!room()) fail("more than ", kWindow, " messages are under way");
+    if (!has_space()) fail("more than ", kWindow, " messages are under way");
     done_.push_back(false);
     return static_cast<uint32_t>(rank_ * kNumbers + (oldest_ + done_.size() - 1) % kNumbers);
   }

@@ -171,7 +171,7 @@ struct Process {
   std::map<int, std::unique_ptr<Device>> devices;
   std::map<uint64_t, std::vector<uint8_t*>> free_buffers;  // by size
   std::map<Device*, std::vector<Address>> free_words;
-  std::mutex movers_mutex;
+  std::mutex queues_mutex;
   std::set<CopyQueue*> copy_queues;
 };
 
@@ -264,14 +264,14 @@ class CudaCopyQueue : public CopyQueue {
     flush_inside();
     cuda.check(cuda.stream_synchronize(stream_), "warm up");
     Process& here = process();
-    std::lock_guard<std::mutex> lock(here.movers_mutex);
+    std::lock_guard<std::mutex> lock(here.queues_mutex);
     here.copy_queues.insert(this);
   }
 
   ~CudaCopyQueue() override {
     {
       Process& here = process();
-      std::lock_guard<std::mutex> lock(here.movers_mutex);
+      std::lock_guard<std::mutex> lock(here.queues_mutex);
       here.copy_queues.erase(this);
     }
     settle();
@@ -463,7 +463,7 @@ PinnedBuffer::~PinnedBuffer() {
   here.free_buffers[size_].push_back(data);
 }
 
-std::unique_ptr<CopyQueue> cuda_mover(int device) {
+std::unique_ptr<CopyQueue> cuda_copy_queue(int device) {
   return std::make_unique<cuda::CudaCopyQueue>(device, std::make_unique<cuda::CudaCopyQueue>(device, nullptr));
 }
 
@@ -498,9 +498,9 @@ void show_device_writes(int device) {
   driver.check(driver.flush_writes(cuda::kFlushCurrentContext, cuda::kFlushToAllDevices), "flush RDMA writes");
 }
 
-void settle_cuda_movers() noexcept {
+void settle_cuda_copy_queues() noexcept {
   cuda::Process& here = cuda::process();
-  std::lock_guard<std::mutex> lock(here.movers_mutex);
+  std::lock_guard<std::mutex> lock(here.queues_mutex);
   for (CopyQueue* copy_queue : here.copy_queues) copy_queue->settle();
 }
 

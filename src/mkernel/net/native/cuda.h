@@ -20,10 +20,10 @@
 namespace mkernel {
 
 // Queues its work on a stream of this device.
-std::unique_ptr<CopyQueue> cuda_mover(int device);
+std::unique_ptr<CopyQueue> cuda_copy_queue(int device);
 
-// Make all CUDA copy_queues of the process let go of memory.
-void settle_cuda_movers() noexcept;
+// Make all CUDA copy queues of the process release memory that they no longer use.
+void settle_cuda_copy_queues() noexcept;
 
 // Memory of a device as a dma-buf, by which other devices get at it: a file descriptor, and where the memory
 // begins in it. No descriptor: `why`.

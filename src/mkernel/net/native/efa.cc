@@ -5,8 +5,8 @@
 // by a small message; the receiving proxy counts and raises the signal (counting.h). There is one queue pair on each
 // rail for all peers, with a random key that only the ranks of the job know.
 //
-// Devices must be able to do RDMA writes, which the first generations can not. Headers older than that
-// ability do not name its bit, so the number is written here; what such an old library can not do, it refuses when
+// Devices must be able to do RDMA writes, which the first generations cannot. Headers older than that
+// ability do not name its bit, so the number is written here; what such an old library cannot do, it refuses when
 // the queue pair is made.
 //
 // Where the data is in GPU memory, it came over another way than the completion that tells of it: it is
@@ -149,7 +149,7 @@ EfaTransport::Endpoint EfaTransport::open_endpoint(Rail& rail, const EfaLibrary&
   if (int problem = efa.query_device(rail.context.get(), &abilities, sizeof(abilities)))
     fail("RDMA device ", rail.name, " is not an EFA device: ", errno_text(problem));
   if ((abilities.device_caps & kCanWrite) == 0)
-    fail("EFA device ", rail.name, " can not do RDMA writes (its abilities are ", hex_text(abilities.device_caps),
+    fail("EFA device ", rail.name, " cannot do RDMA writes (its abilities are ", hex_text(abilities.device_caps),
          "): newer instances can, if the kernel's efa module and libefa know of it too");
   Endpoint endpoint;
   endpoint.largest = abilities.max_rdma_size;
@@ -158,19 +158,19 @@ EfaTransport::Endpoint EfaTransport::open_endpoint(Rail& rail, const EfaLibrary&
   auto entries = static_cast<int>(std::min<uint64_t>(endpoint.depth + receives, static_cast<uint64_t>(rail.limits.max_cqe)));
   endpoint.completions = {library_.create_cq(rail.context.get(), entries, nullptr, nullptr, 0), library_.destroy_cq};
   if (!endpoint.completions) fail("EFA device ", rail.name, ": no completion queue: ", errno_text());
-  ibv_qp_init_attr_ex wish{};
-  wish.send_cq = wish.recv_cq = endpoint.completions.get();
-  wish.qp_type = IBV_QPT_DRIVER;
-  wish.sq_sig_all = 1;
-  wish.cap.max_send_wr = endpoint.depth;
-  wish.cap.max_recv_wr = receives;
-  wish.cap.max_send_sge = wish.cap.max_recv_sge = 1;
-  wish.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-  wish.pd = rail.domain.get();
-  wish.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND;
+  ibv_qp_init_attr_ex init{};
+  init.send_cq = init.recv_cq = endpoint.completions.get();
+  init.qp_type = IBV_QPT_DRIVER;
+  init.sq_sig_all = 1;
+  init.cap.max_send_wr = endpoint.depth;
+  init.cap.max_recv_wr = receives;
+  init.cap.max_send_sge = init.cap.max_recv_sge = 1;
+  init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+  init.pd = rail.domain.get();
+  init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND;
   efadv_qp_init_attr kind{};
   kind.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
-  endpoint.pair = {efa.create_qp_ex(rail.context.get(), &wish, &kind, sizeof(kind)), library_.destroy_qp};
+  endpoint.pair = {efa.create_qp_ex(rail.context.get(), &init, &kind, sizeof(kind)), library_.destroy_qp};
   if (!endpoint.pair)
     fail("EFA device ", rail.name, ": no queue pair for RDMA writes: ", errno_text(),
          errno == EOPNOTSUPP ? "; libefa is too old for them" : "");
@@ -276,7 +276,7 @@ bool EfaTransport::post(const Request& request) {
     uint64_t fragments = std::max(parts(largest), std::min<uint64_t>(rails, parts(kSplitFrom)));
     uint64_t each = (fragments + rails) / rails;  // writes on one rail, at most
     if (each > endpoints_[0].depth) fail(request.bytes, " bytes are too many for one request");
-    if (!peer.labels.room()) return false;
+    if (!peer.labels.has_space()) return false;
     for (size_t rail = 0; rail < rails; ++rail)
       if (endpoints_[rail].under_way + each > endpoints_[rail].depth) return false;
 
@@ -362,7 +362,7 @@ bool EfaTransport::collect(size_t rail, std::vector<int64_t>& completed) {
   Endpoint& endpoint = endpoints_[rail];
   ibv_wc events[kEventsAtOnce];
   int count = ibv_poll_cq(endpoint.completions.get(), kEventsAtOnce, events);
-  if (count < 0) fail("completions of EFA device ", rails_[rail].name, " can not be read");
+  if (count < 0) fail("completions of EFA device ", rails_[rail].name, " cannot be read");
   std::vector<uint32_t> slots;
   for (int i = 0; i < count; ++i) {
     const ibv_wc& event = events[i];

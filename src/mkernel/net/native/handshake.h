@@ -7,7 +7,7 @@
 //
 // A proof is an HMAC-SHA256 over the role, the Hello and the acceptor's random number, so it can
 // neither be replayed nor reflected, nor be used for another rank or stream. All messages have fixed
-// sizes: there is no length to lie about. This keeps strangers out; it does not protect the bytes
+// sizes: there is no length to lie about. This authenticates connections; it does not protect the bytes
 // that follow against someone who can change packets between the two hosts.
 #pragma once
 

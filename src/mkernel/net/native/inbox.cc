@@ -19,7 +19,7 @@ void Inbox::begin(const Fragment& fragment) {
   segments_->pin_signal(fragment.segment, fragment.signal);
   Fragmentation fragmentation(fragment.total);
   if (fragment.index >= fragmentation.fragments || fragment.bytes != fragmentation.bytes(fragment.index))
-    fail("fragment ", fragment.index, " of a transfer of ", fragment.total, " bytes can not have ", fragment.bytes, " bytes");
+    fail("fragment ", fragment.index, " of a transfer of ", fragment.total, " bytes cannot have ", fragment.bytes, " bytes");
   if (fragmentation.fragments == 1) return;
   auto it = transfers_.find(fragment.transfer);
   if (it == transfers_.end()) {
@@ -69,7 +69,7 @@ void StreamReader::feed(const uint8_t* data, size_t size) {
       std::memcpy(place(part).data, data, part);
       placed(part);
     } else {
-      if (ended_) fail("something came after the farewell");
+      if (ended_) fail("data after the FIN");
       part = std::min(size, sizeof(Fragment) - header_bytes_);
       std::memcpy(reinterpret_cast<uint8_t*>(&fragment_) + header_bytes_, data, part);
       header_bytes_ += part;
@@ -85,7 +85,7 @@ void StreamReader::take_header() {
   if (fragment_.kind == kFin) {
     Fragment fin;
     fin.kind = kFin;
-    if (std::memcmp(&fin, &fragment_, sizeof(Fragment)) != 0) fail("a farewell of another shape");
+    if (std::memcmp(&fin, &fragment_, sizeof(Fragment)) != 0) fail("a malformed FIN");
     ended_ = true;
     return;
   }

@@ -30,7 +30,7 @@ class Inbox {
   void finish(const Fragment& fragment);
   // Where the bytes of a fragment from `done` on belong.
   Segments::Pin place(const Fragment& fragment, uint64_t done, uint64_t size);
-  // Device memory can not be received into: its fragments wait in pinned memory until they are whole.
+  // Device memory cannot be received into: its fragments wait in pinned memory until they are whole.
   bool on_device(const Fragment& fragment) { return place(fragment, 0, fragment.bytes).copy_queue != nullptr; }
   void land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes);
   size_t unfinished() const { return transfers_.size(); }

@@ -70,7 +70,7 @@ MKERNEL_NET_API mkernel_net_transport* mkernel_net_rdma_create(const char* kind,
                                                                const mkernel_net_rdma_port* ports, int count,
                                                                int queues, int traffic_class, int64_t peer_timeout_ms,
                                                                const char* library, const char* efa_library);
-/* What a peer has to be told of this rank, and of its segments, and what peers have told. `describe`
+/* What peers have to know of this rank and of its segments, and what they have sent of theirs. `describe`
  * returns how many bytes there are (also if they do not fit into `size`), -1 for an error. */
 MKERNEL_NET_API int64_t mkernel_net_describe(mkernel_net_transport* transport, uint32_t peer, void* out, size_t size);
 MKERNEL_NET_API int mkernel_net_connect(mkernel_net_transport* transport, uint32_t peer, const void* description,

@@ -19,7 +19,7 @@ void Outbox::push(std::shared_ptr<Outgoing> owner, const Fragment& fragment, uin
   bytes_ += sizeof(Fragment) + fragment.bytes;
 }
 
-void Outbox::push_bye() {
+void Outbox::push_fin() {
   Fragment fin;
   fin.kind = kFin;
   push(nullptr, fin, 0);

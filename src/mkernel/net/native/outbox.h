@@ -23,7 +23,7 @@ struct Outgoing {
 class Outbox {
  public:
   void push(std::shared_ptr<Outgoing> owner, const Fragment& fragment, uint64_t source);
-  void push_bye();
+  void push_fin();
   bool empty() const { return queue_.empty(); }
   uint64_t bytes() const { return bytes_; }
 
@@ -46,7 +46,7 @@ class Outbox {
   };
   struct Item {
     Fragment fragment;
-    std::shared_ptr<Outgoing> owner;  // none: a farewell
+    std::shared_ptr<Outgoing> owner;  // none: a FIN
     uint64_t source;                  // of this fragment
     uint64_t sent;                    // of header and payload together
     std::unique_ptr<Fetched> fetched;  // if the source is device memory

@@ -18,7 +18,7 @@ void pin_to(int cpu) {
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
   if (int number = pthread_setaffinity_np(pthread_self(), sizeof(set), &set))
-    fail("the proxy can not be pinned to core ", cpu, ": ", errno_text(number));
+    fail("the proxy cannot be pinned to core ", cpu, ": ", errno_text(number));
 }
 
 void relax() {
@@ -94,7 +94,7 @@ void Proxy::raise_abort_flag(int64_t* word, int device) noexcept {
   try {
     transport_->segments->copy_queue_of(device).set_abort_flag(word);
   } catch (const std::exception& error) {
-    error_ += words("; and waiting kernels could not be told: ", error.what());
+    error_ += words("; and the waits of kernels could not be ended: ", error.what());
   }
 }
 

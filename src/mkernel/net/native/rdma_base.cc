@@ -38,39 +38,39 @@ void RdmaBase::open_rails() {
   int count = 0;
   std::unique_ptr<ibv_device*, void (*)(ibv_device**)> devices(library_.get_device_list(&count),
                                                                library_.free_device_list);
-  if (!devices) fail("the RDMA devices can not be listed: ", errno_text());
+  if (!devices) fail("the RDMA devices cannot be listed: ", errno_text());
   std::string names;
   for (int i = 0; i < count; ++i) names += (i > 0 ? ", " : "") + std::string(library_.get_device_name(devices.get()[i]));
-  for (const RdmaPort& wish : options_.ports) {
+  for (const RdmaPort& wanted : options_.ports) {
     ibv_device* device = nullptr;
     for (int i = 0; i < count; ++i)
-      if (wish.device == library_.get_device_name(devices.get()[i])) device = devices.get()[i];
+      if (wanted.device == library_.get_device_name(devices.get()[i])) device = devices.get()[i];
     if (device == nullptr && count == 0)
-      fail("there is no RDMA device '", wish.device, "': libibverbs finds none on this machine");
-    if (device == nullptr) fail("there is no RDMA device '", wish.device, "'; there are: ", names);
+      fail("there is no RDMA device '", wanted.device, "': libibverbs finds none on this machine");
+    if (device == nullptr) fail("there is no RDMA device '", wanted.device, "'; there are: ", names);
     Rail rail;
-    rail.name = wish.device;
-    rail.port = wish.port;
-    rail.gid_index = wish.gid_index;
+    rail.name = wanted.device;
+    rail.port = wanted.port;
+    rail.gid_index = wanted.gid_index;
     rail.context = {library_.open_device(device), library_.close_device};
     if (!rail.context)
-      fail("RDMA device ", rail.name, " can not be opened: ", errno_text(), ". Are its files in /dev/infiniband there?");
+      fail("RDMA device ", rail.name, " cannot be opened: ", errno_text(), ". Are its files in /dev/infiniband there?");
     if (int problem = library_.query_device(rail.context.get(), &rail.limits))
-      fail("RDMA device ", rail.name, " can not be asked for its limits: ", errno_text(problem));
-    if (wish.port < 1 || wish.port > rail.limits.phys_port_cnt)
-      fail("RDMA device ", rail.name, " has no port ", wish.port, ", only ", int{rail.limits.phys_port_cnt});
-    if (int problem = library_.query_port(rail.context.get(), static_cast<uint8_t>(wish.port), &rail.attributes))
-      fail("port ", wish.port, " of RDMA device ", rail.name, " can not be asked for its state: ", errno_text(problem));
+      fail("RDMA device ", rail.name, " cannot be asked for its limits: ", errno_text(problem));
+    if (wanted.port < 1 || wanted.port > rail.limits.phys_port_cnt)
+      fail("RDMA device ", rail.name, " has no port ", wanted.port, ", only ", int{rail.limits.phys_port_cnt});
+    if (int problem = library_.query_port(rail.context.get(), static_cast<uint8_t>(wanted.port), &rail.attributes))
+      fail("port ", wanted.port, " of RDMA device ", rail.name, " cannot be asked for its state: ", errno_text(problem));
     if (rail.attributes.state != IBV_PORT_ACTIVE)
-      fail("port ", wish.port, " of RDMA device ", rail.name, " is not active: it is ",
+      fail("port ", wanted.port, " of RDMA device ", rail.name, " is not active: it is ",
            port_state(rail.attributes.state));
-    if (wish.gid_index < 0 || wish.gid_index >= rail.attributes.gid_tbl_len)
-      fail("RDMA device ", rail.name, " has no GID ", wish.gid_index, ": its table has ", rail.attributes.gid_tbl_len);
-    if (library_.query_gid(rail.context.get(), static_cast<uint8_t>(wish.port), wish.gid_index, &rail.gid) != 0)
-      fail("GID ", wish.gid_index, " of RDMA device ", rail.name, " can not be read: ", errno_text());
+    if (wanted.gid_index < 0 || wanted.gid_index >= rail.attributes.gid_tbl_len)
+      fail("RDMA device ", rail.name, " has no GID ", wanted.gid_index, ": its table has ", rail.attributes.gid_tbl_len);
+    if (library_.query_gid(rail.context.get(), static_cast<uint8_t>(wanted.port), wanted.gid_index, &rail.gid) != 0)
+      fail("GID ", wanted.gid_index, " of RDMA device ", rail.name, " cannot be read: ", errno_text());
     ibv_gid nothing{};
     if (std::memcmp(&rail.gid, &nothing, sizeof(nothing)) == 0 && rail.attributes.link_layer == IBV_LINK_LAYER_ETHERNET)
-      fail("GID ", wish.gid_index, " of RDMA device ", rail.name, " is empty: its network interface has no such address");
+      fail("GID ", wanted.gid_index, " of RDMA device ", rail.name, " is empty: its network interface has no such address");
     rail.domain = {library_.alloc_pd(rail.context.get()), library_.dealloc_pd};
     if (!rail.domain) fail("RDMA device ", rail.name, ": no protection domain: ", errno_text());
     rails_.push_back(std::move(rail));
@@ -103,10 +103,10 @@ ibv_mr* RdmaBase::register_memory(Rail& rail, void* base, uint64_t size, int dev
   if (region != nullptr) return region;
   int problem = errno;
   if (gpu)
-    fail("GPU memory can not be registered with RDMA device ", rail.name, ". By dma-buf: ", why, ". By peer memory: ",
+    fail("GPU memory cannot be registered with RDMA device ", rail.name, ". By dma-buf: ", why, ". By peer memory: ",
          errno_text(problem), ". Load the kernel module nvidia_peermem (modprobe nvidia-peermem), or use NVIDIA's open "
          "kernel modules, whose memory can be shared by dma-buf (Linux 5.12 or newer)");
-  fail(size, " bytes can not be registered with RDMA device ", rail.name, ": ", errno_text(problem),
+  fail(size, " bytes cannot be registered with RDMA device ", rail.name, ": ", errno_text(problem),
        problem == ENOMEM ? ". The limit on locked memory must allow it (ulimit -l unlimited)" : "");
 }
 
@@ -138,7 +138,7 @@ void RdmaBase::detach(uint32_t number) {
   }
   auto deadline = std::chrono::steady_clock::now() + options_.peer_timeout;
   auto in_use = [&] {
-    std::lock_guard<std::mutex> lock(mutex_);  // those in flight let go of it under the lock
+    std::lock_guard<std::mutex> lock(mutex_);  // requests in flight release it under the lock
     if (entry.use_count() > 1 && std::chrono::steady_clock::now() >= deadline) {
       if (failure_.empty()) failure_ = words("segment ", number, " was detached with requests to be read from it");
       abandon();
@@ -199,7 +199,7 @@ std::shared_ptr<RdmaBase::Registered> RdmaBase::source_of(const Request& request
 const RdmaBase::Remote& RdmaBase::target_of(const Request& request) const {
   auto it = remote_.find({request.peer, request.segment});
   if (it == remote_.end())
-    fail("target: rank ", rank, " was not told of rank ", request.peer, "'s segment ", request.segment);
+    fail("target: rank ", rank, " does not know rank ", request.peer, "'s segment ", request.segment);
   const Remote& remote = it->second;
   auto check = [&](uint64_t offset, uint64_t size, const char* what) {
     if (offset > remote.size || size > remote.size - offset)
@@ -216,7 +216,7 @@ const RdmaBase::Remote& RdmaBase::target_of(const Request& request) const {
 
 void RdmaBase::move_queue(ibv_qp* queue, ibv_qp_attr& attributes, int mask, const char* to, const Rail& rail) {
   if (int problem = library_.modify_qp(queue, &attributes, mask | IBV_QP_STATE))
-    fail("a queue pair of RDMA device ", rail.name, " can not be made ", to, ": ", errno_text(problem));
+    fail("a queue pair of RDMA device ", rail.name, " cannot be made ", to, ": ", errno_text(problem));
 }
 
 std::string RdmaBase::reason_of(const ibv_wc& completion) const {

@@ -1,4 +1,4 @@
-// What the RDMA transports have in common: rails, registered memory, and what peers have told.
+// What the RDMA transports have in common: rails, registered memory, and what peers have described.
 #pragma once
 
 #include "verbs_library.h"
@@ -97,7 +97,7 @@ class RdmaBase : public RdmaTransport {
   void usable() const;
   // Does this transport write signals itself, and so needs a stream of the device?
   virtual bool signals_by_host() const = 0;
-  // Lets go of all queue pairs and of what is in flight.
+  // Releases all queue pairs and what is in flight.
   virtual void abandon() = 0;
 
   // Both check that the bytes are there, and the second that the signal is too.

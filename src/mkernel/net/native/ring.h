@@ -69,11 +69,11 @@ class Ring {
   // it was left, unless requests were left in flight: they are lost.
   Ring(int64_t* memory, uint64_t words) : memory_(memory) {
     using namespace layout;
-    if (memory == nullptr || words < kHeaderWords) fail("the ring has no room for its header");
+    if (memory == nullptr || words < kHeaderWords) fail("the ring is too small for its header");
     capacity_ = load(kCapacity);
-    uint64_t room = (words - kHeaderWords) / kRequestWords;
-    if (capacity_ < 1 || static_cast<uint64_t>(capacity_) > room)
-      fail("the ring's capacity is ", capacity_, " requests, its memory has room for ", room);
+    uint64_t most = (words - kHeaderWords) / kRequestWords;
+    if (capacity_ < 1 || static_cast<uint64_t>(capacity_) > most)
+      fail("the ring's capacity is ", capacity_, " requests, its memory has space for ", most);
     consumed_ = load(kConsumed);
     completed_ = load(kCompleted);
     if (consumed_ < 0 || consumed_ != completed_)

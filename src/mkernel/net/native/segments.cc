@@ -32,7 +32,7 @@ CopyQueue& Segments::copy_queue_of(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (auto found = copy_queues_.find(device); found != copy_queues_.end()) return *found->second;
   }
-  auto made = cuda_mover(device);  // without the lock: it waits for the device
+  auto made = cuda_copy_queue(device);  // without the lock: it waits for the device
   std::lock_guard<std::mutex> lock(mutex_);
   return *copy_queues_.try_emplace(device, std::move(made)).first->second;
 }
@@ -45,13 +45,13 @@ void Segments::leave(std::unique_lock<std::mutex>& lock,
   auto free = [&] { return segment->pins == 0; };
   if (segment->copy_queue == nullptr) return unpinned_.wait(lock, free);
   while (!free()) {
-    // copy_queues let go of memory when they are asked; a peer's copy_queue may hold ours
+    // copy queues release memory when asked; a peer's queue may hold ours
     lock.unlock();
-    settle_cuda_movers();
+    settle_cuda_copy_queues();
     lock.lock();
     unpinned_.wait_for(lock, std::chrono::milliseconds(1), free);
   }
-  lock.unlock();  // copy_queues let go of pins, which takes our lock: never both the other way round
+  lock.unlock();  // copy queues release pins, which takes our lock: never both the other way round
   segment->copy_queue->forget(segment->base, segment->size);
   lock.lock();
 }

@@ -87,14 +87,14 @@ Address local_address(int fd) {
 Fd listen_on(const Address& address) {
   Fd fd = make_socket(address);
   if (::bind(fd.get(), raw(address), address.size) != 0 || ::listen(fd.get(), kBacklog) != 0)
-    fail("can not listen on ", text_of(address), ": ", errno_text());
+    fail("cannot listen on ", text_of(address), ": ", errno_text());
   return fd;
 }
 
 Fd start_connecting(const Address& address) {
   Fd fd = make_socket(address);
   if (::connect(fd.get(), raw(address), address.size) != 0 && errno != EINPROGRESS)
-    fail("can not connect to ", text_of(address), ": ", errno_text());
+    fail("cannot connect to ", text_of(address), ": ", errno_text());
   return fd;
 }
 

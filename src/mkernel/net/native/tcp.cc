@@ -82,7 +82,7 @@ TcpTransport::Stream& TcpTransport::least_loaded(Peer& peer) {
   return *peer.streams[best];
 }
 
-// After an error nothing works any more, and no farewell is said: the peers see a loss too.
+// After an error nothing works any more, and no FIN is sent: the peers see a loss too.
 template <class Body>
 bool TcpTransport::guarded(Body body) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -232,22 +232,22 @@ void TcpTransport::stop(std::chrono::milliseconds patience) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
       stopped_ = true;
-      if (failure_.empty() && patience.count() > 0) say_goodbye(deadline);
+      if (failure_.empty() && patience.count() > 0) send_fins(deadline);
       peers_.clear();
     }
   }
   segments->close();
 }
 
-// Sends what is queued and a farewell, and waits until the peers' kernels have it: a socket that is
+// Sends what is queued and a FIN, and waits until the peers' kernels have it: a socket that is
 // closed earlier, or with something unread, may be cut off and the peer would miss the end.
-void TcpTransport::say_goodbye(std::chrono::steady_clock::time_point deadline) {
+void TcpTransport::send_fins(std::chrono::steady_clock::time_point deadline) {
   std::vector<Stream*> open;
   for (auto& peer : peers_)
     if (peer)
       for (auto& stream : peer->streams)
         if (stream->socket) {
-          stream->outbox.push_bye();
+          stream->outbox.push_fin();
           open.push_back(stream.get());
         }
   auto gone = [&](Stream* stream) {

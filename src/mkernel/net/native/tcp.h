@@ -2,7 +2,7 @@
 //
 // A request is cut into fragments (wire.h) that go over the least loaded streams; the receiving side
 // counts them and raises the signal (inbox.h). A request is complete for its sender when the kernel
-// has taken all of its bytes. A stream that ends without a farewell is an error that names the peer.
+// has taken all of its bytes. A stream that ends without a FIN is an error that names the peer.
 #pragma once
 
 #include <chrono>
@@ -71,7 +71,7 @@ class TcpTransport : public Transport {
   void end_of(Peer& peer, Stream& stream, const std::string& how);
   void watch(Peer& peer, Stream& stream, int operation, bool output);
   bool poll_streams();
-  void say_goodbye(std::chrono::steady_clock::time_point deadline);
+  void send_fins(std::chrono::steady_clock::time_point deadline);
   [[noreturn]] void lost(const Peer& peer, const Stream& stream, const std::string& how);
 
   const Job job_;

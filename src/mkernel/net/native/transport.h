@@ -32,7 +32,7 @@ class Transport {
   // again. False: there was nothing to do.
   virtual bool poll(std::vector<int64_t>& completed) = 0;
   // Leave the job in order; what does not go within `patience` is given up. Without patience the
-  // peers are not told, so that they see a loss: for ranks that end by an error. Detaches all segments.
+  // peers are not notified, so that they see a loss: for ranks that end by an error. Detaches all segments.
   virtual void stop(std::chrono::milliseconds patience) = 0;
 
   const int rank;

@@ -6,8 +6,8 @@
 // which would give that order up on the last way, over PCIe.
 //
 // There are several queue pairs to a peer. Requests to one signal all take the same one, and a value that
-// is lower than an earlier one is replaced by that: so a signal can not shrink. Neighbouring signals take
-// different queue pairs. A write can not look for a larger value of somebody else: a signal must have one
+// is lower than an earlier one is replaced by that: so a signal cannot shrink. Neighbouring signals take
+// different queue pairs. A write cannot look for a larger value of somebody else: a signal must have one
 // sending rank.
 //
 // post only queues; poll hands over all that is queued as one linked list per queue pair. Of such a
@@ -94,7 +94,7 @@ class VerbsTransport : public RdmaBase {
     std::deque<Flight> flights;
     uint64_t written = 0;    // writes so far; the number of the next one
     uint64_t completed = 0;  // those that are done
-    int unsignalled = 0;     // requests since the last that will be told of
+    int unsignalled = 0;     // requests since the last whose completion is reported
     Owned<ibv_qp> pair{nullptr, nullptr};  // ends first
   };
   struct Peer {
@@ -158,14 +158,14 @@ std::string VerbsTransport::describe(uint32_t number) {
 std::unique_ptr<VerbsTransport::Queue> VerbsTransport::make_queue(Peer& peer, size_t rail) {
   auto queue = std::make_unique<Queue>();
   queue->rail = rail;
-  ibv_qp_init_attr wish{};
-  wish.send_cq = wish.recv_cq = peer.completions[rail].get();
-  wish.qp_type = IBV_QPT_RC;
-  wish.cap.max_send_wr = kQueueDepth;
-  wish.cap.max_recv_wr = 1;
-  wish.cap.max_send_sge = wish.cap.max_recv_sge = 1;
-  wish.cap.max_inline_data = sizeof(int64_t);
-  queue->pair = {library_.create_qp(rails_[rail].domain.get(), &wish), library_.destroy_qp};
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = peer.completions[rail].get();
+  init.qp_type = IBV_QPT_RC;
+  init.cap.max_send_wr = kQueueDepth;
+  init.cap.max_recv_wr = 1;
+  init.cap.max_send_sge = init.cap.max_recv_sge = 1;
+  init.cap.max_inline_data = sizeof(int64_t);
+  queue->pair = {library_.create_qp(rails_[rail].domain.get(), &init), library_.destroy_qp};
   if (!queue->pair) fail("RDMA device ", rails_[rail].name, ": no queue pair: ", errno_text());
   std::random_device random;
   queue->first_packet = random() & 0xFFFFFF;
@@ -326,7 +326,7 @@ bool VerbsTransport::poll(std::vector<int64_t>& completed) {
 bool VerbsTransport::collect(Peer& peer, size_t rail, std::vector<int64_t>& completed) {
   ibv_wc completions[kCompletionsAtOnce];
   int count = ibv_poll_cq(peer.completions[rail].get(), kCompletionsAtOnce, completions);
-  if (count < 0) fail("rank ", peer.rank, ": completions of ", rails_[rail].name, " can not be read");
+  if (count < 0) fail("rank ", peer.rank, ": completions of ", rails_[rail].name, " cannot be read");
   for (int i = 0; i < count; ++i) {
     const ibv_wc& completion = completions[i];
     if (completion.status != IBV_WC_SUCCESS)

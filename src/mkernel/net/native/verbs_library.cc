@@ -10,7 +10,7 @@ namespace mkernel {
 void* open_library(const std::string& path, const char* package) {
   void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr)
-    fail(path, " can not be opened (", ::dlerror(), "). Install it (Debian, Ubuntu: apt install ", package,
+    fail(path, " cannot be opened (", ::dlerror(), "). Install it (Debian, Ubuntu: apt install ", package,
          "; Fedora: dnf install rdma-core), or use transport='tcp'");
   return handle;
 }

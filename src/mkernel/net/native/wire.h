@@ -1,4 +1,4 @@
-// What goes over a stream: fragments of transfers, each behind a header of 64 bytes, and a farewell.
+// What goes over a stream: fragments of transfers, each behind a header of 64 bytes, and a FIN.
 #pragma once
 
 #include <algorithm>
