@@ -43,16 +43,6 @@ REFUSED = {
         {"cu_seqlens": (0, 20)},
         ["query has 8 positions", "key has 10", "cu_seqlens"],
     ),
-    "gradients of different lengths": (
-        (zeros(requires_grad=True), *[zeros(1, 2, 10, 64)] * 2),
-        {},
-        ["query is (1, 2, 8, 64)", "key is (1, 2, 10, 64)", "gradients", "torch.no_grad()"],
-    ),
-    "gradients of another dim": (
-        (*SAME[:2], zeros(1, 2, 8, 128, requires_grad=True)),
-        {},
-        ["value is (1, 2, 8, 128)", "gradients", "torch.no_grad()"],
-    ),
     "out without value's dim": (
         (*SAME[:2], zeros(1, 2, 8, 128)),
         {"out": zeros()},

@@ -128,7 +128,7 @@ def ring_attention(
             queries as keys. There may be more keys, such as those of earlier positions that are kept in a cache, or
             fewer; with layout="contiguous" and without cu_seqlens. The last query of all ranks then has the position of
             the last key, as with PyTorch's `causal_lower_right` and in flash-attn. Different numbers of queries and
-            keys, or different dims, run the portable kernel on Hopper GPUs, too, and have no gradients.
+            keys, or different dims, run the portable kernel on Hopper GPUs, too.
         attn_mask, dropout_p: must be None and 0; they are here so that positional arguments are in the order of
             F.scaled_dot_product_attention.
         is_causal: a position sees only itself and earlier positions of the whole sequence. Queries before the first
@@ -174,7 +174,6 @@ def ring_attention(
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
-        run.refuse_gradients_unless_alike(query, key, value)
         documents = registration.as_tensor(cu_seqlens)
         arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, documents, window_size)
         result, lse = registration.call(arguments, group, config, out)

@@ -22,7 +22,7 @@ from mkernel.runtime.operands import layout as layout_of
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 MLA_DIM = 192  # of queries and keys with a part for positions; values have 128 then
 LAYOUTS = ("contiguous", "zigzag")
 INPUT_LAYOUTS = {"bhsd": "[batch, heads, seq_local, dim]", "bshd": "[batch, seq_local, heads, dim]"}
@@ -140,7 +140,7 @@ def check(
     """Reject invalid arguments. The error names the argument and the rule."""
     check_config(config, "ring_attention")
     given = dict(query=query, key=key, value=value)
-    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)), alike=False)
+    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)))
     check_options(group, query, key, layout, enable_gqa, scoring)
     if out is not None:
         check_out(out, result_shape(query, value), "as query, with value's dim", query.dtype, given)
@@ -156,17 +156,6 @@ def are_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     return query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] != MLA_DIM
 
 
-def refuse_gradients_unless_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse tensors that require grad where there is no backward pass."""
-    needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (query, key, value))
-    if torch.is_grad_enabled() and needed and not are_alike(query, key, value):
-        raise ArgumentError(
-            f"query is {tuple(query.shape)}, key is {tuple(key.shape)} and value is {tuple(value.shape)}: gradients "
-            f"need as many queries as keys, and one head dimension for all three, out of "
-            f"{', '.join(map(str, HEAD_DIMS))}; without gradients, call it under torch.no_grad()"
-        )
-
-
 def check_config(config: Config | None, op: str) -> None:
     """Reject what no attention operator has a use for."""
     planning.check_given(config)
@@ -177,9 +166,8 @@ def check_config(config: Config | None, op: str) -> None:
         raise ArgumentError("config.steps must be at least 1; got 0")
 
 
-def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = True) -> None:
-    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value. alike: query and key must
-    have the same number of positions, key and value the same number of columns."""
+def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
+    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value."""
     query = given["query"]
     for name, tensor in given.items():
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
@@ -191,18 +179,12 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = T
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
     key, value = given["key"], given["value"]
-    _check_dim("query", query.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
-    if alike and key.shape != value.shape:
-        raise ArgumentError(f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: shapes must be the same")
+    _check_dim("query", query.shape[3])
     if key.shape[:3] != value.shape[:3]:
         raise ArgumentError(
             f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: all dimensions but the last must be the same"
         )
-    _check_dim("value", value.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
-    if alike and key.shape[2] != query.shape[2]:
-        raise ArgumentError(
-            f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch, seq_local and dim must be the same"
-        )
+    _check_dim("value", value.shape[3])
     if (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3]):
         raise ArgumentError(
             f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch and dim must be the same"
@@ -211,10 +193,10 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = T
         raise ArgumentError(f"key has no positions, but query has {query.shape[2]}: a rank needs at least one key")
 
 
-def _check_dim(name: str, dim: int, supported: tuple[int, ...]) -> None:
-    if dim not in supported:
+def _check_dim(name: str, dim: int) -> None:
+    if dim not in HEAD_DIMS:
         raise ArgumentError(
-            f"{name} has head dimension {dim}; supported head dimensions: {', '.join(map(str, sorted(supported)))}. "
+            f"{name} has head dimension {dim}; supported head dimensions: {', '.join(map(str, HEAD_DIMS))}. "
             f"Pad query, key and value with zeros to one of these, and pass scale={dim}**-0.5"
         )
 
