@@ -29,6 +29,7 @@ NODE = AttendsBackward((1, 2), Case(32), calls=2)
 REUSE = AttendsBackward((1, 3), Case(16, heads=8, kv_heads=4), steps=1)
 PARTS = AttendsBackward((1, 3), Case(64), steps=1)
 CAUSAL = AttendsBackward((1, 2), Case(32, causal=True, layout="zigzag"))
+UNEQUAL = AttendsBackward((1, 2), Case(0, causal=True, seq_lens=(20, 32)))
 FEW = AttendsBackward((1, 2), Case(32, queries=5, value_dim=96, causal=True))
 NETWORK = AttendsBackward((2, 1), Case(16), calls=2)
 NETWORK_REUSE = AttendsBackward((2, 1), Case(16, heads=6, kv_heads=6), steps=1)
@@ -138,6 +139,11 @@ def upper_left_position(mask, rank, index):
 
 
 @triton.jit
+def as_many_keys_as_the_longest_rank(mask):
+    return mask.length
+
+
+@triton.jit
 def columns_of_keys(call):
     return call.dim
 
@@ -192,6 +198,9 @@ BROKEN = {
     "the last rows are left out": Broken(CAUSAL, {kernel._keys_at: one_row_less}, WRONG),
     "queries are aligned with the first keys": Broken(FEW, {mask.position_of: upper_left_position}, WRONG),
     "values have the columns of keys": Broken(FEW, {call.value_dim_of: columns_of_keys}, (WRONG, mk.MKernelError)),
+    "keys of a shorter rank are read beyond its last one": Broken(
+        UNEQUAL, {mask.keys_of: as_many_keys_as_the_longest_rank}, (WRONG, mk.MKernelError)
+    ),
     "sums are not kept between parts": Broken(PARTS, {kernel._resume: begin_again}, WRONG),
 }
 

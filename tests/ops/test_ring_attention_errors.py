@@ -55,7 +55,6 @@ REFUSED = {
         ["3 heads, which is not a multiple of key's 2"],
     ),
     "layout": (SAME, {"layout": "ring"}, ["layout must be one of 'contiguous', 'zigzag'", "'ring'"]),
-    "odd zigzag": ((zeros(1, 2, 7, 64),) * 3, {"layout": "zigzag"}, ["seq_local is 7", "even", "two equal pieces"]),
     "scale 0": (SAME, {"scale": 0.0}, ["scale must be a number greater than 0", "0.0"]),
     "negative scale": (SAME, {"scale": -1.0}, ["scale must be", "negate query"]),
     "no scale": (SAME, {"scale": float("nan")}, ["scale must be", "finite"]),

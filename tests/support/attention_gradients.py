@@ -26,8 +26,8 @@ def cotangents(case, rank, turn=0, with_lse=True):
     """(dout, dlse) of a rank; dlse is None unless wanted."""
     generator = torch.Generator().manual_seed(7919 * (1000 * turn + rank) + 17)
     columns = case.value_dim or case.dim
-    dout = torch.randn(case.batch, case.heads, case.rows, columns, generator=generator).to(case.dtype)
-    dlse = torch.randn(case.batch, case.heads, case.rows, generator=generator)
+    dout = torch.randn(case.batch, case.heads, case.rows_of(rank), columns, generator=generator).to(case.dtype)
+    dlse = torch.randn(case.batch, case.heads, case.rows_of(rank), generator=generator)
     return dout, dlse if with_lse else None
 
 
@@ -95,8 +95,9 @@ def _bounds(case, query, key, value, weights, out, dout, dlse):
 def assert_gradients(found, case, rank, size, turn=0, with_lse=True):
     """Every element within the bound of float64. NaN never passes."""
     for name, actual, reference in zip(("dq", "dk", "dv"), found, exact(case, size, turn, with_lse)):
-        count = case.rows if name == "dq" else case.length
-        rows = slice(rank * count, (rank + 1) * count)
+        count = case.rows_of if name == "dq" else case.keys_of
+        first = sum(map(count, range(rank)))
+        rows = slice(first, first + count(rank))
         expected, bound = reference.exact[:, :, rows], reference.bound[:, :, rows]
         assert actual.shape == expected.shape, name
         assert actual.dtype == case.dtype, name

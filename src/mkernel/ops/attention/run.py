@@ -10,7 +10,7 @@ import torch
 from mkernel.ops.attention import protocol
 from mkernel.ops.attention.launch import launch
 from mkernel.ops.attention.plan import plan, tiles_of
-from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
+from mkernel.ops.attention.sequences import Counts, Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -45,6 +45,8 @@ def ring_attention(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     return_lse: bool = False,
     group: Any,
     out: torch.Tensor | None = None,
@@ -53,26 +55,29 @@ def ring_attention(
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
     window_size = tuple(window_size) if isinstance(window_size, list) else window_size  # the key must have a hash
     passed, call_key = (query, key, value, out), None
-    if cu_seqlens is None:  # documents may change
+    if cu_seqlens is None and seq_lens is None and query_lens is None:  # these may change
         options = _options(is_causal, scale, softcap, enable_gqa, layout, window_size, return_lse, config)
         call_key, made = group.prepared.repeat("ring_attention", passed, options, out=3)
         if made is not None:
             return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
     config = choose(TUNABLE, group, query, key, pattern, config, value)
     tiles = tiles_of(group, query, key, value, config)
     group.agree(
-        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), value_dim=value.shape[3], dtype=query.dtype,
+        "ring_attention", **pattern.shapes(query, key), value_dim=value.shape[3], dtype=query.dtype,
         is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
         tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty, rank = group.world.memory.empty, group.world_rank
     result = empty(rank, result_shape(query, value), query.dtype) if out is None else out
     lse = empty(rank, query.shape[:3], torch.float32) if return_lse else None
-    if query.numel():
-        launch = prepare(group, query, key, value, result, lse, pattern, scoring, config)
+    if not pattern.is_empty(query, key):
+        given = (query, key, value, result, lse)
+        query, key, value, stored, stored_lse = (with_a_row(group, tensor) for tensor in given)
+        launch = prepare(group, query, key, value, stored, stored_lse, pattern, scoring, config)
         made = [result] * (out is None) + [lse] * return_lse
         group.launch(launch, call_key, passed, made)
     else:
@@ -146,6 +151,14 @@ def check(
         check_out(out, result_shape(query, value), "as query, with value's dim", query.dtype, given)
 
 
+def with_a_row(group: Group, tensor: torch.Tensor | None) -> Any:
+    """A tensor, or a row of zeros if it has none: the kernels of a rank without positions need addresses, too."""
+    if tensor is None or tensor.shape[2]:
+        return tensor
+    shape = (*tensor.shape[:2], 1, *tensor.shape[3:])
+    return group.world.memory.empty(group.world_rank, shape, tensor.dtype).zero_()
+
+
 def result_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
     """[batch, heads, queries of this rank, dim of value]"""
     return (*query.shape[:3], value.shape[3])
@@ -189,8 +202,6 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch and dim must be the same"
         )
-    if query.shape[2] and not key.shape[2]:
-        raise ArgumentError(f"key has no positions, but query has {query.shape[2]}: a rank needs at least one key")
 
 
 def _check_dim(name: str, dim: int) -> None:
@@ -219,10 +230,6 @@ def check_options(
         raise ArgumentError(
             f"query has {query.shape[2]} positions on each rank and key has {length}: layout='zigzag' needs as many "
             f"queries as keys; layout='contiguous' does not"
-        )
-    if layout == "zigzag" and length % 2:
-        raise ArgumentError(
-            f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces"
         )
     if group.size * max(length, query.shape[2]) >= 2**31:
         raise ArgumentError(
@@ -277,5 +284,5 @@ def prepare(
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.dtype)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
-    variant = (plan_key, pattern.has_spans, decided.config, lse is not None)
+    variant = (plan_key, pattern.binary, decided.config, lse is not None)
     return launch(group, decided, memory, query, key, value, out, lse, scoring, variant)

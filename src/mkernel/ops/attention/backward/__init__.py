@@ -85,8 +85,16 @@ from mkernel.ops.attention.backward import protocol
 from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
-from mkernel.ops.attention.run import PACKED_PLANS_KEPT, check_config, check_heads, check_options, choose, result_shape
-from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
+from mkernel.ops.attention.run import (
+    PACKED_PLANS_KEPT,
+    check_config,
+    check_heads,
+    check_options,
+    choose,
+    result_shape,
+    with_a_row,
+)
+from mkernel.ops.attention.sequences import Counts, Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -117,6 +125,8 @@ def ring_attention_backward(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     group: Any = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,7 +138,8 @@ def ring_attention_backward(
         query, key, value: as in `ring_attention`.
         out, lse: what `ring_attention` returned for them.
         dlse: the gradient of lse, in its shape, in fp32; None if nothing depends on lse.
-        is_causal, scale, softcap, enable_gqa, layout, cu_seqlens, window_size, group: as in `ring_attention`.
+        is_causal, scale, softcap, enable_gqa, layout, cu_seqlens, window_size, seq_lens, query_lens, group: as in
+            `ring_attention`.
         config: tiles, chunks, CTAs, and `steps`, the size of the buffers for other ranks' keys, values and partial
             gradients.
 
@@ -145,21 +156,22 @@ def ring_attention_backward(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
     config = choose(TUNABLE, group, query, key, pattern, config, value)
     tiles = tiles_of(group, query, key, value, config)
     group.agree(
-        OP, query=tuple(query.shape), key=tuple(key.shape), value_dim=value.shape[3], dtype=query.dtype,
+        OP, **pattern.shapes(query, key), value_dim=value.shape[3], dtype=query.dtype,
         is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
         tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty = group.world.memory.empty
     dq, dk, dv = (empty(group.world_rank, tensor.shape, query.dtype) for tensor in (query, key, value))
-    if query.numel():
-        tensors = Tensors(
-            dout, query, key, value, out, lse.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv
-        )
-        group.launch(prepare(group, tensors, pattern, Scoring(scale, softcap), config))
+    if not pattern.is_empty(query, key):
+        dense = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        tensors = (dout, query, key, value, out, *dense, dq, dk, dv)
+        rows = Tensors(*(with_a_row(group, tensor) for tensor in tensors))
+        group.launch(prepare(group, rows, pattern, Scoring(scale, softcap), config))
     else:
         group.confirm()
         for gradient in (dq, dk, dv):
@@ -207,7 +219,7 @@ def prepare(
     inputs = (tensors.dout, query, key, value, tensors.out)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (
-        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.has_spans, decided.config,
+        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.binary, decided.config,
         tensors.dlse is not None, scoring.softcap > 0,
     )  # fmt: skip
     return launch(group, decided, memory, tensors, scoring, variant)
@@ -229,6 +241,8 @@ def explain(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     group: Any = None,
     config: Config | None = None,
 ) -> Plan:
@@ -237,7 +251,8 @@ def explain(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
     chosen = choose(TUNABLE, group, query, key, pattern, config, value)
     decided = plan(group, query, key, value, pattern, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

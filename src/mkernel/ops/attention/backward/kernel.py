@@ -48,6 +48,7 @@ from mkernel.ops.attention.mask import (
     is_seen_in_node,
     key_blocks,
     keys_below,
+    keys_of,
     rows_of,
     seen_by,
     seen_by_tile,
@@ -156,7 +157,7 @@ def _is_seen_by_rows(call, index, lower, upper):
 @triton.jit
 def _read_keys(call, task, source_is_own, row, OFFSET: tl.constexpr):
     """A block of keys, or with OFFSET=1 of values. row: the first row in the slots, or in the caller's tensor."""
-    count = call.mask.length
+    count = keys_of(call.mask)
     if OFFSET == 0:
         if source_is_own:
             block = read_some_rows(call.k, task.batch, task.kv_head, row, count, ROWS=call.TILE_N, DIM=call.DIM)
@@ -228,8 +229,8 @@ def _store_rows(heads, batch, head, row, values, count, columns):
 @triton.jit
 def _store_key_gradients(call, task, key, dk, dv):
     """Store dk and dv of a block of this rank's keys."""
-    _store_rows(call.dk, task.batch, task.kv_head, key, dk, call.mask.length, call.dim)
-    _store_rows(call.dv, task.batch, task.kv_head, key, dv, call.mask.length, value_dim_of(call))
+    _store_rows(call.dk, task.batch, task.kv_head, key, dk, keys_of(call.mask), call.dim)
+    _store_rows(call.dv, task.batch, task.kv_head, key, dv, keys_of(call.mask), value_dim_of(call))
 
 
 @triton.jit

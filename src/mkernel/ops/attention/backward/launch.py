@@ -14,8 +14,7 @@ from mkernel.ops.attention.backward import kernel
 from mkernel.ops.attention.backward.call import Call, Exchange
 from mkernel.ops.attention.backward.plan import Plan
 from mkernel.ops.attention.backward.protocol import OP
-from mkernel.ops.attention.launch import POLL_WIDTH, factors, heads_of, scale_of
-from mkernel.ops.attention.mask import Mask
+from mkernel.ops.attention.launch import POLL_WIDTH, factors, heads_of, mask_of, scale_of
 from mkernel.ops.attention.protocol import Rounds
 from mkernel.ops.attention.sequences import Scoring
 from mkernel.runtime.group import Group, Workspace
@@ -65,9 +64,7 @@ def launch(
         lse=tensors.lse, dlse=tensors.dlse, delta=empty(group.world_rank, (batch, heads, rows), torch.float32),
         slots=memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None, partial=partial,
         schedule=plan.schedule, ranges=plan.ranges,
-        mask=Mask(
-            length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
-        )._replace(rows=None if rows == length else rows),
+        mask=mask_of(plan, rows, length),
         rounds=rounds, reductions=reductions, exchange=_exchange(memory, workspace),
         preparing=memory.words_in(workspace, "preparing"), prepared=memory.words_in(workspace, "prepared"),
         **factors(scoring, dim), factor=scale_of(scoring, dim), batch=batch, heads=heads, kv_heads=kv_heads, dim=dim,
@@ -90,7 +87,7 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(variant, workspace.signal_words),
         uses=memory.uses(workspace, free=_received(group, plan)),
-        inputs=(*read, "call.lse", "call.dlse", "call.mask.spans", "call.schedule", "call.ranges"),
+        inputs=(*read, "call.lse", "call.dlse", "call.mask.spans", "call.mask.places", "call.schedule", "call.ranges"),
         results=("call.dq.pointer", "call.dk.pointer", "call.dv.pointer"),
     )
 

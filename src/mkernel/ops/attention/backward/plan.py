@@ -11,7 +11,7 @@ import triton
 
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
-from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, round_up, spans_of
+from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, places_of, round_up, spans_of
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
@@ -43,7 +43,8 @@ class Plan:
     precision: str
     schedule: torch.Tensor
     ranges: torch.Tensor  # see `ranges_of`
-    spans: torch.Tensor | None  # packed sequences and windows only: see `Mask`
+    spans: torch.Tensor | None  # only if PACKED: see `Mask`
+    places: torch.Tensor | None  # only if ranks hold different numbers of positions: see `Mask`
     reasons: tuple[str, ...]
 
     @property
@@ -149,7 +150,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, the pattern and the group."""
     batch, heads, rows, dim = query.shape
-    kv_heads, length = key.shape[1:3]
+    kv_heads, length = key.shape[1], pattern.longest(key.shape[2])
     units, size, nodes = batch * kv_heads, group.size, group.nodes
     width, value_columns = max(dim, value.shape[3]), triton.next_power_of_2(value.shape[3])
     tiles = tiles_of(group, query, key, value, config)
@@ -187,7 +188,7 @@ def plan(
         value_columns=value_columns, parts=parts, part_rows=part_rows, tiles=blocks, window=window, rounds=rounds,
         chunks=math.ceil(part_rows / tiles.chunk_rows), precision=matmul_precision(query.dtype),
         schedule=upload(group.world_rank, schedule), ranges=upload(group.world_rank, ranges.ravel().tolist()),
-        spans=spans_of(group, sequences), reasons=tuple(reasons),
+        spans=spans_of(group, sequences), places=places_of(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip
 
 
