@@ -91,6 +91,45 @@ def test_capped_scores(transformers):
     spawn(on_rank)
 
 
+def sliding(size):
+    return lambda batch, head, row, key: (key <= row) & (key > row - size)
+
+
+def chunks_of_3(batch, head, row, key):
+    return (key <= row) & (key // 3 == row // 3)
+
+
+def to_both_sides(batch, head, row, key):
+    return abs(row - key) < 3
+
+
+def of_documents(batch, head, row, key):
+    return sliding(3)(batch, head, row, key) & torch.tensor([True, False])[row]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_sliding_windows(transformers, layout):
+    """Told by the layer, by its mask, or by both; as a mask in scaled_dot_product_attention."""
+    attend, make_mask = registered(transformers, layout=layout)
+    query, key, value = values(1, 2, 24, 64, seed=1), values(1, 1, 24, 64, seed=2), values(1, 1, 24, 64, seed=3)
+    rows, keys = torch.arange(24)[:, None], torch.arange(24)
+    seen = sliding(5)(0, 0, rows, keys)
+    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+    def on_rank(group):
+        mine = huggingface.positions_of(24 // group.size, layout)
+        mask = make_mask(kv_length=len(mine), local_size=5, mask_function=sliding(5))
+        assert mask == (5,)
+        for given, window in ((mask, 5), (mask, None), (None, 5)):
+            output, _ = attend(
+                CAUSAL, query[:, :, mine], key[:, :, mine], value[:, :, mine], given, sliding_window=window,
+                position_ids=mine[None],
+            )  # fmt: skip
+            assert torch.allclose(output, exact[:, mine], atol=1e-5)
+
+    spawn(on_rank)
+
+
 def attention_call(group, **changes):
     """Arguments of a call that is right but for the changes."""
     query = values(1, 2, 4, 64, seed=group.rank)
@@ -109,7 +148,12 @@ def attention_call(group, **changes):
         (dict(dropout=0.1), r"dropout must be 0, got 0.1: call model.eval\(\)"),
         (dict(s_aux=torch.ones(2)), "s_aux was passed, but ring_attention has no support for attention sinks"),
         (dict(cu_seq_lens_q=torch.tensor([0, 4])), "no support for packed documents"),
-        (dict(sliding_window=7), "sliding_window is 7, but the sequence has 8 positions"),
+        (dict(sliding_window=0), "sliding_window must be at least 1, or None, got 0"),
+        (dict(sliding_window=7, is_causal=False), "sliding_window is 7.*in causal attention only"),
+        (
+            dict(sliding_window=7, attention_mask=huggingface.Window(3)),
+            "sliding_window is 7, but the layer's mask is for a window of 3",
+        ),
         (dict(output_attentions=True), "output_attentions must be False"),
         (dict(query=torch.ones(1, 2, 1, 64)), "key has 4 positions and query has 1, as in decoding with a cache"),
         (
@@ -167,7 +211,11 @@ def test_positions_are_checked(transformers, layout):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(local_size=7), "window of attention is 7, but the sequence has 8 positions"),
+        (dict(local_size=7), "mask is local to 7 positions, and the sequence has 8"),
+        (dict(local_size=3, mask_function=chunks_of_3), "not chunks or windows to both sides"),
+        (dict(local_size=3, mask_function=to_both_sides), "not chunks or windows to both sides"),
+        (dict(local_size=3, mask_function=sliding(4)), "mask is local to 3 positions"),
+        (dict(local_size=3, mask_function=of_documents), "mask is local to 3 positions"),
         (dict(allow_is_causal_skip=False), "neither causal nor full.*pass an attention_mask of ones"),
         (dict(attention_mask=torch.tensor([[True, True, True, False]])), "attention_mask marks padding"),
     ],
@@ -252,31 +300,84 @@ def test_models_of_transformers():
             assert (total - gradient).abs().max().item() <= 1e-4 * (1 + gradient.abs().max().item()), name
 
 
-def test_windows_of_transformers():
-    """transformers makes no mask of a window that the sequence fits in, and ring_attention needs none."""
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_windows_of_transformers(layout):
+    """Layers with a window, and a window that the sequence fits in, of which transformers makes no mask."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     shape = dict(vocab_size=97, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
     ids = torch.arange(16)[None]
     torch.manual_seed(0)
-    config = transformers.MistralConfig(**shape, num_key_value_heads=1, head_dim=64, sliding_window=16)
-    plain = transformers.MistralForCausalLM(config).eval()
+    config = transformers.MistralConfig(**shape, num_key_value_heads=1, head_dim=64)
+    state = transformers.MistralForCausalLM(config).state_dict()
+
+    def model_of(window, implementation):
+        config.sliding_window = window
+        model = transformers.MistralForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        model.load_state_dict(state)
+        return model
+
+    exact = {}
     with torch.no_grad():
-        exact = plain(ids).logits
-    state = plain.state_dict()
+        for window in (16, 15, 3):
+            exact[window] = model_of(window, "eager")(ids, use_cache=False).logits
+    assert (exact[16] - exact[3]).abs().max() > 1e-3
+
+    def on_rank(group):
+        huggingface.register(layout=layout)
+        part = huggingface.part_of(ids, layout=layout)
+        for window, expected in exact.items():
+            with torch.no_grad():
+                logits = model_of(window, "mkernel")(**part, use_cache=False).logits
+            assert (logits - expected[:, part["position_ids"][0]]).abs().max().item() <= 1e-5
+
+    spawn(on_rank)
+
+
+def test_gemma_of_transformers():
+    """Layers with and without a window, and capped scores; with gradients."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.Gemma2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=4,
+    )  # fmt: skip
+    ids = torch.arange(16)[None]
+    torch.manual_seed(0)
+    plain = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    logits = plain(ids, use_cache=False).logits
+    logits.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
+    state, exact = plain.state_dict(), logits.detach()
 
     def on_rank(group):
         huggingface.register()
+        model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="mkernel").eval()
+        model.load_state_dict(state)
         part = huggingface.part_of(ids)
-        for window in (16, 15):
-            config.sliding_window = window
-            model = transformers.MistralForCausalLM._from_config(config, attn_implementation="mkernel").eval()
-            model.load_state_dict(state)
-            with torch.no_grad():
-                if window == 16:
-                    logits = model(**part, use_cache=False).logits
-                    assert (logits - exact[:, part["position_ids"][0]]).abs().max().item() <= 1e-5
-                else:
-                    with pytest.raises(mk.ArgumentError, match="is 15, but the sequence has 16 positions"):
-                        model(**part, use_cache=False)
+        logits = model(**part, use_cache=False).logits
+        assert (logits - exact[:, part["position_ids"][0]]).abs().max().item() <= 1e-4
+        logits.square().sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    found = mk.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu")
+    for name, gradient in gradients.items():
+        total = sum(of_rank[name] for of_rank in found)
+        assert (total - gradient).abs().max().item() <= 1e-4 * (1 + gradient.abs().max().item()), name
+
+
+def test_chunks_of_transformers_are_refused():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import masking_utils
+
+    make = {
+        "sliding": masking_utils.sliding_window_causal_mask_function(4),
+        "chunked": masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+    }
+    attention = huggingface.RingAttention("contiguous", None, check_positions=True)
+
+    def on_rank(group):
+        given = dict(kv_length=8, local_size=4)
+        assert attention.make_mask(**given, mask_function=make["sliding"]) == huggingface.Window(4)
+        with pytest.raises(mk.ArgumentError, match="not chunks"):
+            attention.make_mask(**given, mask_function=make["chunked"])
 
     spawn(on_rank)

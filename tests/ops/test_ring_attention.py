@@ -463,14 +463,12 @@ def test_zigzag(size):
         positions = Case(12, layout="zigzag").positions(group.rank, size)
         assert torch.equal(part, sequence[:, :, positions])
         assert torch.equal(mk.to_zigzag(sequence.transpose(0, 2), dim=0), part.transpose(0, 2))
-        with pytest.raises(mk.ArgumentError, match="pad it to"):
-            mk.to_zigzag(sequence[:, :, 1:])
         return part
 
     parts = run(work, cluster=(1, size))
     assert torch.equal(mk.from_zigzag(parts), sequence)
     assert torch.equal(mk.from_zigzag([part.transpose(0, 2) for part in parts], dim=0), sequence.transpose(0, 2))
-    with pytest.raises(mk.ArgumentError, match="the same shape"):
+    with pytest.raises(mk.ArgumentError, match="parts must be those of"):
         mk.from_zigzag([*parts, sequence[:, :, :1]])
 
 

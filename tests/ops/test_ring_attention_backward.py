@@ -324,8 +324,14 @@ def test_explain():
 
 
 REFUSED = {
-    "dout has another shape": (dict(dout=torch.zeros(1, 1, 8, 128)), r"dout is \(1, 1, 8, 128\) and query is"),
-    "out has another shape": (dict(out=torch.zeros(1, 2, 8, 64)), r"out is \(1, 2, 8, 64\) and query is"),
+    "dout has another shape": (
+        dict(dout=torch.zeros(1, 1, 8, 128)),
+        r"dout is \(1, 1, 8, 128\), but must be \(1, 1, 8, 64\)",
+    ),
+    "out has another shape": (
+        dict(out=torch.zeros(1, 2, 8, 64)),
+        r"out is \(1, 2, 8, 64\), but must be \(1, 1, 8, 64\)",
+    ),
     "lse has no rows": (dict(lse=torch.zeros(1, 1, 8, 1)), "lse must have 3 dimensions"),
     "lse is bf16": (dict(lse=torch.zeros(1, 1, 8).bfloat16()), "lse has dtype torch.bfloat16, but must have"),
     "dlse has another shape": (dict(dlse=torch.zeros(1, 1, 9)), "a number per row and head"),

@@ -16,10 +16,12 @@ from support.scenarios import AttendsBackward
 
 import mkernel as mk
 from mkernel.lang.signals import raise_signal
+from mkernel.ops.attention import mask
 from mkernel.ops.attention import protocol as forward
-from mkernel.ops.attention.backward import kernel, protocol
+from mkernel.ops.attention.backward import call, kernel, protocol
 from mkernel.ops.attention.backward.kernel import Keys, _is_seen_by_rows, _keys_at
 from mkernel.ops.attention.backward.protocol import notify_partial, post_node_sum
+from mkernel.ops.attention.mask import rows_of
 from mkernel.ops.attention.schedule import Helpers
 
 ONE = AttendsBackward((1, 1), Case(40))
@@ -27,6 +29,8 @@ NODE = AttendsBackward((1, 2), Case(32), calls=2)
 REUSE = AttendsBackward((1, 3), Case(16, heads=8, kv_heads=4), steps=1)
 PARTS = AttendsBackward((1, 3), Case(64), steps=1)
 CAUSAL = AttendsBackward((1, 2), Case(32, causal=True, layout="zigzag"))
+UNEQUAL = AttendsBackward((1, 2), Case(0, causal=True, seq_lens=(20, 32)))
+FEW = AttendsBackward((1, 2), Case(32, queries=5, value_dim=96, causal=True))
 NETWORK = AttendsBackward((2, 1), Case(16), calls=2)
 NETWORK_REUSE = AttendsBackward((2, 1), Case(16, heads=6, kv_heads=6), steps=1)
 TWO_LEVELS = AttendsBackward((2, 2), Case(16))
@@ -130,6 +134,21 @@ def begin_again(kept, TILE_M: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
+def upper_left_position(mask, rank, index):
+    return rank * rows_of(mask) + index
+
+
+@triton.jit
+def as_many_keys_as_the_longest_rank(mask):
+    return mask.length
+
+
+@triton.jit
+def columns_of_keys(call):
+    return call.dim
+
+
+@triton.jit
 def post_twice_the_tile(comm, call, round_index, owner, tile):
     return post_node_sum(comm, call, round_index, owner, tile * 0)
 
@@ -177,6 +196,11 @@ BROKEN = {
     "the mask is off by one": Broken(CAUSAL, {kernel._is_seen_by_rows: see_one_more}, WRONG),
     "rows that see no key count": Broken(CAUSAL, {kernel._keys_at: every_row_sees_everything}, WRONG),
     "the last rows are left out": Broken(CAUSAL, {kernel._keys_at: one_row_less}, WRONG),
+    "queries are aligned with the first keys": Broken(FEW, {mask.position_of: upper_left_position}, WRONG),
+    "values have the columns of keys": Broken(FEW, {call.value_dim_of: columns_of_keys}, (WRONG, mk.MKernelError)),
+    "keys of a shorter rank are read beyond its last one": Broken(
+        UNEQUAL, {mask.keys_of: as_many_keys_as_the_longest_rank}, (WRONG, mk.MKernelError)
+    ),
     "sums are not kept between parts": Broken(PARTS, {kernel._resume: begin_again}, WRONG),
 }
 

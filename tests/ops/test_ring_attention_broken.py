@@ -21,6 +21,7 @@ from support.scenarios import Attends
 
 import mkernel as mk
 from mkernel.lang import entries
+from mkernel.lang.context import rank_of
 from mkernel.ops.attention import call as attention_call
 from mkernel.ops.attention import kernel, mask, merge, protocol, rows, softmax
 from mkernel.ops.attention.kernel import _mask_scores
@@ -42,6 +43,8 @@ DOCUMENTS = Case(32, layout="zigzag", documents=(0, 16, 24, 48, 64))  # rank 0 s
 GAP = Attends((2, 1), DOCUMENTS, arrives=2 * 32 * 64 * 4)
 RAGGED = Attends((1, 2), Case(20))
 FEW = Attends((1, 2), Case(32, queries=5, causal=True))
+UNEQUAL = Attends((1, 2), Case(0, causal=True, seq_lens=(20, 32)))
+EMPTY = Attends((1, 3), Case(0, heads=4, kv_heads=4, seq_lens=(16, 0, 16)), steps=1)
 SHARED = Attends((1, 1), Case(64, queries=3, causal=True), calls=2, team=2)
 
 
@@ -106,6 +109,12 @@ def is_first_task(comm, rounds, done):
 def is_last_tile(comm, rounds, done):
     passed_on = (comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1) * rounds.chunks
     return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == rounds.tasks - passed_on - 1
+
+
+@triton.jit
+def is_last_task_unless_empty(comm, rounds, done):
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == rounds.tasks - 1
+    return last & (rank_of(comm.context) != 1)
 
 
 @triton.jit
@@ -197,6 +206,16 @@ def upper_left_position(mask, rank, index):
 
 
 @triton.jit
+def as_many_keys_as_the_longest_rank(mask):
+    return mask.length
+
+
+@triton.jit
+def equal_pieces_below(mask, position, rank):
+    return tl.minimum(tl.maximum(position - rank * mask.length, 0), mask.length)
+
+
+@triton.jit
 def begin_again(pointers):
     row_max = tl.load(pointers.row_max) * 0.0 + float("-inf")
     return State(tl.load(pointers.accumulator) * 0.0, tl.load(pointers.total) * 0.0, row_max)
@@ -266,6 +285,15 @@ BROKEN = {
     "the accumulator is not rescaled": Broken(NODE, {softmax.online_softmax_step: step_without_rescaling}, WRONG),
     "state is not kept between parts": Broken(PARTS, {merge.load_state: begin_again}, WRONG),
     "queries are aligned with the first keys": Broken(FEW, {mask.position_of: upper_left_position}, WRONG),
+    "keys of a shorter rank are read beyond its last one": Broken(
+        UNEQUAL, {mask.keys_of: as_many_keys_as_the_longest_rank}, (WRONG, mk.MKernelError)
+    ),
+    "ranks hold as many keys as the longest one": Broken(
+        UNEQUAL, {mask.keys_below: equal_pieces_below}, (WRONG, mk.CommTimeout)
+    ),
+    "a rank without queries does not free rounds": Broken(
+        EMPTY, {protocol.is_last_task: is_last_task_unless_empty}, mk.CommTimeout, {"signal": "freed", "peer": 1}
+    ),
     # CTAs that share a tile
     "no acquire before states are merged": Broken(SHARED, {merge.is_last_span: count_relaxed}),
     "no barrier before a span is counted": Broken(SHARED, {merge.is_last_span: count_without_barrier}),

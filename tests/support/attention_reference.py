@@ -11,7 +11,8 @@ import mkernel as mk
 @dataclass(frozen=True)
 class Case:
     """A call: shapes of one rank, masks, and values that any rank can make. queries, value_dim: where they differ from
-    length and dim. `turn` numbers calls."""
+    length and dim. seq_lens, query_lens: where ranks hold different numbers of positions; length is then not
+    used. passes: whether the call is passed them. `turn` numbers calls."""
 
     length: int
     heads: int = 1
@@ -27,17 +28,28 @@ class Case:
     softcap: float = 0.0
     queries: int | None = None
     value_dim: int | None = None
+    seq_lens: tuple[int, ...] | None = None
+    query_lens: tuple[int, ...] | None = None
+    passes: bool = True
 
     @property
     def rows(self):
         return self.length if self.queries is None else self.queries
+
+    def keys_of(self, rank):
+        return self.length if self.seq_lens is None else self.seq_lens[rank]
+
+    def rows_of(self, rank):
+        if self.query_lens is not None:
+            return self.query_lens[rank]
+        return self.rows if self.seq_lens is None else self.seq_lens[rank]
 
     def part(self, which, rank, turn=0):
         """query, key or value of a rank."""
         heads = self.heads if which == "query" else self.kv_heads
         seed = 3 * (1000 * turn + rank) + ("query", "key", "value").index(which)
         generator = torch.Generator().manual_seed(seed)
-        rows = self.rows if which == "query" else self.length
+        rows = self.rows_of(rank) if which == "query" else self.keys_of(rank)
         columns = self.value_dim if which == "value" and self.value_dim else self.dim
         return torch.randn(self.batch, heads, rows, columns, generator=generator).to(self.dtype)
 
@@ -47,17 +59,18 @@ class Case:
 
     def query_positions(self, rank, size):
         """Where a rank's queries lie: the last one of all ranks at the last key."""
-        if self.queries is None:
+        if self.queries is None and self.query_lens is None:
             return self.positions(rank, size)
-        return rank * self.queries + torch.arange(self.queries) + size * (self.length - self.queries)
+        keys, rows = (sum(count(each) for each in range(size)) for count in (self.keys_of, self.rows_of))
+        return keys - rows + sum(map(self.rows_of, range(rank))) + torch.arange(self.rows_of(rank))
 
     def positions(self, rank, size):
         """Where a rank's keys lie in the sequence."""
-        index = torch.arange(self.length)
+        counts = [self.keys_of(each) for each in range(size)]
         if self.layout == "contiguous":
-            return rank * self.length + index
-        half = self.length // 2
-        return torch.cat([rank * half + index[:half], (2 * size - 1 - rank) * half + index[:half]])
+            return sum(counts[:rank]) + torch.arange(counts[rank])
+        pieces = torch.arange(sum(counts)).tensor_split(2 * size)
+        return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
     def seen(self, rank, source, size):
         """[rows of the rank, rows of the source]: which sees which."""
@@ -77,7 +90,7 @@ class Case:
         return dict(
             is_causal=self.causal, layout=self.layout, cu_seqlens=self.documents, scale=self.scale,
             enable_gqa=self.heads != self.kv_heads, window_size=self.window,
-            softcap=self.softcap,
+            softcap=self.softcap, **(dict(seq_lens=self.seq_lens, query_lens=self.query_lens) if self.passes else {}),
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Operators for programs that call those of others: they need no change, or one line, to run the fused kernels.
 
 - `symm_mem`: what Inductor's async tensor parallelism, TorchTitan and vLLM call, `torch.ops.symm_mem.fused_*`.
+- `context_parallel`: attention in PyTorch's `context_parallel`.
 - `huggingface`: attention of Hugging Face transformers, for context parallelism.
 - `ring_flash_attn`: the functions of the package ring-flash-attn, by their names.
 - `torchtitan`: TorchTitan's fused tensor-parallel layers. To be imported by name, since it imports TorchTitan.
@@ -8,7 +9,7 @@
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """
 
-from mkernel.integrations import huggingface, ring_flash_attn, symm_mem
+from mkernel.integrations import context_parallel, huggingface, ring_flash_attn, symm_mem
 from mkernel.integrations.calls import Calls, Report, report, reset
 
-__all__ = ["Calls", "Report", "huggingface", "report", "reset", "ring_flash_attn", "symm_mem"]
+__all__ = ["Calls", "Report", "context_parallel", "huggingface", "report", "reset", "ring_flash_attn", "symm_mem"]

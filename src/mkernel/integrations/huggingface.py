@@ -10,14 +10,15 @@ Every rank has the whole model and a part of the sequence. All other layers work
 all that communicates.
 
 transformers asks two things of an implementation: a function that attends, and one that makes the mask. Without the
-second, transformers drops masks silently, so one is registered here that makes none and refuses those that would be
-needed.
+second, transformers drops masks silently, so one is registered here. It makes none, or a `Window` for layers with a
+sliding window, and refuses those that would be needed.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,8 +47,8 @@ def register(
     """Register `mk.ring_attention` with transformers: models made with `attn_implementation=name` use it.
 
     Each rank passes its part of the sequence and of the positions to the model; see `part_of`. Gradients work.
-    Refused, with the reason: masks other than causal or none (padding, sliding windows shorter than the sequence,
-    packed documents), dropout, decoding with a cache.
+    Sliding windows of causal attention, and capped scores, are taken from the model. Refused, with the reason: other
+    masks (padding, packed documents, chunks), dropout, decoding with a cache.
 
     Args:
         name: of the implementation. Register several under different names to use several layouts or groups.
@@ -78,6 +79,13 @@ def _check_layout(layout: str) -> None:
         raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
 
 
+class Window(NamedTuple):
+    """What layers with a sliding window are passed as their mask: how many positions a position sees, its own included.
+    transformers and its models only pass masks on."""
+
+    size: int
+
+
 class RingAttention:
     """The two functions that `register` registers."""
 
@@ -91,7 +99,7 @@ class RingAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | Window | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
@@ -103,10 +111,10 @@ class RingAttention:
             module: the layer; its `is_causal` counts if is_causal is None.
             query: [batch, heads, seq_local, dim], this rank's part of the sequence.
             key, value: [batch, kv_heads, seq_local, dim].
-            attention_mask: must be None.
+            attention_mask: what `make_mask` made; no other mask.
             scaling: the factor of the scores.
             dropout: must be 0.
-            others: what the model passes besides. Its position_ids are checked.
+            others: what the model passes besides: sliding_window and softcap are used, position_ids are checked.
 
         Returns:
             ([batch, seq_local, heads, dim], None). There are no weights of attention to return.
@@ -115,17 +123,17 @@ class RingAttention:
         call = (query, key, value, attention_mask, dropout, others)
         return attend(self, call, causal, scaling, group=self._group), None
 
-    def make_mask(self, **arguments: Any) -> None:
-        """The mask of a model's forward pass, with the arguments that transformers passes: there is none."""
-        make_no_mask(group=self._group, **arguments)
+    def make_mask(self, **arguments: Any) -> Window | None:
+        """The mask of a model's forward pass, with the arguments that transformers passes."""
+        return make_mask(group=self._group, **arguments)
 
     def refuse(self, call: tuple[Any, ...], group: Any) -> None:
         """Refuse what `mk.ring_attention` does not take, or would not be told of."""
         query, key, _, attention_mask, dropout, others = call
-        if attention_mask is not None:
+        if attention_mask is not None and not isinstance(attention_mask, Window):
             raise ArgumentError(
                 f"attention_mask must be None, got a mask of shape {tuple(attention_mask.shape)}: ring_attention takes "
-                f"no mask but is_causal"
+                f"no mask but is_causal and sliding windows"
             )
         if dropout:
             raise ArgumentError(
@@ -134,7 +142,6 @@ class RingAttention:
         for name, what in UNSUPPORTED.items():
             if others.get(name) is not None:
                 raise ArgumentError(f"{name} was passed, but ring_attention has no support for {what}")
-        _refuse_window("sliding_window", others.get("sliding_window"), size_of(group) * key.shape[2])
         if others.get("output_attentions"):
             raise ArgumentError("output_attentions must be False: ring_attention computes no matrix of weights")
         if key.shape[2] != query.shape[2]:
@@ -167,44 +174,79 @@ def attend(
 ) -> torch.Tensor:
     attention.refuse(call, group)
     query, key, value, *_ = call
+    window = _window_of(call[3], call[-1].get("sliding_window"), causal, size_of(group) * key.shape[2])
     result = ring_attention(
         query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
-        layout=attention._layout, softcap=call[-1].get("softcap") or 0.0, group=group,
+        layout=attention._layout, softcap=call[-1].get("softcap") or 0.0, window_size=window, group=group,
     )  # fmt: skip
     return result.transpose(1, 2).contiguous()
 
 
+def _window_of(mask: Window | None, given: int | None, causal: bool, length: int) -> tuple[int, int] | None:
+    """The window of a call over so many positions, from its mask and its sliding_window; None if there is none."""
+    if mask is not None and given is not None and mask.size != given:
+        raise ArgumentError(f"sliding_window is {given}, but the layer's mask is for a window of {mask.size}")
+    size = given if mask is None else mask.size
+    if size is None or size >= length:
+        return None
+    if size < 1:
+        raise ArgumentError(f"sliding_window must be at least 1, or None, got {size}")
+    if not causal:
+        raise ArgumentError(
+            f"sliding_window is {size}, but the sequence has {length} positions: windows are supported in causal "
+            f"attention only"
+        )
+    return size - 1, 0
+
+
 @collective
-def make_no_mask(
+def make_mask(
     *,
     kv_length: int,
     attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., torch.Tensor] | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     local_size: int | None = None,
     group: Any = None,
     **others: Any,
-) -> None:
-    """Refuse a mask that is more than causal or full. transformers says that it is not, by allowing to skip it."""
+) -> Window | None:
+    """Nothing, or the window of a causal mask. Refuse what is more than causal, full or a sliding window. transformers
+    says that a mask is one of these, by allowing to skip it where the sequence has fewer positions than `local_size`.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ArgumentError(
             "attention_mask marks padding, which ring_attention does not support: pass sequences of equal length"
         )
-    _refuse_window("the model's window of attention", local_size, group.size * kv_length)
     if not (allow_is_causal_skip or allow_is_bidirectional_skip):
         raise ArgumentError(
             "the model needs a mask that is neither causal nor full, and ring_attention takes none. transformers also "
             "makes one if position_ids jump, which it takes for packed documents: if they jump because of the zigzag "
             "layout, pass an attention_mask of ones, as huggingface.part_of does"
         )
-
-
-def _refuse_window(name: str, window: int | None, length: int) -> None:
-    if window is not None and window < length:
+    length = group.size * kv_length
+    if local_size is None or local_size >= length:
+        return None
+    if not _is_sliding_window(mask_function, local_size):
         raise ArgumentError(
-            f"{name} is {window}, but the sequence has {length} positions: ring_attention has no support for windows "
-            f"shorter than the sequence"
+            f"the model's mask is local to {local_size} positions, and the sequence has {length}: of such masks, "
+            f"ring_attention supports causal sliding windows, but not chunks or windows to both sides"
         )
+    return Window(local_size)
+
+
+def _is_sliding_window(mask_function: Callable[..., torch.Tensor] | None, size: int) -> bool:
+    """Whether a mask is a causal sliding window. Chunks, for one, have a size, too; so look at what positions see."""
+    if mask_function is None:
+        return False
+    rows = torch.tensor([size - 1, size, 2 * size, 3 * size + 1]).repeat_interleave(5)
+    keys = (rows + torch.tensor([1, 0, 1 - size, -size, -2 * size]).repeat(4)).clamp(min=0)
+    batch = torch.zeros_like(rows)
+    try:
+        seen = mask_function(batch, batch, rows, keys)
+    except (IndexError, TypeError, ValueError, RuntimeError):
+        return False  # it depends on more than positions
+    return torch.equal(seen, (keys <= rows) & (keys > rows - size))
 
 
 def positions_of(length: int, layout: str = "contiguous", group: Any = None) -> torch.Tensor:

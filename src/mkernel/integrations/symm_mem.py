@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from mkernel.integrations import calls
+from mkernel.integrations.enabled import Enabled
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.reduce import matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError, MKernelError
@@ -49,21 +50,6 @@ for _name in (GATHER, SCATTER):
     calls.add(f"symm_mem.{_name}")
 
 
-class Enabled:
-    """What `enable` returns: a context manager at whose end PyTorch's implementations are back, if they were there at
-    its start."""
-
-    def __init__(self, restore: bool):
-        self._restore = restore
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._restore:
-            disable()
-
-
 def enable() -> Enabled:
     """Serve `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter` with mkernel.
 
@@ -78,7 +64,7 @@ def enable() -> Enabled:
     global _library
     with _lock:
         if _library is not None:
-            return Enabled(restore=False)
+            return Enabled(None)
         module = importlib.import_module(TORCH)  # defines the operators
         for name in (GATHER, SCATTER):
             if not all(hasattr(module, each) for each in (f"_{name}", f"_{name}_fallback")):
@@ -90,7 +76,7 @@ def enable() -> Enabled:
                 library.impl(GATHER, fused_all_gather_matmul, key, allow_override=True)
                 library.impl(SCATTER, fused_matmul_reduce_scatter, key, allow_override=True)
         _library = library
-    return Enabled(restore=True)
+    return Enabled(disable)
 
 
 def disable() -> None:

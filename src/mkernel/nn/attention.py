@@ -28,8 +28,9 @@ class ContextParallelAttention(nn.Module):
             [batch, heads, seq_local, dim].
         group: the group whose ranks share the sequence; None is the current group.
 
-    `forward(query, key, value, cu_seqlens=None)`: query has a multiple of the heads of key and value (grouped-query
-    attention). cu_seqlens are the boundaries of packed documents, see `mk.ring_attention`.
+    `forward(query, key, value, cu_seqlens=None, seq_lens=None)`: query has a multiple of the heads of key and value
+    (grouped-query attention). cu_seqlens are the boundaries of packed documents, seq_lens the number of positions of
+    each rank, if not all hold the same number; see `mk.ring_attention`.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class ContextParallelAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+        seq_lens: Sequence[int] | None = None,
     ) -> torch.Tensor:
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
             enable_gqa=self._heads(query) != self._heads(key), layout=self.layout, input_layout=self.input_layout,
-            cu_seqlens=cu_seqlens, window_size=self.window_size, group=self.group,
+            cu_seqlens=cu_seqlens, window_size=self.window_size, seq_lens=seq_lens, group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result

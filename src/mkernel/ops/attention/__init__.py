@@ -28,6 +28,10 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` CTAs join the compute when their transfers are done; the schedule estimates when that
   is. In the Hopper kernel, `intra` is a warp of each CTA instead (hopper.py).
 
+Ranks may hold different numbers of positions (lengths.py). Rounds, panels and chunks are then those of the rank with
+most keys; what a rank does not have is not seen by anybody, so it is neither sent nor computed. A rank without queries
+has one row that sees nothing, because some tile must free its rounds.
+
 Signals: see protocol.py. A *round* moves one unit from every rank. If the buffer cannot hold two units of
 all ranks, a round moves only a part of a unit's keys. The CTA that owns a tile then keeps the tile's state
 in fp32 in `partial` between two parts. Keys outside the range that a rank's rows see, because of the causal
@@ -36,12 +40,12 @@ mask, of document boundaries or of a window, are neither sent to that rank nor c
 Why buffers are safe. The workspace is not double buffered: a rank writes to a peer in epoch e only after
 the peer has entered e. By then the peer has left e-1, and has read everything that was sent to it in e-1,
 because some CTA of the peer waits for every chunk that it is sent. This is a tile that sees the chunk, or
-an intra CTA that forwards it. In packed sequences there may be no such tile; there, one tile of each round
-waits for everything that its rank receives in the round. For the same reason, no transfer of an older
-epoch is in flight, and the slot in which chunks are staged for the network can be overwritten. Within an
-epoch, round t reuses the slots of round t - window. A rank writes them only after the reader has freed that
-round, that is, after the reader has finished all its tiles of the round and forwarded all chunks that it
-had to forward.
+an intra CTA that forwards it. In packed sequences there may be no such tile; there, and where ranks hold
+different numbers of positions, one tile of each round waits for everything that its rank receives in the
+round. For the same reason, no transfer of an older epoch is in flight, and the slot in which chunks are
+staged for the network can be overwritten. Within an epoch, round t reuses the slots of round t - window. A
+rank writes them only after the reader has freed that round, that is, after the reader has finished all its
+tiles of the round and forwarded all chunks that it had to forward.
 
 Why it cannot deadlock. All CTAs of a launch are resident: the plan rejects more than fit. The rest is by
 induction over rounds. Assume that all rounds before t complete. Then round t - window is freed on every
@@ -54,9 +58,10 @@ finishes even if its CTAs run one after the other.) Waits have a timeout neverth
 
 What it costs. 4*length*dim FLOPs for each query, head and rank that the query sees. In units of one rank's
 keys and values, each rank writes at most (gpus-1)*nodes over NVLink and nodes-1 over the network, and the
-workspace takes `steps`. The default is two steps. It is more if a rank has fewer units than there are other
-ranks, because with two steps the units would be split into parts, and the state of tiles would have to be
-stored. If units are split into parts, the fp32 state of one unit's rows takes additional memory.
+workspace takes `steps` (of the rank with most keys). The default is two steps. It is more if a rank has
+fewer units than there are other ranks, because with two steps the units would be split into parts, and the
+state of tiles would have to be stored. If units are split into parts, the fp32 state of one unit's rows
+takes additional memory.
 
 Accuracy. Scores, sums and products are accumulated in fp32. Weights are rounded to the dtype of the input
 before they are multiplied by the values, as in every flash attention. A result is a weighted mean of
@@ -70,11 +75,11 @@ a rank would have to wait for a late peer's keys anyway. Dynamic scheduling with
 balance as well as the static schedule, but the warps of the Hopper kernel would have to pass each tile
 number on to each other. Waiting for one chunk after the other: see `poll_all_arrived`.
 
-Where to read on: mask.py (which keys a row sees), protocol.py (the workspace and its signals), transfer.py
-(send and intra), softmax.py, rows.py, merge.py and kernel.py (the Triton kernel), hopper.py and hopper_load.py (the
-Gluon kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py (decisions before the
-launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in PyTorch's graphs).
-backward/ is the gradient, with a design record of its own.
+Where to read on: mask.py (which keys a row sees), lengths.py (how many each rank holds), protocol.py (the workspace
+and its signals), transfer.py (send and intra), softmax.py, rows.py, merge.py and kernel.py (the Triton kernel),
+hopper.py and hopper_load.py (the Gluon kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py
+(decisions before the launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in
+PyTorch's graphs). backward/ is the gradient, with a design record of its own.
 """
 
 from __future__ import annotations
@@ -88,7 +93,7 @@ from mkernel.ops import library
 from mkernel.ops.attention import registration, run
 from mkernel.ops.attention.plan import Plan, plan
 from mkernel.ops.attention.run import TUNABLE, prepare
-from mkernel.ops.attention.sequences import Documents, Scoring, pattern_of
+from mkernel.ops.attention.sequences import Counts, Documents, Scoring, pattern_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import current
@@ -112,6 +117,8 @@ def ring_attention(
     input_layout: str = "bhsd",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     return_lse: bool = False,
     group: Any = None,
     out: torch.Tensor | None = None,
@@ -123,12 +130,12 @@ def ring_attention(
 
     Args:
         query: [batch, heads, queries, dim], this rank's part of the sequence; dim is 64, 96, 128, 192 or 256. Shapes
-            and dtype must be the same on every rank. Any strides.
+            and dtype must be the same on every rank, except for the number of positions (seq_lens). Any strides.
         key, value: [batch, kv_heads, seq_local, dim]; value may have another dim of these. Usually, there are as many
             queries as keys. There may be more keys, such as those of earlier positions that are kept in a cache, or
             fewer; with layout="contiguous" and without cu_seqlens. The last query of all ranks then has the position of
             the last key, as with PyTorch's `causal_lower_right` and in flash-attn. Different numbers of queries and
-            keys, or different dims, run the portable kernel on Hopper GPUs, too, and have no gradients.
+            keys, or different dims, run the portable kernel on Hopper GPUs, too.
         attn_mask, dropout_p: must be None and 0; they are here so that positional arguments are in the order of
             F.scaled_dot_product_attention.
         is_causal: a position sees only itself and earlier positions of the whole sequence. Queries before the first
@@ -139,16 +146,22 @@ def ring_attention(
         enable_gqa: heads may be a multiple of kv_heads; heads // kv_heads consecutive heads then share
             one head of keys and values.
         layout: "contiguous": rank r holds positions r*seq_local to (r+1)*seq_local-1. "zigzag": the
-            sequence is divided into 2*world equal pieces, and rank r holds pieces r and 2*world-1-r (see
-            `mk.to_zigzag`), so that all ranks have the same amount of causal work.
+            sequence is divided into 2*world pieces, and rank r holds pieces r and 2*world-1-r (see `mk.to_zigzag`), so
+            that all ranks have the same amount of causal work. The sequence may have any length.
         input_layout: the order of dimensions of query, key, value, out and the result: "bhsd" as above, or "bshd",
             [batch, seq_local, heads, dim].
-        cu_seqlens: boundaries of packed documents in the whole sequence, from 0 to world*seq_local, the
-            same on every rank; a document may span ranks. A position sees only its own document. The host
-            reads them: a tensor on a GPU costs a synchronization.
+        cu_seqlens: boundaries of packed documents in the whole sequence, from 0 to its length, the same on every rank;
+            a document may span ranks, and documents may have any lengths. A position sees only its own document. The
+            host reads them: a tensor on a GPU costs a synchronization.
         window_size: (before, after): a position sees only that many positions before and after its own, beside
             itself; -1 is no limit. With is_causal, it sees none after its own. The time of a call is proportional to
             the window. A model's "sliding window of w" is (w - 1, 0).
+        seq_lens: how many positions (keys) each rank holds, if not all hold the same number: a list of world numbers,
+            the same on every rank. A rank may hold none. In the zigzag layout, these are the lengths of the parts of
+            `mk.to_zigzag`; they can be left out if they are all the same, or with cu_seqlens, whose last number says
+            what they are. Such calls run the portable kernel on Hopper GPUs, too, unless all numbers are the same.
+        query_lens: how many queries each rank holds, if these are not as many as its keys; with layout="contiguous" and
+            without cu_seqlens.
         return_lse: also return the log-sum-exp of the scores of each row.
         group: the group that holds the sequence: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name
             of a group; the current group by default.
@@ -174,14 +187,14 @@ def ring_attention(
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
-        run.refuse_gradients_unless_alike(query, key, value)
-        documents = registration.as_tensor(cu_seqlens)
-        arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, documents, window_size)
+        packed = (registration.as_tensor(cu_seqlens), window_size, seq_lens, query_lens)
+        arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, *packed)
         result, lse = registration.call(arguments, group, config, out)
     else:
         result, lse = run.ring_attention(
             query, key, value, is_causal=is_causal, scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout,
-            cu_seqlens=cu_seqlens, window_size=window_size, return_lse=return_lse, group=group, out=out, config=config,
+            cu_seqlens=cu_seqlens, window_size=window_size, seq_lens=seq_lens, query_lens=query_lens,
+            return_lse=return_lse, group=group, out=out, config=config,
         )  # fmt: skip
     if input_layout == "bshd":
         result = result.transpose(1, 2) if given is None else given
@@ -203,6 +216,8 @@ def explain(
     input_layout: str = "bhsd",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     return_lse: bool = False,
     group: Any = None,
     out: torch.Tensor | None = None,
@@ -213,7 +228,8 @@ def explain(
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     run.check(group, query, key, value, out, layout, enable_gqa, Scoring(scale, softcap), config)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
     out = query.new_empty(run.result_shape(query, value)) if out is None else out
     chosen = run.choose(TUNABLE, group, query, key, pattern, config, value)
     decided = plan(group, query, key, value, out, pattern, softcap, chosen)

@@ -16,7 +16,7 @@ from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.attention.call import Descriptors, awaits_whole_panels, head_of, tile_at
-from mkernel.ops.attention.mask import key_blocks, keys_below, rows_of, seen_by, seen_by_rank, seen_by_tile
+from mkernel.ops.attention.mask import key_blocks, keys_below, keys_of, rows_of, seen_by, seen_by_rank, seen_by_tile
 from mkernel.ops.attention.merge import is_last_span, load_state, merged_state, state_pointers, store_state
 from mkernel.ops.attention.protocol import (
     Panel,
@@ -51,7 +51,7 @@ def _read_own(call, heads, tma, tile, key, DIM: tl.constexpr):
         return tma.load([tile.batch, tile.kv_head, key, 0]).reshape(call.TILE_N, DIM)
     else:
         return read_some_rows(
-            heads, tile.batch, tile.kv_head, key, call.mask.length, ROWS=call.TILE_N, DIM=DIM
+            heads, tile.batch, tile.kv_head, key, keys_of(call.mask), ROWS=call.TILE_N, DIM=DIM
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor
 from mkernel.runtime.world import Launch
+
+if TYPE_CHECKING:
+    from mkernel.ops.attention.backward.plan import Plan as BackwardPlan
 
 POLL_WIDTH = 256  # maximum number of signals that a CTA of the Triton kernel polls at a time
 WARP_POLL_WIDTH = 128  # signals that the loading warp of the Gluon kernel polls at a time
@@ -44,14 +47,11 @@ def launch(
         words = states * c.tile_m * (value_dim + 2)
         partial = group.world.memory.empty(group.world_rank, (words,), torch.float32)
     polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
-    mask = Mask(
-        length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
-    )._replace(rows=None if rows == length else rows)
     slots = memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None
     call = Call(
         q=heads_of(query), k=heads_of(key, plan.width), v=heads_of(value, plan.width), out=heads_of(out), lse=lse,
         slots=None if plan.uses_tma else slots, partial=partial,
-        schedule=plan.schedule, mask=mask,
+        schedule=plan.schedule, mask=mask_of(plan, rows, length),
         rounds=_rounds(group, plan, memory, workspace, tiles=heads // kv_heads * blocks),
         spans=Spans(workspace.state[READY.value :], plan.span_keys, *constants(c.team_ctas)),
         **factors(scoring, dim), heads=heads, kv_heads=kv_heads, dim=dim, blocks=blocks,
@@ -77,10 +77,20 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(variant, workspace.signal_words),
         uses=memory.uses(workspace, free={"slots": _received(plan)}),
-        inputs=(*"qkv", "call.q.pointer", "call.k.pointer", "call.v.pointer", "call.mask.spans", "call.schedule"),
+        inputs=(*"qkv", "call.q.pointer", "call.k.pointer", "call.v.pointer", "call.mask.spans", "call.mask.places",
+            "call.schedule"),
         results=("out", "call.out.pointer", "call.lse"),
         scratch=() if partial is None else (partial,),
     )  # fmt: skip
+
+
+def mask_of(plan: Plan | BackwardPlan, rows: int, length: int) -> Mask:
+    """The mask of a call on a rank with so many queries and keys."""
+    sequences = plan.sequences
+    flags = constants(sequences.size, sequences.zigzag, sequences.causal, plan.spans is not None)
+    if plan.places is None:
+        return Mask(length, plan.spans, *flags)._replace(rows=None if rows == length else rows)
+    return Mask(sequences.length, plan.spans, *flags)._replace(rows=rows, places=plan.places, own=length)
 
 
 def factors(scoring: Scoring, dim: int) -> dict[str, float | None]:

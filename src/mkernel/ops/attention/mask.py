@@ -1,9 +1,13 @@
 """Masks: which keys a tile of queries attends to.
 
 Where rows are. A sequence of world*length positions is sharded over the ranks. Contiguous: rank r holds positions
-r*length to (r+1)*length-1. Zigzag: the sequence is divided into 2*world equal pieces, and rank r holds pieces r and
+r*length to (r+1)*length-1. Zigzag: the sequence is divided into 2*world pieces, and rank r holds pieces r and
 2*world-1-r, in this order, which gives every rank the same amount of causal work. In both layouts, the rows of a rank
 are sorted by position. Everything below relies on that.
+
+Different numbers on each rank. Contiguous: any numbers. Zigzag: if the length is not a multiple of 2*world, the first
+pieces have one position more. The kernels then read from memory which pieces a rank holds (`Mask.places`), and what
+each row sees.
 
 Different numbers of queries and keys. A rank may hold more keys than queries, as with a cache of earlier positions, or
 fewer; in the contiguous layout only. The last query of the whole sequence then has the position of the last key, as
@@ -28,9 +32,13 @@ import triton.language as tl
 
 
 class Mask(NamedTuple):
-    """Which positions the ranks hold, and which they see. length: keys of a rank. rows: queries of a rank; None for as
-    many as keys. PACKED, of packed sequences and of windows: `spans` holds the (start, end) that each rank sees, then
-    the start for every row of this rank, then the end for every row. Otherwise it is None."""
+    """Which positions the ranks hold, and which they see. length: keys of a rank. rows: queries of this rank; None for
+    as many as keys. PACKED, of packed sequences and of windows: `spans` holds the (start, end) that each rank sees,
+    then the start for every row of this rank, then the end for every row. Otherwise it is None.
+
+    places: None, unless ranks hold different numbers of positions, or pieces of different sizes. Then it holds, for
+    each rank, where its first piece starts and how many keys that has, and the same of its second piece; length is that
+    of the rank with most keys, own that of this rank, and the sequence is PACKED."""
 
     length: Any
     spans: Any
@@ -39,6 +47,8 @@ class Mask(NamedTuple):
     CAUSAL: Any
     PACKED: Any
     rows: Any = None
+    places: Any = None
+    own: Any = None
 
 
 class Visible(NamedTuple):
@@ -70,6 +80,15 @@ def rows_of(mask):
 
 
 @triton.jit
+def keys_of(mask):
+    """The number of keys of this rank."""
+    if mask.own is None:
+        return mask.length
+    else:
+        return mask.own
+
+
+@triton.jit
 def position_of(mask, rank, index):
     """The position of a rank's row `index` in the whole sequence."""
     if mask.ZIGZAG:
@@ -83,7 +102,13 @@ def position_of(mask, rank, index):
 @triton.jit
 def keys_below(mask, position, rank):
     """The number of a rank's keys whose position is below the given one."""
-    if mask.ZIGZAG:
+    if mask.places is not None:
+        place = mask.places + 4 * rank
+        first = tl.maximum(position - tl.load(place).to(tl.int32), 0)
+        first = tl.minimum(first, tl.load(place + 1).to(tl.int32))
+        second = tl.maximum(position - tl.load(place + 2).to(tl.int32), 0)
+        return first + tl.minimum(second, tl.load(place + 3).to(tl.int32))
+    elif mask.ZIGZAG:
         half = mask.length // 2
         first = tl.minimum(tl.maximum(position - rank * half, 0), half)
         return first + tl.minimum(tl.maximum(position - (2 * mask.WORLD_SIZE - 1 - rank) * half, 0), half)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from mkernel.ops.attention.lengths import Lengths
 from mkernel.ops.attention.schedule import SYNC_MARK, Helpers, scheduled, sync_pays
 from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
@@ -44,7 +45,8 @@ class Plan:
     precision: str
     schedule: torch.Tensor
     syncs_grid: bool  # the schedule may have grid syncs; the same on all ranks, so that they share one binary
-    spans: torch.Tensor | None  # packed sequences and windows only: see `Mask`
+    spans: torch.Tensor | None  # only if PACKED: see `Mask`
+    places: torch.Tensor | None  # only if ranks hold different numbers of positions: see `Mask`
     reasons: tuple[str, ...]
 
     @property
@@ -140,7 +142,7 @@ def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, 
 
 def _why_not_gluon(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, uses_tma: bool, parts: int,
-    softcap: float, config: Config | None,
+    softcap: float, lengths: Lengths | None, config: Config | None,
 ) -> str | None:  # fmt: skip
     """Why the call cannot run the Gluon kernel; None if it can."""
     if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
@@ -151,6 +153,8 @@ def _why_not_gluon(
         return "the Gluon kernel needs TMA for all tensors"
     if softcap:
         return "the Gluon kernel does not support softcap"
+    if lengths is not None:
+        return "the Gluon kernel needs the same number of positions on every rank, in pieces of the same size"
     if key.shape[2] != query.shape[2]:
         return "the Gluon kernel needs as many queries as keys"
     if value.shape[3] != query.shape[3]:
@@ -257,13 +261,21 @@ def spans_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
     return group.world.memory.upload(group.world_rank, [*ranges, *starts.tolist(), *ends.tolist()])
 
 
+def places_of(group: Group, sequences: Sequences) -> torch.Tensor | None:
+    """`Mask.places`: which keys each rank holds; None unless ranks hold different numbers of them."""
+    if sequences.pieces is None:
+        return None
+    edges = [edge for pieces in sequences.pieces for piece in pieces for edge in piece]
+    return group.world.memory.upload(group.world_rank, edges)
+
+
 def plan(
     group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     pattern: Pattern, softcap: float, config: Config | None,
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group."""
     batch, heads, rows, dim = query.shape
-    kv_heads, length = key.shape[1:3]
+    kv_heads, length = key.shape[1], pattern.longest(key.shape[2])
     units = batch * kv_heads
     size, nodes, gpus = group.size, group.nodes, group.gpus_per_node
     element, width = query.element_size(), max(dim, value.shape[3])
@@ -281,7 +293,7 @@ def plan(
     if uses_tma and size > 1 and value.shape[3] != dim:
         uses_tma = False
         tma_reasons = ["keys and values have different head dimensions: all tensors are accessed through pointers"]
-    why_not = _why_not_gluon(group, query, key, value, uses_tma, parts, softcap, config)
+    why_not = _why_not_gluon(group, query, key, value, uses_tma, parts, softcap, pattern.lengths, config)
     hopper = why_not is None
     reasons = ["Gluon: a Hopper GPU, 16-bit floats, TMA for all" if hopper else f"Triton: {why_not}", *tma_reasons]
     if size > 1:
@@ -337,5 +349,6 @@ def plan(
         slots=slots, width=width, parts=parts, part_rows=part_rows, window=window,
         span_keys=round_up(math.ceil(padded / team), tiles.tile_n), rounds=rounds, chunks=chunks,
         precision=matmul_precision(query.dtype), schedule=group.world.memory.upload(group.world_rank, schedule),
-        syncs_grid=syncs_grid, spans=spans_of(group, sequences), reasons=tuple(reasons),
+        syncs_grid=syncs_grid, spans=spans_of(group, sequences), places=places_of(group, sequences),
+        reasons=tuple(reasons),
     )  # fmt: skip

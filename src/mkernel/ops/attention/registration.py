@@ -18,10 +18,10 @@ from mkernel.ops.attention.run import result_shape, ring_attention
 from mkernel.ops.attention.sequences import Documents
 from mkernel.runtime.config import Config
 
-Numbers = Sequence[int] | None  # an encoded configuration, or a window
+Numbers = Sequence[int] | None  # an encoded configuration, a window, or lengths
 OPTIONS = (
     "bool is_causal, float? scale, float softcap, bool enable_gqa, str layout, Tensor? cu_seqlens, int[]? window_size, "
-    "str group"
+    "int[]? seq_lens, int[]? query_lens, str group"
 )
 PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
 
@@ -51,13 +51,13 @@ def call(
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    softcap: float, enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
-    config: Numbers = None, out: torch.Tensor | None = None,
+    softcap: float, enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers,
+    seq_lens: Numbers, query_lens: Numbers, group: str, config: Numbers = None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     result, lse = ring_attention(
         query, key, value, is_causal=is_causal, scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout,
-        cu_seqlens=cu_seqlens, window_size=as_pair(window_size), return_lse=True, group=group, out=out,
-        config=library.decoded(config),
+        cu_seqlens=cu_seqlens, window_size=as_pair(window_size), seq_lens=seq_lens, query_lens=query_lens,
+        return_lse=True, group=group, out=out, config=library.decoded(config),
     )  # fmt: skip
     assert lse is not None
     return result, lse
@@ -70,14 +70,13 @@ def _attend_into(*arguments: Any) -> torch.Tensor:
 def _attend_backward(
     dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float | None, softcap: float,
-    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, group: str,
-    config: Numbers = None,
+    enable_gqa: bool, layout: str, cu_seqlens: torch.Tensor | None, window_size: Numbers, seq_lens: Numbers,
+    query_lens: Numbers, group: str, config: Numbers = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return ring_attention_backward(
         dout, query, key, value, out, lse, dlse=dlse, is_causal=is_causal, scale=scale, softcap=softcap,
-        enable_gqa=enable_gqa,
-        layout=layout, cu_seqlens=cu_seqlens, window_size=as_pair(window_size), group=group,
-        config=library.decoded(config),
+        enable_gqa=enable_gqa, layout=layout, cu_seqlens=cu_seqlens, window_size=as_pair(window_size),
+        seq_lens=seq_lens, query_lens=query_lens, group=group, config=library.decoded(config),
     )  # fmt: skip
 
 
@@ -104,7 +103,8 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, *ctx.options, cu_seqlens, ctx.window_size, ctx.group, _ = inputs
+    query, key, value, *ctx.options, cu_seqlens, window_size, seq_lens, query_lens, ctx.group, _ = inputs
+    ctx.sizes = window_size, seq_lens, query_lens
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
     ctx.set_materialize_grads(False)
 
@@ -114,10 +114,10 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     query, key, value, out, lse, cu_seqlens = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else library.dense(dout)
     gradients = torch.ops.mkernel.ring_attention_backward(
-        dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, ctx.window_size, ctx.group, None
+        dout, query, key, value, out, lse, dlse, *ctx.options, cu_seqlens, *ctx.sizes, ctx.group, None
     )
     wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
-    return (*wanted, *[None] * 9)
+    return (*wanted, *[None] * 11)
 
 
 library.define(

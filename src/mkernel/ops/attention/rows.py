@@ -56,12 +56,6 @@ def copy_rows(comm, call, source, chunk, row, height, STAGED: tl.constexpr):
 
 
 @triton.jit
-def read_rows(call, heads, batch, head, row, ROWS: tl.constexpr):
-    """ROWS rows of a head; zeros outside the tensor."""
-    return read_some_rows(heads, batch, head, row, call.mask.length, ROWS, call.DIM)
-
-
-@triton.jit
 def read_some_rows(heads, batch, head, row, count, ROWS: tl.constexpr, DIM: tl.constexpr):
     """ROWS rows of a head that has `count`; zeros outside the tensor."""
     block = Block(head_of(heads, batch, head), heads.row_stride, heads.column_stride)
@@ -69,14 +63,9 @@ def read_some_rows(heads, batch, head, row, count, ROWS: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def read_slots(call, row):
-    """TILE_N rows of the slots. There is no bounds check, because panels consist of whole blocks."""
-    return read_slot_rows(call, row, call.dim, call.DIM)
-
-
-@triton.jit
 def read_slot_rows(call, row, columns, DIM: tl.constexpr):
-    """The first `columns` columns of TILE_N rows of the slots."""
+    """The first `columns` columns of TILE_N rows of the slots. Rows have no bounds, because panels consist of whole
+    blocks."""
     i = row + tl.arange(0, call.TILE_N)[:, None]
     j = tl.arange(0, DIM)[None, :]
     line = call.slots + i.to(tl.int64) * call.rounds.slots.row_stride

@@ -10,7 +10,7 @@ import torch
 from mkernel.ops.attention import protocol
 from mkernel.ops.attention.launch import launch
 from mkernel.ops.attention.plan import plan, tiles_of
-from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
+from mkernel.ops.attention.sequences import Counts, Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -22,7 +22,7 @@ from mkernel.runtime.operands import layout as layout_of
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 MLA_DIM = 192  # of queries and keys with a part for positions; values have 128 then
 LAYOUTS = ("contiguous", "zigzag")
 INPUT_LAYOUTS = {"bhsd": "[batch, heads, seq_local, dim]", "bshd": "[batch, seq_local, heads, dim]"}
@@ -45,6 +45,8 @@ def ring_attention(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     return_lse: bool = False,
     group: Any,
     out: torch.Tensor | None = None,
@@ -53,26 +55,29 @@ def ring_attention(
     """The result, and the log-sum-exp if it is wanted: `mk.ring_attention`, without gradients."""
     window_size = tuple(window_size) if isinstance(window_size, list) else window_size  # the key must have a hash
     passed, call_key = (query, key, value, out), None
-    if cu_seqlens is None:  # documents may change
+    if cu_seqlens is None and seq_lens is None and query_lens is None:  # these may change
         options = _options(is_causal, scale, softcap, enable_gqa, layout, window_size, return_lse, config)
         call_key, made = group.prepared.repeat("ring_attention", passed, options, out=3)
         if made is not None:
             return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, key.shape[2], query.shape[2])
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
     config = choose(TUNABLE, group, query, key, pattern, config, value)
     tiles = tiles_of(group, query, key, value, config)
     group.agree(
-        "ring_attention", query=tuple(query.shape), key=tuple(key.shape), value_dim=value.shape[3], dtype=query.dtype,
+        "ring_attention", **pattern.shapes(query, key), value_dim=value.shape[3], dtype=query.dtype,
         is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
         tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty, rank = group.world.memory.empty, group.world_rank
     result = empty(rank, result_shape(query, value), query.dtype) if out is None else out
     lse = empty(rank, query.shape[:3], torch.float32) if return_lse else None
-    if query.numel():
-        launch = prepare(group, query, key, value, result, lse, pattern, scoring, config)
+    if not pattern.is_empty(query, key):
+        given = (query, key, value, result, lse)
+        query, key, value, stored, stored_lse = (with_a_row(group, tensor) for tensor in given)
+        launch = prepare(group, query, key, value, stored, stored_lse, pattern, scoring, config)
         made = [result] * (out is None) + [lse] * return_lse
         group.launch(launch, call_key, passed, made)
     else:
@@ -140,10 +145,18 @@ def check(
     """Reject invalid arguments. The error names the argument and the rule."""
     check_config(config, "ring_attention")
     given = dict(query=query, key=key, value=value)
-    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)), alike=False)
+    check_heads("ring_attention", group, given | ({} if out is None else dict(out=out)))
     check_options(group, query, key, layout, enable_gqa, scoring)
     if out is not None:
         check_out(out, result_shape(query, value), "as query, with value's dim", query.dtype, given)
+
+
+def with_a_row(group: Group, tensor: torch.Tensor | None) -> Any:
+    """A tensor, or a row of zeros if it has none: the kernels of a rank without positions need addresses, too."""
+    if tensor is None or tensor.shape[2]:
+        return tensor
+    shape = (*tensor.shape[:2], 1, *tensor.shape[3:])
+    return group.world.memory.empty(group.world_rank, shape, tensor.dtype).zero_()
 
 
 def result_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
@@ -156,17 +169,6 @@ def are_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     return query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] != MLA_DIM
 
 
-def refuse_gradients_unless_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse tensors that require grad where there is no backward pass."""
-    needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (query, key, value))
-    if torch.is_grad_enabled() and needed and not are_alike(query, key, value):
-        raise ArgumentError(
-            f"query is {tuple(query.shape)}, key is {tuple(key.shape)} and value is {tuple(value.shape)}: gradients "
-            f"need as many queries as keys, and one head dimension for all three, out of "
-            f"{', '.join(map(str, HEAD_DIMS))}; without gradients, call it under torch.no_grad()"
-        )
-
-
 def check_config(config: Config | None, op: str) -> None:
     """Reject what no attention operator has a use for."""
     planning.check_given(config)
@@ -177,9 +179,8 @@ def check_config(config: Config | None, op: str) -> None:
         raise ArgumentError("config.steps must be at least 1; got 0")
 
 
-def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = True) -> None:
-    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value. alike: query and key must
-    have the same number of positions, key and value the same number of columns."""
+def check_heads(op: str, group: Group, given: Mapping[str, Any]) -> None:
+    """Reject invalid [batch, heads, seq_local, dim] tensors, among them query, key and value."""
     query = given["query"]
     for name, tensor in given.items():
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
@@ -191,30 +192,22 @@ def check_heads(op: str, group: Group, given: Mapping[str, Any], alike: bool = T
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has dtype {tensor.dtype}, but query has {query.dtype}: they must be the same")
     key, value = given["key"], given["value"]
-    _check_dim("query", query.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
-    if alike and key.shape != value.shape:
-        raise ArgumentError(f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: shapes must be the same")
+    _check_dim("query", query.shape[3])
     if key.shape[:3] != value.shape[:3]:
         raise ArgumentError(
             f"key is {tuple(key.shape)} and value is {tuple(value.shape)}: all dimensions but the last must be the same"
         )
-    _check_dim("value", value.shape[3], HEAD_DIMS if alike else (*HEAD_DIMS, MLA_DIM))
-    if alike and key.shape[2] != query.shape[2]:
-        raise ArgumentError(
-            f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch, seq_local and dim must be the same"
-        )
+    _check_dim("value", value.shape[3])
     if (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3]):
         raise ArgumentError(
             f"key is {tuple(key.shape)} and query is {tuple(query.shape)}: batch and dim must be the same"
         )
-    if query.shape[2] and not key.shape[2]:
-        raise ArgumentError(f"key has no positions, but query has {query.shape[2]}: a rank needs at least one key")
 
 
-def _check_dim(name: str, dim: int, supported: tuple[int, ...]) -> None:
-    if dim not in supported:
+def _check_dim(name: str, dim: int) -> None:
+    if dim not in HEAD_DIMS:
         raise ArgumentError(
-            f"{name} has head dimension {dim}; supported head dimensions: {', '.join(map(str, sorted(supported)))}. "
+            f"{name} has head dimension {dim}; supported head dimensions: {', '.join(map(str, HEAD_DIMS))}. "
             f"Pad query, key and value with zeros to one of these, and pass scale={dim}**-0.5"
         )
 
@@ -237,10 +230,6 @@ def check_options(
         raise ArgumentError(
             f"query has {query.shape[2]} positions on each rank and key has {length}: layout='zigzag' needs as many "
             f"queries as keys; layout='contiguous' does not"
-        )
-    if layout == "zigzag" and length % 2:
-        raise ArgumentError(
-            f"seq_local is {length}, but must be even for layout='zigzag': a rank holds two equal pieces"
         )
     if group.size * max(length, query.shape[2]) >= 2**31:
         raise ArgumentError(
@@ -295,5 +284,5 @@ def prepare(
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.dtype)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
-    variant = (plan_key, pattern.has_spans, decided.config, lse is not None)
+    variant = (plan_key, pattern.binary, decided.config, lse is not None)
     return launch(group, decided, memory, query, key, value, out, lse, scoring, variant)

@@ -5,34 +5,61 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from mkernel.ops.attention.lengths import Lengths, Piece, lengths_of, pieces_of, zigzag_lengths, zigzag_pieces
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 Documents = torch.Tensor | Sequence[int] | None  # boundaries of packed documents, as callers pass them
+Counts = Sequence[int] | None  # positions of each rank, as callers pass them
 
 
 class Pattern(NamedTuple):
     """Which positions the ranks hold, and which of them a position sees: validated arguments of a call.
 
     documents: boundaries of packed documents, from 0 to the length of the whole sequence. window: how many positions
-    before and after its own a position sees; None is no limit.
+    before and after its own a position sees; None is no limit. lengths: None if every rank holds the same number, in
+    pieces of the same size.
     """
 
     is_causal: bool
     layout: str
     documents: tuple[int, ...] | None = None
     window: tuple[int | None, int | None] | None = None
+    lengths: Lengths | None = None
 
     @property
     def has_spans(self) -> bool:
         """Whether the kernel reads from memory what each row sees."""
-        return self.documents is not None or self.window is not None
+        return self.documents is not None or self.window is not None or self.lengths is not None
+
+    @property
+    def binary(self) -> tuple[bool, int | None]:
+        """What it decides about the binary of a kernel; everything else is data to it."""
+        return self.has_spans, None if self.lengths is None else max(self.lengths.keys)
+
+    def longest(self, length: int) -> int:
+        """The most keys of any rank, given those of this rank."""
+        return length if self.lengths is None else max(self.lengths.keys)
+
+    def shapes(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
+        """The shapes of query and key that all ranks must have: with the positions of every rank, if they differ."""
+        if self.lengths is None:
+            return dict(query=tuple(query.shape), key=tuple(key.shape))
+        keys, queries = self.lengths
+        return dict(query=(*query.shape[:2], queries, query.shape[3]), key=(*key.shape[:2], keys, key.shape[3]))
+
+    def is_empty(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether no rank has anything to compute."""
+        if self.lengths is None:
+            return not query.numel()
+        return not (query.shape[0] * query.shape[1] * key.shape[1] and any(self.lengths.queries))
 
 
 class Scoring(NamedTuple):
@@ -46,7 +73,8 @@ class Scoring(NamedTuple):
 @dataclass(frozen=True)
 class Sequences:
     """The positions of each rank's rows in the whole sequence, and the positions that each row sees. The host's
-    counterpart of mask.py. length: keys of a rank. queries: queries of a rank; None for as many as keys."""
+    counterpart of mask.py. length: keys of a rank, or of the rank with most. queries: queries of a rank, if all have
+    the same number; None for as many as keys."""
 
     size: int
     length: int
@@ -54,8 +82,23 @@ class Sequences:
     queries: int | None = None
 
     @property
-    def rows(self) -> int:
+    def lengths(self) -> Lengths | None:
+        return self.pattern.lengths
+
+    @property
+    def whole(self) -> int:
+        """The number of keys of all ranks."""
+        return self.size * self.length if self.lengths is None else sum(self.lengths.keys)
+
+    @cached_property
+    def pieces(self) -> list[tuple[Piece, Piece]] | None:
+        """What keys each rank holds, where ranks hold different numbers of them."""
+        return None if self.lengths is None else pieces_of(self.lengths.keys, self.pattern.layout)
+
+    def rows_of(self, rank: int) -> int:
         """The number of queries of a rank."""
+        if self.lengths is not None:
+            return self.lengths.queries[rank]
         return self.length if self.queries is None else self.queries
 
     @property
@@ -68,14 +111,24 @@ class Sequences:
 
     def positions(self, rank: int) -> np.ndarray:
         """Positions of a rank's queries."""
-        index = np.arange(self.rows)
+        rows = self.rows_of(rank)
+        index = np.arange(rows)
+        if self.lengths is not None:
+            if self.zigzag:
+                first, second = pieces_of(self.lengths.queries, "zigzag")[rank]
+                return np.where(index < first[1], first[0] + index, second[0] + index - first[1])
+            before = sum(self.lengths.queries[:rank])
+            return before + index + self.whole - sum(self.lengths.queries)
         if not self.zigzag:
-            return rank * self.rows + index + self.size * (self.length - self.rows)
+            return rank * rows + index + self.size * (self.length - rows)
         half = self.length // 2
         return np.where(index < half, rank * half + index, (2 * self.size - 2 - rank) * half + index)
 
     def keys_below(self, positions: np.ndarray, rank: int) -> np.ndarray:
         """For each position, the number of a rank's keys below it."""
+        if self.pieces is not None:
+            (start, count), (second, more) = self.pieces[rank]
+            return np.clip(positions - start, 0, count) + np.clip(positions - second, 0, more)
         if not self.zigzag:
             return np.clip(positions - rank * self.length, 0, self.length)
         half = self.length // 2
@@ -83,9 +136,12 @@ class Sequences:
         return first + np.clip(positions - (2 * self.size - 1 - rank) * half, 0, half)
 
     def seen(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends): each row of a rank sees positions start..end-1."""
+        """(starts, ends): each row of a rank sees positions start..end-1. A rank without queries, where others have
+        some, has one row that sees nothing."""
         at = self.positions(rank)
-        starts, ends = np.zeros_like(at), np.full_like(at, self.size * self.length)
+        if self.lengths is not None and not len(at):
+            return np.zeros(1, np.int64), np.zeros(1, np.int64)
+        starts, ends = np.zeros_like(at), np.full_like(at, self.whole)
         if self.pattern.documents is not None:
             bounds = np.array(self.pattern.documents)
             document = np.searchsorted(bounds, at, side="right")
@@ -102,8 +158,8 @@ class Sequences:
     def key_blocks(self, rank: int, tile_m: int, tile_n: int) -> np.ndarray:
         """The number of key blocks that each of a rank's tiles of queries attends to."""
         starts, ends = self.seen(rank)
-        first = np.arange(0, self.rows, tile_m)
-        last = np.minimum(first + tile_m, self.rows) - 1
+        first = np.arange(0, len(starts), tile_m)
+        last = np.minimum(first + tile_m, len(starts)) - 1
         blocks = np.zeros(len(first), dtype=np.int64)
         for source in range(self.size):
             low, high = self.keys_below(starts[first], source), self.keys_below(ends[last], source)
@@ -113,7 +169,7 @@ class Sequences:
     def span(self, rank: int) -> tuple[int, int]:
         """(start, end): the smallest interval of positions that includes everything that the rows of a rank see."""
         starts, ends = self.seen(rank)
-        return (int(starts[0]), int(ends[-1])) if self.rows else (0, 0)
+        return (int(starts[0]), int(ends[-1])) if len(starts) else (0, 0)
 
     def keys_sent(self, source: int, rank: int) -> int:
         """How many of a source's keys a rank receives, before rounding up to chunks."""
@@ -122,18 +178,25 @@ class Sequences:
 
 
 def pattern_of(
-    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int,
-    queries: int | None = None,
+    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int, rows: int,
+    lens: tuple[Any, Any],
 ) -> Pattern:  # fmt: skip
-    """The pattern of a call whose layout is valid. length: keys of a rank. queries: queries of a rank; None for as many
-    as keys."""
-    rows = length if queries is None else queries
-    if cu_seqlens is not None and rows != length:
-        raise ArgumentError(
-            f"query has {rows} positions on each rank and key has {length}: with cu_seqlens, these must be the same"
-        )
-    window = window_of(window_size, bool(is_causal), group.size * max(length, rows))
-    return Pattern(bool(is_causal), layout, documents_of(group, cu_seqlens, length), window)
+    """The pattern of a call whose layout is valid. length, rows: keys and queries of this rank. lens: seq_lens and
+    query_lens."""
+    documents = _boundaries(cu_seqlens)
+    lengths = lengths_of(group, layout, lens, length, rows, documents[-1] if documents else None)
+    whole, queries = (group.size * length, group.size * rows) if lengths is None else map(sum, lengths)
+    if documents is not None:
+        if (lengths is None and rows != length) or (lengths is not None and lengths.keys != lengths.queries):
+            raise ArgumentError(
+                f"query has {rows} positions on each rank and key has {length}: with cu_seqlens, these must be the same"
+                if lengths is None
+                else f"seq_lens is {lengths.keys} and query_lens {lengths.queries}: with cu_seqlens, these must be the "
+                f"same"
+            )
+        documents = _documents_of(documents, whole, "world * seq_local" if lengths is None else "the sum of seq_lens")
+    window = window_of(window_size, bool(is_causal), max(whole, queries))
+    return Pattern(bool(is_causal), layout, documents, window, lengths)
 
 
 def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
@@ -157,8 +220,8 @@ def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None
     return None if limits == (None, None) else limits
 
 
-def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] | None:
-    """The boundaries of packed documents, validated."""
+def _boundaries(cu_seqlens: Any) -> tuple[int, ...] | None:
+    """The boundaries of packed documents, as integers."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
@@ -170,15 +233,18 @@ def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] 
             )
         cu_seqlens = cu_seqlens.tolist()
     try:
-        bounds = tuple(operator.index(bound) for bound in cu_seqlens)
+        return tuple(operator.index(bound) for bound in cu_seqlens)
     except TypeError as problem:
         raise ArgumentError(f"cu_seqlens must be a tensor or a sequence of integers, got {cu_seqlens!r}") from problem
-    whole = group.size * length
+
+
+def _documents_of(bounds: tuple[int, ...], whole: int, what: str) -> tuple[int, ...]:
+    """The boundaries of packed documents in a sequence of so many positions, validated. what: what `whole` is."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in pairwise(bounds)):
         shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
         raise ArgumentError(
             f"cu_seqlens must be the boundaries of the documents in the whole sequence: ascending, from 0 to {whole} "
-            f"(world * seq_local); got {shown}"
+            f"({what}); got {shown}"
         )
     return tuple(sorted(set(bounds)))  # empty documents have no effect
 
@@ -186,28 +252,28 @@ def documents_of(group: Group, cu_seqlens: Any, length: int) -> tuple[int, ...] 
 def to_zigzag(sequence: torch.Tensor, *, dim: int = 2, group: Group | None = None) -> torch.Tensor:
     """This rank's part of a sequence, in the zigzag layout. Every rank passes the whole sequence.
 
-    The sequence is divided into 2*world equal pieces along `dim`, and rank r gets pieces r and 2*world-1-r. There is no
-    communication.
+    The sequence is divided into 2*world pieces along `dim`, and rank r gets pieces r and 2*world-1-r. If its length is
+    not a multiple of 2*world, the first pieces have one position more than the others, as with `torch.tensor_split`.
+    There is no communication.
     """
     group = current(group)
-    size, length = group.size, sequence.shape[dim]
-    if length % (2 * size):
-        raise ArgumentError(
-            f"sequence has {length} positions in dimension {dim}, which is not a multiple of {2 * size} (2 * world): "
-            f"pad it to {length + -length % (2 * size)}"
-        )
-    pieces = sequence.chunk(2 * size, dim) if length else [sequence] * 2 * size
-    return torch.cat([pieces[group.rank], pieces[2 * size - 1 - group.rank]], dim)
+    pieces = zigzag_pieces(sequence.shape[dim], group.size)
+    mine = (pieces[group.rank], pieces[2 * group.size - 1 - group.rank])
+    return torch.cat([sequence.narrow(dim, start, count) for start, count in mine], dim)
 
 
 def from_zigzag(parts: Sequence[torch.Tensor], *, dim: int = 2) -> torch.Tensor:
     """The whole sequence, given the parts of all ranks in the zigzag layout, in rank order."""
     if not parts:
         raise ArgumentError("parts must hold one part per rank; got none")
-    if len({part.shape for part in parts}) > 1 or parts[0].shape[dim] % 2:
+    lengths = tuple(part.shape[dim] for part in parts)
+    others = {(*part.shape[: dim % part.dim()], *part.shape[dim % part.dim() + 1 :]) for part in parts}
+    if len(others) > 1 or lengths != zigzag_lengths(sum(lengths), len(parts)):
         raise ArgumentError(
-            f"parts must all have the same shape, with an even size in dimension {dim}; got "
-            f"{', '.join(str(tuple(p.shape)) for p in parts)}"
+            f"parts must be those of mk.to_zigzag, of which {len(parts)} ranks have "
+            f"{zigzag_lengths(sum(lengths), len(parts))} of {sum(lengths)} positions in dimension {dim}; got "
+            f"{', '.join(str(tuple(part.shape)) for part in parts)}"
         )
-    halves = [part.tensor_split(2, dim) for part in parts]
+    pieces = zigzag_pieces(sum(lengths), len(parts))
+    halves = [part.split([pieces[rank][1], lengths[rank] - pieces[rank][1]], dim) for rank, part in enumerate(parts)]
     return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)

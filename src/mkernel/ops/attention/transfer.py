@@ -19,7 +19,7 @@ from mkernel.lang.requests import wait_sent
 from mkernel.lang.roles import INTRA, SEND
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.attention.call import head_of
-from mkernel.ops.attention.mask import is_seen, is_seen_in_node
+from mkernel.ops.attention.mask import is_seen, is_seen_in_node, keys_of
 from mkernel.ops.attention.protocol import (
     chunk_at,
     chunk_offset,
@@ -54,7 +54,7 @@ def _copy_own(comm, call, chunk, STAGED: tl.constexpr, COPY_ROWS: tl.constexpr):
     k_start = head_of(call.k, batch, head)
     v_start = head_of(call.v, batch, head)
     for key in range(chunk.key, chunk.key + chunk.height, call.TILE_N):
-        rows = tl.minimum(call.mask.length - key, call.TILE_N)
+        rows = tl.minimum(keys_of(call.mask) - key, call.TILE_N)
         row = 2 * (key - chunk.begin)
         k_rows = k_start + tl.cast(key, tl.int64) * call.k.row_stride
         v_rows = v_start + tl.cast(key, tl.int64) * call.v.row_stride

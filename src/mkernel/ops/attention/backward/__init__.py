@@ -58,7 +58,8 @@ sums in fp32. With grouped heads, all of this is small. Memory: `steps` units of
 pass; for the same rounds, (world + nodes - 1) / slots as many partials in fp32, where slots is world - 1 in one node
 and world in several; and one fp32 number per row of queries. Both buffers are bounded by `steps`, for any length and
 world size. If units are split into parts, sums of dq of one unit's rows take additional memory. Partials of heads of 96
-columns take as much as those of 128.
+columns take as much as those of 128, and those of 192 as much as those of 256. If keys and values differ in their
+columns, both take slots of the wider ones.
 
 Accuracy. Scores, sums and products are accumulated in fp32. Weights and gradients of scores are rounded to the dtype of
 the input before they are multiplied. Partials are fp32, so the results are rounded once. The order of every sum depends
@@ -84,8 +85,16 @@ from mkernel.ops.attention.backward import protocol
 from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
-from mkernel.ops.attention.run import PACKED_PLANS_KEPT, check_config, check_heads, check_options, choose
-from mkernel.ops.attention.sequences import Documents, Pattern, Scoring, pattern_of
+from mkernel.ops.attention.run import (
+    PACKED_PLANS_KEPT,
+    check_config,
+    check_heads,
+    check_options,
+    choose,
+    result_shape,
+    with_a_row,
+)
+from mkernel.ops.attention.sequences import Counts, Documents, Pattern, Scoring, pattern_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -116,6 +125,8 @@ def ring_attention_backward(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     group: Any = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,13 +138,14 @@ def ring_attention_backward(
         query, key, value: as in `ring_attention`.
         out, lse: what `ring_attention` returned for them.
         dlse: the gradient of lse, in its shape, in fp32; None if nothing depends on lse.
-        is_causal, scale, softcap, enable_gqa, layout, cu_seqlens, window_size, group: as in `ring_attention`.
+        is_causal, scale, softcap, enable_gqa, layout, cu_seqlens, window_size, seq_lens, query_lens, group: as in
+            `ring_attention`.
         config: tiles, chunks, CTAs, and `steps`, the size of the buffers for other ranks' keys, values and partial
             gradients.
 
     Returns:
-        (dq, dk, dv): in the shapes and the dtype of query, key and value. Sums over heads that share keys, and over the
-        ranks, are in fp32, in an order that does not depend on timing.
+        (dq, dk, dv): in the shapes and the dtype of query, key and value. A row that sees no key has zeros in dq. Sums
+        over heads that share keys, and over the ranks, are in fp32, in an order that does not depend on timing.
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
@@ -144,21 +156,22 @@ def ring_attention_backward(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
-    config = choose(TUNABLE, group, query, key, pattern, config)
-    tiles = tiles_of(group, query, key, config)
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
+    config = choose(TUNABLE, group, query, key, pattern, config, value)
+    tiles = tiles_of(group, query, key, value, config)
     group.agree(
-        OP, query=tuple(query.shape), key=tuple(key.shape), dtype=query.dtype, is_causal=pattern.is_causal,
-        layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window, tile_n=tiles.tile_n,
-        chunk_rows=tiles.chunk_rows, steps=tiles.steps,
+        OP, **pattern.shapes(query, key), value_dim=value.shape[3], dtype=query.dtype,
+        is_causal=pattern.is_causal, layout=layout, cu_seqlens=pattern.documents, window_size=pattern.window,
+        tile_n=tiles.tile_n, chunk_rows=tiles.chunk_rows, steps=tiles.steps,
     )  # fmt: skip
     empty = group.world.memory.empty
     dq, dk, dv = (empty(group.world_rank, tensor.shape, query.dtype) for tensor in (query, key, value))
-    if query.numel():
-        tensors = Tensors(
-            dout, query, key, value, out, lse.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv
-        )
-        group.launch(prepare(group, tensors, pattern, Scoring(scale, softcap), config))
+    if not pattern.is_empty(query, key):
+        dense = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        tensors = (dout, query, key, value, out, *dense, dq, dk, dv)
+        rows = Tensors(*(with_a_row(group, tensor) for tensor in tensors))
+        group.launch(prepare(group, rows, pattern, Scoring(scale, softcap), config))
     else:
         group.confirm()
         for gradient in (dq, dk, dv):
@@ -170,10 +183,11 @@ def _check(group: Group, heads: dict[str, torch.Tensor], lse: torch.Tensor, dlse
     """Reject invalid tensors. The error names the argument and the rule."""
     check_heads(OP, group, heads)
     query = heads["query"]
+    shape = result_shape(query, heads["value"])
     for name in ("dout", "out"):
-        if heads[name].shape != query.shape:
+        if heads[name].shape != shape:
             raise ArgumentError(
-                f"{name} is {tuple(heads[name].shape)} and query is {tuple(query.shape)}: shapes must be the same"
+                f"{name} is {tuple(heads[name].shape)}, but must be {shape}: as query, with value's dim"
             )
     for name, tensor in (("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
         check_tensor(OP, group, name, tensor, dimensions=3)
@@ -190,22 +204,22 @@ def prepare(
     group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    query, key = tensors.query, tensors.key
-    config = choose(TUNABLE, group, query, key, pattern, config)
+    query, key, value = tensors.query, tensors.key, tensors.value
+    config = choose(TUNABLE, group, query, key, pattern, config, value)
     mask = (pattern.is_causal, pattern.layout)
-    plan_key = (OP, query.shape, key.shape, query.dtype, *mask, config, matmul_precision(query.dtype))
+    plan_key = (OP, query.shape, key.shape, value.shape[3], query.dtype, *mask, config, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
         (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
-        lambda: plan(group, query, key, pattern, config),
+        lambda: plan(group, query, key, value, pattern, config),
         kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
-    memory = protocol.layout(decided, query.shape[3], query.dtype)
-    inputs = (tensors.dout, query, key, tensors.value, tensors.out)
+    memory = protocol.layout(decided, query.dtype)
+    inputs = (tensors.dout, query, key, value, tensors.out)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
     variant = (
-        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.has_spans, decided.config,
+        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.binary, decided.config,
         tensors.dlse is not None, scoring.softcap > 0,
     )  # fmt: skip
     return launch(group, decided, memory, tensors, scoring, variant)
@@ -227,6 +241,8 @@ def explain(
     layout: str = "contiguous",
     cu_seqlens: Documents = None,
     window_size: tuple[int, int] | None = None,
+    seq_lens: Counts = None,
+    query_lens: Counts = None,
     group: Any = None,
     config: Config | None = None,
 ) -> Plan:
@@ -235,7 +251,8 @@ def explain(
     check_config(config, OP)
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, query.shape[2])
-    chosen = choose(TUNABLE, group, query, key, pattern, config)
-    decided = plan(group, query, key, pattern, chosen)
+    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
+    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
+    chosen = choose(TUNABLE, group, query, key, pattern, config, value)
+    decided = plan(group, query, key, value, pattern, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

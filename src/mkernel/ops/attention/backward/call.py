@@ -48,7 +48,8 @@ class Call(NamedTuple):
     batch: Any
     heads: Any
     kv_heads: Any
-    dim: Any
+    dim: Any  # of queries and keys
+    value_dim: Any  # of values; None if it is the same
     blocks: Any  # tiles of queries per head
     tiles: Any  # blocks of keys per panel
     SENDERS: Any  # number of send CTAs
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     TILE_M: Any
     TILE_N: Any
     DIM: Any  # dim, rounded up to a power of two
+    VALUE_DIM: Any  # the same of values
     COPY: Any  # elements that a copying CTA has in flight
     POLL_WIDTH: Any  # signals polled at a time
 
@@ -74,6 +76,15 @@ class TaskAt(NamedTuple):
     kv_head: Any
     begin: Any  # the panels of the round have keys begin..until-1 of every rank's unit
     until: Any
+
+
+@triton.jit
+def value_dim_of(call):
+    """The number of columns of values."""
+    if call.value_dim is None:
+        return call.dim
+    else:
+        return call.value_dim
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import REDUCE, TILE, TILES, trace, trace_time
-from mkernel.ops.attention.backward.call import task_at
+from mkernel.ops.attention.backward.call import task_at, value_dim_of
 from mkernel.ops.attention.backward.protocol import (
     add_block,
     block_at,
@@ -48,6 +48,8 @@ from mkernel.ops.attention.mask import (
     is_seen_in_node,
     key_blocks,
     keys_below,
+    keys_of,
+    rows_of,
     seen_by,
     seen_by_tile,
 )
@@ -61,7 +63,7 @@ from mkernel.ops.attention.protocol import (
     wait_own_round,
     wait_panel,
 )
-from mkernel.ops.attention.rows import copy_rows, read_rows, read_slots
+from mkernel.ops.attention.rows import copy_rows, read_slot_rows, read_some_rows
 from mkernel.ops.attention.softmax import cap_scores, through_cap
 from mkernel.ops.attention.transfer import intra, send
 
@@ -93,19 +95,25 @@ class Keys(NamedTuple):
 
 
 @triton.jit
+def _read_rows(call, heads, batch, head, row, DIM: tl.constexpr):
+    """TILE_M rows of queries, or of what has as many rows; zeros outside the tensor."""
+    return read_some_rows(heads, batch, head, row, rows_of(call.mask), ROWS=call.TILE_M, DIM=DIM)
+
+
+@triton.jit
 def _prepare(comm, call, first, step):
     """Compute delta of tiles first, first + step, and so on, of all heads."""
     for index in range(first, call.batch * call.heads * call.blocks, step):
         head = index // call.blocks
         row = index % call.blocks * call.TILE_M
-        dout = read_rows(call, call.dout, head // call.heads, head % call.heads, row, call.TILE_M)
-        out = read_rows(call, call.out, head // call.heads, head % call.heads, row, call.TILE_M)
+        dout = _read_rows(call, call.dout, head // call.heads, head % call.heads, row, call.VALUE_DIM)
+        out = _read_rows(call, call.out, head // call.heads, head % call.heads, row, call.VALUE_DIM)
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
         i = row + tl.arange(0, call.TILE_M)
-        line = tl.cast(head, tl.int64) * call.mask.length
+        line = tl.cast(head, tl.int64) * rows_of(call.mask)
         if call.DLSE:
-            delta -= tl.load(call.dlse + line + i, mask=i < call.mask.length, other=0.0)
-        tl.store(call.delta + line + i, delta, mask=i < call.mask.length)
+            delta -= tl.load(call.dlse + line + i, mask=i < rows_of(call.mask), other=0.0)
+        tl.store(call.delta + line + i, delta, mask=i < rows_of(call.mask))
 
 
 # -- weights
@@ -115,11 +123,11 @@ def _prepare(comm, call, first, step):
 def _read_queries(call, batch, head, row):
     """A tile of queries. Rows beyond the last one have weights of zero: their log-sum-exp is infinite. So does a row
     that saw no key; its log-sum-exp is -inf."""
-    query = read_rows(call, call.q, batch, head, row, call.TILE_M)
-    dout = read_rows(call, call.dout, batch, head, row, call.TILE_M)
+    query = _read_rows(call, call.q, batch, head, row, call.DIM)
+    dout = _read_rows(call, call.dout, batch, head, row, call.VALUE_DIM)
     i = row + tl.arange(0, call.TILE_M)
-    inside = i < call.mask.length
-    line = tl.cast(batch * call.heads + head, tl.int64) * call.mask.length
+    inside = i < rows_of(call.mask)
+    line = tl.cast(batch * call.heads + head, tl.int64) * rows_of(call.mask)
     lse = tl.load(call.lse + line + i, mask=inside, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     delta = tl.load(call.delta + line + i, mask=inside, other=0.0)
@@ -129,7 +137,7 @@ def _read_queries(call, batch, head, row):
 @triton.jit
 def _keys_seen(call, rank, source, row):
     """(lower, upper): each row of a tile sees the source's keys lower..upper-1."""
-    rows = tl.minimum(row + tl.arange(0, call.TILE_M), call.mask.length - 1)
+    rows = tl.minimum(row + tl.arange(0, call.TILE_M), rows_of(call.mask) - 1)
     starts, ends = seen_by(call.mask, rank, rows)
     return keys_below(call.mask, starts, source), keys_below(call.mask, ends, source)
 
@@ -149,13 +157,17 @@ def _is_seen_by_rows(call, index, lower, upper):
 @triton.jit
 def _read_keys(call, task, source_is_own, row, OFFSET: tl.constexpr):
     """A block of keys, or with OFFSET=1 of values. row: the first row in the slots, or in the caller's tensor."""
-    if source_is_own:
-        if OFFSET == 0:
-            block = read_rows(call, call.k, task.batch, task.kv_head, row, call.TILE_N)
+    count = keys_of(call.mask)
+    if OFFSET == 0:
+        if source_is_own:
+            block = read_some_rows(call.k, task.batch, task.kv_head, row, count, ROWS=call.TILE_N, DIM=call.DIM)
         else:
-            block = read_rows(call, call.v, task.batch, task.kv_head, row, call.TILE_N)
+            block = read_slot_rows(call, row, call.dim, call.DIM)
     else:
-        block = read_slots(call, row + OFFSET * call.TILE_N)
+        if source_is_own:
+            block = read_some_rows(call.v, task.batch, task.kv_head, row, count, ROWS=call.TILE_N, DIM=call.VALUE_DIM)
+        else:
+            block = read_slot_rows(call, row + call.TILE_N, value_dim_of(call), call.VALUE_DIM)
     return block
 
 
@@ -206,13 +218,19 @@ def _add_others(comm, call, task, queries, row, dq):
 
 
 @triton.jit
-def _store_rows(call, heads, batch, head, row, values, ROWS: tl.constexpr):
-    """Store rows of a result; those beyond the last one are dropped."""
-    i = row + tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, call.DIM)[None, :]
+def _store_rows(heads, batch, head, row, values, count, columns):
+    """Store rows of a result, which has `count` rows of so many columns."""
+    i = row + tl.arange(0, values.shape[0])[:, None]
+    j = tl.arange(0, values.shape[1])[None, :]
     target = head_of(heads, batch, head) + i.to(tl.int64) * heads.row_stride + j.to(tl.int64) * heads.column_stride
-    inside = (i < call.mask.length) & (j < call.dim)
-    tl.store(target, values.to(heads.pointer.dtype.element_ty), mask=inside)
+    tl.store(target, values.to(heads.pointer.dtype.element_ty), mask=(i < count) & (j < columns))
+
+
+@triton.jit
+def _store_key_gradients(call, task, key, dk, dv):
+    """Store dk and dv of a block of this rank's keys."""
+    _store_rows(call.dk, task.batch, task.kv_head, key, dk, keys_of(call.mask), call.dim)
+    _store_rows(call.dv, task.batch, task.kv_head, key, dv, keys_of(call.mask), value_dim_of(call))
 
 
 @triton.jit
@@ -245,7 +263,7 @@ def _query_gradient(comm, call, task):
         if part < call.rounds.parts - 1:
             store_partial(kept, dq, call.TILE_M, call.DIM)
     if part == call.rounds.parts - 1:
-        _store_rows(call, call.dq, task.batch, head, row, dq * call.factor, call.TILE_M)
+        _store_rows(call.dq, task.batch, head, row, dq * call.factor, rows_of(call.mask), call.dim)
 
 
 # -- dk, dv
@@ -267,7 +285,7 @@ def _add_queries(call, task, rank, seen, keys, values):
     """(dk, dv) of a block of keys over the rows of this rank that see it, of all heads of the group. Scores are
     transposed, so that products of weights with rows need no transposition."""
     dk = tl.zeros((call.TILE_N, call.DIM), tl.float32)
-    dv = tl.zeros((call.TILE_N, call.DIM), tl.float32)
+    dv = tl.zeros((call.TILE_N, call.VALUE_DIM), tl.float32)
     group = call.heads // call.kv_heads
     first = seen.first // call.TILE_M
     count = tl.maximum(tl.cdiv(seen.end, call.TILE_M) - first, 0)
@@ -310,8 +328,7 @@ def _key_gradients(comm, call, task, which):
             if comm.WORLD_SIZE > 1:
                 push_partial(comm, call, task.round_index, source, tile, dk + missing, dv + missing)
             else:
-                _store_rows(call, call.dk, task.batch, task.kv_head, key, dk, call.TILE_N)
-                _store_rows(call, call.dv, task.batch, task.kv_head, key, dv, call.TILE_N)
+                _store_key_gradients(call, task, key, dk, dv)
 
 
 @triton.jit
@@ -334,14 +351,14 @@ def _sum_of_node(comm, call, task, owner, tile, key):
     """(dk, dv): the sum of this node's partials of a block of the owner's keys, in the order of ranks."""
     rank = rank_of(comm.context)
     dk = tl.zeros((call.TILE_N, call.DIM), tl.float32)
-    dv = tl.zeros((call.TILE_N, call.DIM), tl.float32)
+    dv = tl.zeros((call.TILE_N, call.VALUE_DIM), tl.float32)
     for i in range(comm.RANKS_PER_NODE):
         source = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE + i
         if is_seen(call.mask, source, owner, key, call.TILE_N):
             index = partial_index(comm, call.rounds, task.round_index, owner, rank, source)
             missing = wait_partial(comm, call, task.round_index, source, index, tile)
             place = block_at(comm, call.exchange.partials, rank, index, tile)
-            dk, dv = add_block(place, dk + missing, dv + missing, call.TILE_N, call.DIM)
+            dk, dv = add_block(place, dk + missing, dv + missing)
     return dk, dv
 
 
@@ -356,7 +373,7 @@ def _add_other_nodes(comm, call, task, tile, key, dk, dv):
                 index = node_sum_index(comm, call.rounds, task.round_index, rank, node)
                 missing = wait_node_sum(comm, call, task.round_index, node, index, tile)
                 place = block_at(comm, call.exchange.node_sums, rank, index, tile)
-                dk, dv = add_block(place, dk + missing, dv + missing, call.TILE_N, call.DIM)
+                dk, dv = add_block(place, dk + missing, dv + missing)
     return dk, dv
 
 
@@ -376,14 +393,13 @@ def _reduce(comm, call, task, which):
             dk, dv = _sum_of_node(comm, call, task, owner, tile, key)
             if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
                 dk, dv = _add_other_nodes(comm, call, task, tile, key, dk, dv)
-            _store_rows(call, call.dk, task.batch, task.kv_head, key, dk, call.TILE_N)
-            _store_rows(call, call.dv, task.batch, task.kv_head, key, dv, call.TILE_N)
+            _store_key_gradients(call, task, key, dk, dv)
         elif is_seen_in_node(call.mask, node, owner, key, call.TILE_N, comm.RANKS_PER_NODE):
             dk, dv = _sum_of_node(comm, call, task, owner, tile, key)
             index = partial_index(comm, call.rounds, task.round_index, owner, rank, rank)
             wait_sum_writable(comm, call, task.round_index, owner)
             tl.debug_barrier()  # this rank's own partial, which other threads may still load, is in the same place
-            store_block(block_at(comm, call.exchange.partials, rank, index, tile), dk, dv, call.TILE_N, call.DIM)
+            store_block(block_at(comm, call.exchange.partials, rank, index, tile), dk, dv)
             ticket = post_node_sum(comm, call, task.round_index, owner, tile)
     return ticket
 

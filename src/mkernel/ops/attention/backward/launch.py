@@ -14,8 +14,7 @@ from mkernel.ops.attention.backward import kernel
 from mkernel.ops.attention.backward.call import Call, Exchange
 from mkernel.ops.attention.backward.plan import Plan
 from mkernel.ops.attention.backward.protocol import OP
-from mkernel.ops.attention.launch import POLL_WIDTH, factors, heads_of, scale_of
-from mkernel.ops.attention.mask import Mask
+from mkernel.ops.attention.launch import POLL_WIDTH, factors, heads_of, mask_of, scale_of
 from mkernel.ops.attention.protocol import Rounds
 from mkernel.ops.attention.sequences import Scoring
 from mkernel.runtime.group import Group, Workspace
@@ -46,10 +45,11 @@ def launch(
     """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     query = tensors.query
-    batch, heads, length, dim = query.shape
-    kv_heads = tensors.key.shape[1]
+    batch, heads, rows, dim = query.shape
+    kv_heads, length = tensors.key.shape[1:3]
+    value_dim = tensors.value.shape[3]
     c, size = plan.config, group.size
-    blocks = math.ceil(length / c.tile_m)
+    blocks = math.ceil(rows / c.tile_m)
     empty = group.world.memory.empty
     partial = None
     if plan.parts > 1:
@@ -58,22 +58,22 @@ def launch(
     polled = min(triton.next_power_of_2(max((size - 1) * plan.chunks, 1)), POLL_WIDTH)
     rounds, reductions = _rounds(group, plan, memory, workspace, tiles_of_dq=heads // kv_heads * blocks)
     call = Call(
-        q=heads_of(query), k=heads_of(tensors.key), v=heads_of(tensors.value), out=heads_of(tensors.out),
+        q=heads_of(query), k=heads_of(tensors.key, plan.width), v=heads_of(tensors.value, plan.width),
+        out=heads_of(tensors.out),
         dout=heads_of(tensors.dout), dq=heads_of(tensors.dq), dk=heads_of(tensors.dk), dv=heads_of(tensors.dv),
-        lse=tensors.lse, dlse=tensors.dlse, delta=empty(group.world_rank, (batch, heads, length), torch.float32),
+        lse=tensors.lse, dlse=tensors.dlse, delta=empty(group.world_rank, (batch, heads, rows), torch.float32),
         slots=memory.tensor_in(workspace, "slots", query.dtype) if size > 1 else None, partial=partial,
         schedule=plan.schedule, ranges=plan.ranges,
-        mask=Mask(
-            length, plan.spans, *constants(size, plan.sequences.zigzag, plan.sequences.causal, plan.spans is not None)
-        ),
+        mask=mask_of(plan, rows, length),
         rounds=rounds, reductions=reductions, exchange=_exchange(memory, workspace),
         preparing=memory.words_in(workspace, "preparing"), prepared=memory.words_in(workspace, "prepared"),
         **factors(scoring, dim), factor=scale_of(scoring, dim), batch=batch, heads=heads, kv_heads=kv_heads, dim=dim,
-        blocks=blocks, tiles=plan.tiles,
+        value_dim=None if value_dim == dim else value_dim, blocks=blocks, tiles=plan.tiles,
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PARTS=plan.parts > 1, DLSE=tensors.dlse is not None,
             SOFTCAP=scoring.softcap > 0, PRECISION=plan.precision, TILE_M=c.tile_m, TILE_N=c.tile_n, DIM=c.tile_k,
-            COPY=max(c.copy_bytes // query.element_size(), c.tile_k), POLL_WIDTH=polled,
+            VALUE_DIM=plan.value_columns,
+            COPY=max(c.copy_bytes // query.element_size(), triton.next_power_of_2(plan.width)), POLL_WIDTH=polled,
         ),
     )  # fmt: skip
     read = [f"call.{name}.pointer" for name in ("q", "k", "v", "out", "dout")]
@@ -87,7 +87,7 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(variant, workspace.signal_words),
         uses=memory.uses(workspace, free=_received(group, plan)),
-        inputs=(*read, "call.lse", "call.dlse", "call.mask.spans", "call.schedule", "call.ranges"),
+        inputs=(*read, "call.lse", "call.dlse", "call.mask.spans", "call.mask.places", "call.schedule", "call.ranges"),
         results=("call.dq.pointer", "call.dk.pointer", "call.dv.pointer"),
     )
 

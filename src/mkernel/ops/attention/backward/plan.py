@@ -11,7 +11,7 @@ import triton
 
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
-from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, round_up, spans_of
+from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, places_of, round_up, spans_of
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
@@ -32,6 +32,8 @@ class Plan:
     nodes: int
     padded: int  # keys of a unit, rounded up to whole blocks
     slots: int  # slots per round on a rank
+    width: int  # columns of the slots
+    value_columns: int  # columns of values, rounded up to a power of two
     parts: int  # rounds per unit
     part_rows: int  # keys of a panel
     tiles: int  # blocks of keys of a panel
@@ -41,7 +43,8 @@ class Plan:
     precision: str
     schedule: torch.Tensor
     ranges: torch.Tensor  # see `ranges_of`
-    spans: torch.Tensor | None  # packed sequences and windows only: see `Mask`
+    spans: torch.Tensor | None  # only if PACKED: see `Mask`
+    places: torch.Tensor | None  # only if ranks hold different numbers of positions: see `Mask`
     reasons: tuple[str, ...]
 
     @property
@@ -59,9 +62,9 @@ class Plan:
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
-def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, config: Config | None) -> Tiles:
+def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Config | None) -> Tiles:
     """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
-    dim = query.shape[3]
+    dim = max(query.shape[3], value.shape[3])
     if group.device.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
@@ -105,19 +108,20 @@ def _tasks(
 
 
 def _resolve(
-    group: Group, query: torch.Tensor, tiles: Tiles, sequences: Sequences, tasks: Tasks, units: int,
-    config: Config | None,
+    group: Group, query: torch.Tensor, value: torch.Tensor, tiles: Tiles, sequences: Sequences, tasks: Tasks,
+    units: int, config: Config | None,
 ) -> tuple[Settings, float, list[str]]:  # fmt: skip
     """(settings, when the copying CTAs are free, in products of a tile, and reasons): how many CTAs have which role."""
-    gpus, nodes, dim = group.gpus_per_node, group.nodes, query.shape[3]
+    gpus, nodes = group.gpus_per_node, group.nodes
+    dims = query.shape[3] + value.shape[3]
     most = group.world.launcher.ctas(group.world_rank)
     pick = planning.chooser(config)
-    product = 2 * tiles.tile_m * tiles.tile_n * dim / (0.6 * planning.CTA_RATE[query.dtype])  # seconds, estimated
+    product = tiles.tile_m * tiles.tile_n * dims / (0.6 * planning.CTA_RATE[query.dtype])  # seconds, estimated
     products = (sum(tasks.queries) + sum(tasks.keys)) * units
     node = [group.node * gpus + i for i in range(gpus) if i != group.local_rank]
     sources = range(group.local_rank, group.size, gpus)  # ranks whose keys this rank pushes to its node
     keys = sum(sequences.keys_sent(source, peer) for source in sources for peer in node) * units
-    pushed = keys * 2 * dim * query.element_size()
+    pushed = keys * dims * query.element_size()
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
     rate = planning.push_rate(max(gpus - 1, 1))
     seconds = products * product / most
@@ -125,7 +129,7 @@ def _resolve(
     copiers = planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0
     intra_ctas = pick("intra_ctas", copiers)
     settings = Settings(
-        tile_m=tiles.tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
+        tile_m=tiles.tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(query.shape[3]), group_m=1,
         stages=tiles.stages, warps=tiles.warps,
         ctas=pick("ctas", min(most, max(len(tasks) * units, 1) + send_ctas + intra_ctas)),
         send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=tiles.chunk_rows,
@@ -142,15 +146,15 @@ def _resolve(
 
 
 def plan(
-    group: Group, query: torch.Tensor, key: torch.Tensor, pattern: Pattern,
-    config: Config | None,
+    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern, config: Config | None
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, the pattern and the group."""
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
+    batch, heads, rows, dim = query.shape
+    kv_heads, length = key.shape[1], pattern.longest(key.shape[2])
     units, size, nodes = batch * kv_heads, group.size, group.nodes
-    tiles = tiles_of(group, query, key, config)
-    sequences = Sequences(size, length, pattern)
+    width, value_columns = max(dim, value.shape[3]), triton.next_power_of_2(value.shape[3])
+    tiles = tiles_of(group, query, key, value, config)
+    sequences = Sequences(size, length, pattern, None if rows == length else rows)
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
@@ -161,11 +165,11 @@ def plan(
     tasks = _tasks(
         group, sequences, ranges, tiles.tile_m, tiles.tile_n, blocks, heads // max(kv_heads, 1)
     )  # fmt: skip
-    settings, free, reasons = _resolve(group, query, tiles, sequences, tasks, units, config)
-    _check(group, settings, query.dtype)
+    settings, free, reasons = _resolve(group, query, value, tiles, sequences, tasks, units, config)
+    _check(group, settings, value_columns, query.dtype)
     if size > 1:
-        keys = window * slots * part_rows * 2 * dim * query.element_size() / 2**20
-        partials = window * (size + nodes - 1) * part_rows * 2 * settings.tile_k * 4 / 2**20
+        keys = window * slots * part_rows * 2 * width * query.element_size() / 2**20
+        partials = window * (size + nodes - 1) * part_rows * (settings.tile_k + value_columns) * 4 / 2**20
         reasons.append(
             f"the buffers take {keys:.3g} MiB for other ranks' keys and values and {partials:.3g} MiB for partials of "
             f"their gradients: room for {window} of {rounds} rounds"
@@ -180,17 +184,17 @@ def plan(
     )  # fmt: skip
     upload = group.world.memory.upload
     return Plan(
-        config=settings, sequences=sequences, nodes=nodes, padded=padded, slots=slots, parts=parts,
-        part_rows=part_rows, tiles=blocks, window=window, rounds=rounds,
+        config=settings, sequences=sequences, nodes=nodes, padded=padded, slots=slots, width=width,
+        value_columns=value_columns, parts=parts, part_rows=part_rows, tiles=blocks, window=window, rounds=rounds,
         chunks=math.ceil(part_rows / tiles.chunk_rows), precision=matmul_precision(query.dtype),
         schedule=upload(group.world_rank, schedule), ranges=upload(group.world_rank, ranges.ravel().tolist()),
-        spans=spans_of(group, sequences), reasons=tuple(reasons),
+        spans=spans_of(group, sequences), places=places_of(group, sequences), reasons=tuple(reasons),
     )  # fmt: skip
 
 
-def _check(group: Group, settings: Settings, dtype: torch.dtype) -> None:
+def _check(group: Group, settings: Settings, value_columns: int, dtype: torch.dtype) -> None:
     """Refuse settings that could not run."""
-    columns = 2 * max(settings.tile_m, settings.tile_n, settings.tile_k)  # two sums at a time
+    columns = 2 * max(settings.tile_m, settings.tile_n, settings.tile_k, value_columns)  # two sums at a time
     if settings.tile_n * columns > planning.REGISTERS:
         raise ArgumentError(
             f"config.tile_n is {settings.tile_n}, but dk and dv of a block of keys, 2 x {settings.tile_n} x "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OP = "ring_attention_backward"
 
 
-def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
+def layout(plan: Plan, dtype: torch.dtype) -> Layout:
     """The workspace of a call. It is not double buffered. For round t, with w = t % window:
 
     entered, done, freed, arrived, slots: as in ring_attention. preparing: how many CTAs of this rank have computed
@@ -51,7 +51,7 @@ def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
     size, nodes = plan.sequences.size, plan.nodes
     several = size > 1
     window = plan.window if several else 0
-    block = 2 * plan.config.tile_n * plan.config.tile_k
+    block = plan.config.tile_n * (plan.config.tile_k + plan.value_columns)
     memory = Layout(OP, double_buffered=False)
     memory.words("entered", size)
     memory.counters("preparing", 1)
@@ -63,7 +63,7 @@ def layout(plan: Plan, dim: int, dtype: torch.dtype) -> Layout:
     memory.signals("arrived", window * (size - 1), plan.chunks)
     memory.signals("partial", window * size, plan.tiles)
     memory.signals("node_sum", window * (nodes - 1), plan.tiles)
-    memory.buffer("slots", dtype, window * plan.slots * 2 * plan.part_rows, dim)
+    memory.buffer("slots", dtype, window * plan.slots * 2 * plan.part_rows, plan.width)
     memory.buffer("partials", torch.float32, window * size, plan.tiles, block)
     memory.buffer("node_sums", torch.float32, window * (nodes - 1), plan.tiles, block)
     return memory
@@ -167,10 +167,10 @@ def wait_sum_writable(comm, call, round_index, owner):
 
 
 @triton.jit
-def store_block(place, dk, dv, TILE_N: tl.constexpr, DIM: tl.constexpr):
+def store_block(place, dk, dv):
     """Store a partial or a sum."""
-    store_partial(place, dk, TILE_N, DIM)
-    store_partial(place + TILE_N * DIM, dv, TILE_N, DIM)
+    store_partial(place, dk, dk.shape[0], dk.shape[1])
+    store_partial(place + dk.shape[0] * dk.shape[1], dv, dv.shape[0], dv.shape[1])
 
 
 @triton.jit
@@ -187,10 +187,10 @@ def push_partial(comm, call, round_index, owner, tile, dk, dv):
     reducer = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE + owner % comm.RANKS_PER_NODE
     index = partial_index(comm, call.rounds, round_index, owner, reducer, rank)
     wait_partial_writable(comm, call, round_index, owner, reducer)
-    store_block(block_at(comm, call.exchange.partials, reducer, index, tile), dk, dv, call.TILE_N, call.DIM)
+    store_block(block_at(comm, call.exchange.partials, reducer, index, tile), dk, dv)
     if call.rounds.PACED:
         if reducer != rank:
-            size = tl.cast(2 * 4 * call.TILE_N * call.DIM, tl.int64)
+            size = tl.cast(4 * call.TILE_N * (call.DIM + call.VALUE_DIM), tl.int64)
             await_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
     notify_partial(comm, call, round_index, reducer, index, tile)
 
@@ -217,9 +217,11 @@ def wait_node_sum(comm, call, round_index, node, index, tile):
 
 
 @triton.jit
-def add_block(place, dk, dv, TILE_N: tl.constexpr, DIM: tl.constexpr):
+def add_block(place, dk, dv):
     """(dk, dv) plus a partial or a sum that has arrived."""
-    return dk + load_partial(place, TILE_N, DIM), dv + load_partial(place + TILE_N * DIM, TILE_N, DIM)
+    dk_end = place + dk.shape[0] * dk.shape[1]
+    dk = dk + load_partial(place, dk.shape[0], dk.shape[1])
+    return dk, dv + load_partial(dk_end, dv.shape[0], dv.shape[1])
 
 
 @triton.jit
