@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Prediction:
 
     seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
     loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
-    spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says.
+    spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
     """
 
     op: str
@@ -44,11 +44,26 @@ class Prediction:
     requests: int
     plan: str
     engine: Engine
+    dtype: torch.dtype
+    options: dict[str, Any]
+    config: Config | None
 
     @property
     def fraction(self) -> float:
         """Floor / time: 1.0 is perfect overlap at the library's speed."""
         return self.floor / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON. Times in ms."""
+        chosen = {name: value for name, value in asdict(self.config or Config()).items() if value is not None}
+        return {
+            "op": self.op, "shape": list(self.shape), "nodes": self.nodes, "gpus_per_node": self.gpus_per_node,
+            "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
+            "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
+            "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
+            "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
+            "spent": self.spent, "requests": self.requests, "plan": self.plan,
+        }  # fmt: skip
 
     @property
     def speedup(self) -> float:
@@ -117,7 +132,7 @@ def predict(
         op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, machine=machine.name,
         seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
         bound=most if loads[most] > LATE * seconds else "latency", spent=spent, requests=engine.network.requests,
-        plan=str(plan), engine=engine,
+        plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
     )  # fmt: skip
 
 
