@@ -80,8 +80,9 @@ def test_a_full_ring_holds_up_who_posts(machine):
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-@pytest.mark.parametrize("cluster", [(1, 4), (2, 2)])
-def test_the_plan_is_the_one_that_a_call_takes(op, cluster):
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 2)])
+def test_the_plan_is_the_one_that_a_call_takes(op, nodes, gpus):
+    cluster = (nodes, gpus)
     operator = operators.find(op)
     shape, options = SHAPES[op], dict(causal=False) if op == "ring_attention" else {}
     expected = launched(

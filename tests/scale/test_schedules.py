@@ -33,9 +33,9 @@ def traced(op, shape, cluster, config=None):
     return mk.spawn(on_rank, nodes=nodes, gpus_per_node=gpus, device="cpu", sim=Options(ctas=5, races=False))[1]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_all_gather_matmul(cluster):
-    ranks = cluster[0] * cluster[1]
+@pytest.mark.parametrize(("nodes", "gpus"), CLUSTERS)
+def test_all_gather_matmul(nodes, gpus):
+    ranks, cluster = nodes * gpus, (nodes, gpus)
     plan, found = traced("all_gather_matmul", (64 * ranks, 96, 32), cluster)
     modelled = defaultdict(list)
     for counts, tile, source, _ in tiles_of_others(plan, 1, cluster, blocks=2, column_blocks=3):
@@ -48,10 +48,9 @@ def test_all_gather_matmul(cluster):
         assert [each for each in tiles if each[0] != 1] == modelled[cta]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_matmul_reduce_scatter(cluster):
-    nodes, gpus = cluster
-    ranks = nodes * gpus
+@pytest.mark.parametrize(("nodes", "gpus"), CLUSTERS)
+def test_matmul_reduce_scatter(nodes, gpus):
+    ranks, cluster = nodes * gpus, (nodes, gpus)
     plan, found = traced("matmul_reduce_scatter", (64 * ranks, 96, 32 * ranks), cluster)
     modelled = defaultdict(list)
     for lanes, node, rank, tile in tiles_of_scatter(plan, cluster):

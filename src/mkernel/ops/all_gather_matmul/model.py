@@ -11,6 +11,7 @@ import numpy as np
 
 from mkernel.lang.order import arrival_order, swizzle_tile
 from mkernel.lang.roles import other_tiles_of, own_tiles_of
+from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.scale.engine import Engine, Lanes, in_slabs
 from mkernel.scale.evaluate import call
@@ -47,16 +48,17 @@ def _transfer(engine: Engine, plan: Plan, m: int, row_bytes: int, ctas: Lanes) -
     c, nodes, machine = plan.config, engine.nodes, engine.machine
     sizes = _rows_of(plan.chunks, c.chunk_rows, m) * row_bytes
     arrived = np.full((nodes, 2, plan.chunks), engine.start)
-    offsets = np.arange(1, nodes)
+    offsets = call(destination_at, np.arange(1, nodes), NODES=nodes)
+    turns = np.arange(1, nodes)
     for sent in range(plan.chunks if c.send_ctas else 0):
         sender = sent % c.send_ctas
         which = slice(sender, sender + 1)
         if not plan.access.rows.direct:
             ctas.work(sizes[sent] / machine.copy, "copy", which)
-        posted = ctas.clock[sender] + machine.post_seconds * offsets
+        posted = ctas.clock[sender] + machine.post_seconds * turns
         accepted, landed = engine.network.send(posted, sizes[sent], offsets)
         ctas.wait(accepted.max(initial=ctas.clock[sender]), "the network", which)
-        arrived[nodes - offsets, 0, sent] = landed  # the ranks before this one send alike
+        arrived[offsets, 0, sent] = landed  # by the ranks so many nodes before, which send alike
     peers = engine.gpus_per_node - 1
     if c.intra_ctas == 0:
         arrived[:, 1] = arrived[:, 0]
@@ -65,8 +67,8 @@ def _transfer(engine: Engine, plan: Plan, m: int, row_bytes: int, ctas: Lanes) -
     items = np.arange(plan.chunks * nodes)
     for begin in range(0, len(items), c.intra_ctas):
         item = items[begin : begin + c.intra_ctas]
-        chunk, offset = item % plan.chunks, item // plan.chunks
-        # `spread_rows` counts nodes from this one on, and `arrived` those before it
+        chunk, offset = call(forwarded_at, item, plan.chunks, NODES=nodes)
+        # `spread_rows` counts nodes from this one on, `arrived` those before it
         source = np.where(offset == 0, 0, nodes - offset)
         lanes = c.send_ctas + np.arange(len(item))
         ctas.wait(np.where(offset == 0, 0.0, arrived[source, 0, chunk]), "the network", lanes)

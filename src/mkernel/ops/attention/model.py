@@ -91,7 +91,7 @@ class _Ring:
         posted = self.ctas.clock[lane] + machine.post_seconds * offsets
         accepted, arrived = self.engine.network.send(posted, self.sizes[chunk], offsets)
         self.ctas.wait(accepted.max(), "the network", which)
-        return np.concatenate([[self.engine.start], arrived[::-1]])
+        return np.concatenate([[self.engine.start], arrived])
 
     def push(self, index: int, landed: Array, free: float) -> float:
         engine, plan, machine = self.engine, self.plan, self.engine.machine

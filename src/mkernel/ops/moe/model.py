@@ -108,7 +108,7 @@ class _Dispatch:
                 self.ctas.work(sizes[chunk] / engine.machine.place + engine.machine.post_seconds, "copy", which)
                 accepted, landed = engine.network.send(self.ctas.clock[which], sizes[chunk], offset)
                 self.ctas.wait(accepted, "the network", which)
-                arrived[nodes - offset, chunk] = landed
+                arrived[offset, chunk] = landed
         return arrived
 
     def place(self, arrived: Array) -> tuple[Array, Array]:
