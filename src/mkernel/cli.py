@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +23,7 @@ except ImportError as missing:
 
 from mkernel import operators
 from mkernel.cli_checks import (
+    Device,
     Dtype,
     Said,
     check_file,
@@ -37,6 +37,7 @@ from mkernel.cli_checks import (
     workload_and_shapes,
 )
 from mkernel.cli_compile import compile_kernels
+from mkernel.cli_plan import plan as plan_calls
 from mkernel.runtime.errors import MKernelError
 from mkernel.version import __version__
 
@@ -79,12 +80,6 @@ main = CommandLine(
 def _names(*parts: str) -> str:
     """The names of the operators that have all of `parts`, for help texts."""
     return ", ".join(operators.registered(*parts))
-
-
-class Device(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 Yes = Annotated[bool, typer.Option("--yes", help="Simulate without asking, however long it will take.")]
@@ -501,6 +496,7 @@ def check(
 
 
 main.command("compile")(compile_kernels)
+main.command("plan")(plan_calls)
 
 
 @main.command()

@@ -63,6 +63,12 @@ def workload_and_shapes(
         raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
 
 
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class Dtype(str, Enum):
     bf16 = "bf16"
     fp16 = "fp16"

@@ -89,6 +89,7 @@ class Operator:
     space: (group, plan) -> `mkernel.tuning.spaces.Space`, the configurations that tune tries.
     demo: a `mkernel.demo.case.Demo`, for demo and check.
     bench: a `mkernel.bench.benchmark.Benchmark`, for bench.
+    model: a `mkernel.scale.model.Model`, for plan.
     part_of: the operator whose demo includes this one; "" if it has its own.
     co_resident: do CTAs of a launch wait for each other in both directions, so that all must be resident?
     """
@@ -107,11 +108,12 @@ class Operator:
     space: Reference | None = None
     demo: Reference | None = None
     bench: Reference | None = None
+    model: Reference | None = None
     part_of: str = ""
     co_resident: bool = False
 
     def load(self, part: str) -> Any:
-        """Resolve one of the entry's references: "function", "explain", "workload", "space", "demo" or "bench"."""
+        """Resolve one of the entry's references: "function", "explain", "workload", "demo", "bench" and so on."""
         named = getattr(self, part)
         if named is None:
             raise ArgumentError(

@@ -12,7 +12,7 @@ CUTS = [(1, 1), (1, 6), (2, 3), (5, 2), (7, 6), (8, 6), (13, 4)]  # tiles, CTAs
 
 
 @pytest.mark.parametrize(("tiles", "ctas"), CUTS)
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 1), (4, 2), (5, 3)])
 def test_reduce_scatter(nodes, gpus, tiles, ctas):
     size = nodes * gpus
     sequences = []
@@ -42,6 +42,23 @@ def test_reduce_scatter(nodes, gpus, tiles, ctas):
     assert most <= -(-tiles // ctas) * size
     if tiles % ctas * size <= ctas:
         assert most == -(-tiles * size // ctas), "the last round is full, or the only one that is not"
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(4, 1), (4, 2), (6, 3)])
+def test_with_many_nodes_sums_are_spread_over_the_launch(nodes, gpus):
+    """With three nodes or fewer, a CTA sends the sums for all nodes one after the other."""
+    with as_cta(0, 1) as call:
+        rounds, early, _ = call(reduce_scatter.deal_tiles, 2, WORLD_SIZE=nodes * gpus)
+        places = range(2 * (nodes - 1) * gpus)
+        items = [
+            call(reduce_scatter.tile_at, place, 2, rounds, early, WORLD_SIZE=nodes * gpus, RANKS_PER_NODE=gpus)
+            for place in places
+        ]
+    sums = [place for place, (node, rank, _) in enumerate(items) if node and not rank]
+    assert len(sums) == 2 * (nodes - 1)
+    assert max(after - before for before, after in itertools.pairwise(sums)) <= 2 * gpus
+    behind = [place - items.index((items[place][0], gpus - 1, items[place][2])) for place in sums] if gpus > 1 else []
+    assert all(distance >= gpus or place == sums[len(sums) // 2 - 1] for distance, place in zip(behind[:-1], sums))
 
 
 @pytest.mark.parametrize(("tiles", "ctas"), CUTS)

@@ -44,6 +44,19 @@ def test_every_tile_once_in_the_order_of_units(case):
     assert plain == lists_of(case, False)[0], "marks change nothing else"
 
 
+@pytest.mark.parametrize(("tiles", "ctas", "units"), [(24, 33, 6), (7, 3, 5), (1, 4, 3)])
+def test_one_by_one_a_unit_occupies_more_ctas(tiles, ctas, units):
+    def owners(in_pairs):
+        words = scheduled([9] * tiles, 1, units, 1, ctas, Helpers(0, 0.0, 0), False, in_pairs)
+        lists = [words[words[cta] : words[cta + 1]] for cta in range(ctas)]
+        assert sorted(tile for mine in lists for tile in mine) == list(range(units * tiles))
+        assert all(mine == sorted(mine, key=lambda tile: tile // tiles) for mine in lists)
+        return [sum(any(tile // tiles == unit for tile in mine) for mine in lists) for unit in range(units)]
+
+    assert owners(False)[0] == min(tiles, ctas)
+    assert all(single >= paired for single, paired in zip(owners(False), owners(True)))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_all_ctas_come_to_all_grid_syncs_at_the_same_time(case):
     *_, helpers, _units = CASES[case]

@@ -19,6 +19,7 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:DEMO",
         bench=f"{PACKAGE}.bench:BENCHMARK",
+        model=f"{PACKAGE}.model:MODEL",
     )
 )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from mkernel.ops.all_gather_matmul.order import MANY_NODES
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group
@@ -251,6 +252,8 @@ def _portable(
     ]
     if nodes > 1:
         reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
+    if nodes >= MANY_NODES.value:
+        reasons.append("many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn")
     return settings, reasons
 
 

@@ -20,6 +20,7 @@ from mkernel.lang.matrix import Block
 from mkernel.lang.requests import Transfer, wait_sent
 from mkernel.lang.roles import INTRA, SEND
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
+from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
 from mkernel.ops.all_gather_matmul.protocol import Chunk, Gather, notify_chunk, post_chunk, wait_chunk
 from mkernel.runtime.config import Settings
 from mkernel.runtime.group import Group, Workspace
@@ -74,7 +75,8 @@ def send_rows(comm, call, in_heap, first, step):
             notify_chunk(comm, gather, rank, rank, chunk)
         signal = word_of(gather.arrived, comm.epoch, rank, chunk) * 8
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
-            peer = (rank + i * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+            node_offset = destination_at(i, comm.WORLD_SIZE // comm.RANKS_PER_NODE)
+            peer = (rank + node_offset * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
             size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
             transfer = Transfer(peer, source_segment, source, segment, offset * element, size)
             ticket = post_chunk(comm, transfer, signal)
@@ -99,8 +101,8 @@ def spread_rows(comm, call, first, step):
     sent = tl.full((), 0, tl.int64)
     chunks = gather.chunks * (comm.WORLD_SIZE // comm.RANKS_PER_NODE)
     for item in tl.range(first, chunks, step, disable_licm=True):
-        chunk = item % gather.chunks
-        source_rank = (rank + item // gather.chunks * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
+        chunk, node_offset = forwarded_at(item, gather.chunks, comm.WORLD_SIZE // comm.RANKS_PER_NODE)
+        source_rank = (rank + node_offset * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
         row = chunk * gather.chunk_rows
         rows = tl.minimum(gather.m - row, gather.chunk_rows)
         offset = row_of(gather.rows, comm.epoch, source_rank * gather.m + row)

@@ -22,6 +22,7 @@ HOPPER_TILE_M = 128  # queries per tile in the Gluon kernel
 MOST_SHARED_TILES = 512  # words that count the CTAs of a tile
 LEAST_SPAN = 4  # key blocks that are worth a CTA of their own
 LEAST_TILE_M = 16  # of a product on tensor cores
+MANY_NODES = 4  # from which on a schedule fits the room for other ranks' keys: modelled, see docs/scale.md
 WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes, summed over peers; estimated
 
 
@@ -240,6 +241,12 @@ def _team(work: _Work, ctas: int) -> int:
     return planning.largest_team(max(most, 1))
 
 
+def pairs_keep_busy(group: Group, tiles: int, window: int, ctas: int) -> bool:
+    """Whether the tiles of as many units as there is room for keep all CTAs busy if each takes two of them. tiles: of a
+    unit. With fewer nodes than MANY_NODES, it is taken to be so: pairs are what was measured."""
+    return group.nodes < MANY_NODES or window * (tiles // 2) >= ctas
+
+
 def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
     """(whether all tensors can be accessed through tensor descriptors, reasons if not)"""
     if not has_descriptors(group.device):
@@ -335,10 +342,13 @@ def plan(
     helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
     unit_bytes = size * length * 2 * dim * element
     syncs_grid = hopper and not pattern.has_spans and sync_pays(unit_bytes)
+    in_pairs = pairs_keep_busy(group, heads // max(kv_heads, 1) * len(work.costs) * team, window, resolved.ctas)
+    if not in_pairs:
+        reasons.append(f"many nodes: the tiles of {window} heads in pairs would leave CTAs without work: one by one")
     schedule = scheduled(
         [-(-cost // team) for cost in work.costs for _ in range(team)],
         heads // max(kv_heads, 1), units, parts, resolved.ctas,
-        Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid,
+        Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid, in_pairs,
     )  # fmt: skip
     if max(schedule, default=0) >= SYNC_MARK:
         reasons.append(

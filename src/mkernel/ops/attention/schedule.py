@@ -36,6 +36,7 @@ def scheduled(
     ctas: int,
     helpers: Helpers,
     sync: bool,
+    in_pairs: bool = True,
 ) -> list[int]:
     """Which CTA computes which tiles, in the format that the kernel reads: ctas + 1 words that say where the list of
     each CTA starts and where the last one ends, then the lists. Tile t of a head has the number
@@ -48,7 +49,8 @@ def scheduled(
 
     costs: the key blocks of each tile of a head. group: heads of queries per head of keys. sync: mark (SYNC_MARK) some
     of the tiles that all CTAs except helpers start at the same time, according to this model. There the CTAs briefly
-    wait for each other, because their actual speeds differ.
+    wait for each other, because their actual speeds differ. in_pairs: if not, each CTA takes a single tile at a time in
+    all units: then a unit occupies twice as many CTAs.
     """
     blocks = len(costs)
     order = sorted(range(group * blocks), key=lambda tile: -costs[tile % blocks])
@@ -62,7 +64,8 @@ def scheduled(
     else:
         free = [(0.0, cta) for cta in range(helpers.count, ctas)]
         pairs = [(order[i], order[-1 - i])[: 1 + (2 * i + 1 < len(order))] for i in range((len(order) + 1) // 2)]
-        paired = units - max(2 * ctas // max(len(pairs), 1), 1)  # units whose tiles go in pairs; then one by one
+        # units whose tiles go in pairs; then one by one
+        paired = units - max(2 * ctas // max(len(pairs), 1), 1) if in_pairs else 0
         for unit in range(units):
             if helpers.count and unit == helpers.joined:
                 free += [(helpers.ready, cta) for cta in range(helpers.count)]

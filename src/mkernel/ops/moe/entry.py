@@ -39,6 +39,7 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:DISPATCH_MATMUL",
         bench=f"{PACKAGE}.bench:DISPATCH_MATMUL",
+        model=f"{PACKAGE}.model:DISPATCH_MATMUL",
         co_resident=True,
     )
 )
@@ -59,6 +60,7 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:FFN",
         bench=f"{PACKAGE}.bench:FFN",
+        model=f"{PACKAGE}.model:FFN",
         co_resident=True,
     )
 )

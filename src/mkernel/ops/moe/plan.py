@@ -18,6 +18,8 @@ from mkernel.runtime.operands import matmul_precision
 
 PLACE_RATE = 20e9  # bytes/s at which one CTA places rows while a GEMM runs; measured on an H200
 
+MANY_NODES = 4  # from which on few tokens go to all nodes: modelled, see docs/scale.md
+
 # Default number of row blocks in a group of moe_ffn: about as many as an expert has in a class (see schedule.py) if
 # ranks have thousands of tokens. On an H200 with 4 ranks and 8192 tokens of 7168 elements, groups of 8 blocks took
 # 14.95 ms, groups of 4 took 14.11 ms.
@@ -53,13 +55,16 @@ class Copying:
         All CTAs except those that send place rows of their own rank's tokens: there is nothing to multiply before, and
         all of them compute afterwards. Rows from the node arrive at the rate of NVLink, rows from other nodes at the
         rate of the network. So only as many CTAs send, or wait for such rows, as it takes to keep up with these links,
-        assuming that nearly all tokens are needed on every rank.
+        assuming that nearly all tokens are needed on every rank; with MANY_NODES or more, that tokens go to nodes at
+        random, so that a token that arrives makes more rows.
         """
         max_ctas = pick("ctas", group.world.launcher.ctas(group.world_rank))
         token_bytes = sizes.max_tokens * row_bytes
         bytes_per_source = sizes.expected_rows * row_bytes / sizes.world_size
         nvlink = (group.world.links.nvlink or planning.NVLINK_RATE / 1e9) * 1e9
         network = (group.world.links.network or planning.NETWORK_RATE / 1e9) * 1e9
+
+        reached = 1 - (1 - 1 / sizes.nodes) ** sizes.k if sizes.nodes >= MANY_NODES else 1.0  # nodes that a token needs
 
         def ctas_for(rate: float) -> int:
             return math.ceil(rate / token_bytes * bytes_per_source / PLACE_RATE)
@@ -73,7 +78,7 @@ class Copying:
             send_ctas,
             intra_ctas,
             max(min(ctas_for(nvlink), intra_ctas), 1),
-            max(min(ctas_for(1.5 * network * sizes.ranks_per_node), max_ctas // 4, intra_ctas), 1),
+            max(min(ctas_for(1.5 * network * sizes.ranks_per_node / reached), max_ctas // 4, intra_ctas), 1),
         )
 
     def __str__(self) -> str:

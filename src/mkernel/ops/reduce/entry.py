@@ -25,6 +25,7 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:REDUCE_SCATTER",
         bench=f"{PACKAGE}.reduce_scatter.bench:BENCHMARK",
+        model=f"{PACKAGE}.model:REDUCE_SCATTER",
     )
 )
 
@@ -43,5 +44,6 @@ register(
         space=f"{PACKAGE}.tuning:space",
         demo=f"{PACKAGE}.demo:ALL_REDUCE",
         bench=f"{PACKAGE}.all_reduce.bench:BENCHMARK",
+        model=f"{PACKAGE}.model:ALL_REDUCE",
     )
 )

@@ -11,7 +11,9 @@ tiles, in this order:
 - Rows of other nodes, tile by tile. The CTA first computes the partials whose rows belong to other local ranks, and
   pushes each to the rank of its own node with that local rank. Then it computes the partial whose rows belong to its
   own local rank, adds those that its node has pushed, stores the node's sum in a send slot, and posts a request to
-  write it to the owner. So each node sends one sum per tile, once, and the network starts early.
+  write it to the owner. So each node sends one sum per tile, once, and the network starts early. With four or more
+  nodes, it takes the nodes one by one, and reduces for a node behind the pushes for the next one: otherwise the sums
+  for all nodes would come in one burst, and the network would idle until then.
 - Rows of the other ranks of its node: the CTA pushes the partials to them, starting with the next rank, so at any time
   the ranks of a node push to different peers.
 - The rank's own rows, last: the CTA adds the partials of its node and the sums of the other nodes, then bias and

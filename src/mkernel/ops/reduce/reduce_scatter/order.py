@@ -5,6 +5,8 @@ import triton.language as tl
 
 from mkernel.lang.roles import this_cta
 
+MANY_NODES = tl.constexpr(4)  # from which on sums are spread over the launch: modelled, see docs/scale.md
+
 
 @triton.jit
 def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
@@ -53,7 +55,15 @@ def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NOD
         if index < rounds * OTHERS * RANKS_PER_NODE:
             which = index % max(OTHERS * RANKS_PER_NODE, 1)
             tile = index // max(OTHERS * RANKS_PER_NODE, 1) * ctas + cta
-            if which < OTHERS * PEERS:
+            if OTHERS + 1 >= MANY_NODES:
+                # the pushes for a node, and its sum behind those for the next one
+                behind = tl.maximum(which - PEERS, 0)
+                turn = behind // RANKS_PER_NODE
+                is_push = (which < PEERS) | ((behind % RANKS_PER_NODE < PEERS) & (turn < OTHERS - 1))
+                node_offset = tl.where(which < PEERS, 1, 1 + turn + tl.where(is_push, 1, 0))
+                rank_offset = tl.where(which < PEERS, 1 + which, 1 + behind % RANKS_PER_NODE)
+                rank_offset = tl.where(is_push, rank_offset, 0)
+            elif which < OTHERS * PEERS:
                 node_offset = 1 + which // max(PEERS, 1)
                 rank_offset = 1 + which % max(PEERS, 1)
             else:

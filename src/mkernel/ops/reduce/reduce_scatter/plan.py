@@ -7,6 +7,7 @@ import math
 import torch
 
 from mkernel.ops.reduce.call import Plan, Sum, few_rows, for_hopper, plan_of, plan_of_few_rows
+from mkernel.ops.reduce.reduce_scatter.order import MANY_NODES
 from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -45,5 +46,6 @@ def decide(group: Group, call: Sum) -> Plan:
         ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
+        reasons=("many nodes: sums are sent node by node",) if group.nodes >= MANY_NODES.value else (),
     )
     return for_hopper(group, call, portable) if rows % hopper.TILE_M == 0 else portable

@@ -1,0 +1,101 @@
+"""`mkernel plan`: what a call would take on clusters that need not be there."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mkernel import operators
+from mkernel.cli_checks import (
+    Dtype,
+    Said,
+    check_file,
+    failures_in_words,
+    options_of,
+    takes_options,
+    workload_and_shapes,
+)
+from mkernel.runtime.errors import MKernelError
+
+
+class Scaling(str, Enum):
+    weak = "weak"
+    strong = "strong"
+
+
+class Nic(str, Enum):
+    cx7 = "cx7"
+    efa = "efa"
+
+
+@takes_options()
+def plan(
+    op: Annotated[
+        str | None, typer.Argument(help=f"The operator: {', '.join(operators.registered('workload', 'model'))}.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Argument(metavar="SHAPE", help="As for bench, on the first number of nodes; its first one by default."),
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="2:1024 for powers of two, or a list such as 2,3,8.")] = "1:128",
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, show_default="the machine's", help="Ranks per node.")
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help="h200-cx7, h200-efa, h100-cx7, gb200-nvl72, or a file that describes one.")
+    ] = "h200-cx7",
+    nic: Annotated[Nic | None, typer.Option(show_default="the machine's", help="The network between nodes.")] = None,
+    scaling: Annotated[
+        Scaling, typer.Option(help="weak: what is divided among the ranks grows with them; strong: the shape stays.")
+    ] = Scaling.weak,
+    search: Annotated[bool, typer.Option("--search", help="Look for the best split of CTAs, and chunks.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
+    *,
+    said: Said,
+) -> None:
+    """Predict what calls of an operator take on clusters that need not be there, and what bounds them.
+
+    The plan of a call is carried out on a model of the machine; docs/scale.md says how far to trust it.
+    """
+    if op is None:
+        raise typer.BadParameter("name an operator", param_hint="OP")
+    check_file(html, "--html")
+    from mkernel.scale.command import Asked, parse_nodes, run
+    from mkernel.scale.machine import load, with_network
+    from mkernel.workloads import DTYPES
+
+    try:
+        numbers = parse_nodes(nodes)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--nodes") from problem
+    try:
+        chosen = load(machine)
+        if nic is not None:
+            chosen = with_network(chosen, f"h200-{nic.value}")
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--machine") from problem
+    ranks = gpus_per_node or chosen.gpus_per_node
+    workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks, "model")
+    operator = workload.operator
+    asked = Asked(
+        operator=operator,
+        shape=parsed[0] if parsed else operator.shapes[0],
+        nodes=numbers,
+        gpus_per_node=ranks,
+        machine=chosen,
+        dtype=DTYPES[dtype.value],
+        options=options_of(operator, said),
+        weak=scaling is Scaling.weak,
+        search=search,
+        timeline=html is not None,
+    )
+    with failures_in_words():
+        for number in numbers if not asked.weak else ():
+            workload_and_shapes(op, ["x".join(map(str, asked.shape))], number * ranks, "model")
+        run(asked, as_json=json, html=html, console=Console(highlight=False))

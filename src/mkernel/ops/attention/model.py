@@ -1,0 +1,139 @@
+"""The model of ring_attention for `mkernel plan`: how its kernels carry out a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mkernel.ops.attention.plan import Plan
+from mkernel.ops.attention.schedule import SYNC_MARK
+from mkernel.scale.engine import Engine
+from mkernel.scale.model import Model, Problem, Work
+
+Array = Any
+
+
+class _Ring:
+    """A launch. freed: when this rank's tiles of a round are done, so that others may write to its slots."""
+
+    def __init__(self, engine: Engine, plan: Plan, problem: Problem):
+        self.engine, self.plan = engine, plan
+        c, (_, _, _, dim), machine = plan.config, problem.shape, engine.machine
+        self.ctas = engine.lanes("CTAs", c.ctas)
+        self.pushers = engine.lanes("push warps", c.intra_ctas) if plan.hopper else self.ctas
+        self.first_pusher = 0 if plan.hopper else c.send_ctas
+        self.rate = machine.warp_copy if plan.hopper else machine.copy
+        rows = np.minimum(plan.part_rows - np.arange(plan.chunks) * c.chunk_rows, c.chunk_rows)
+        self.sizes = rows * 2 * dim * problem.element
+        self.block_seconds = 4 * c.tile_m * c.tile_n * dim / machine.attention_sm_flops
+        self.freed = np.zeros(plan.rounds)
+        sequences, ranks = plan.sequences, engine.ranks
+        self.costs = np.repeat(sequences.key_blocks(engine.rank, c.tile_m, c.tile_n) / c.team_ctas, c.team_ctas)
+        received = np.array([sequences.keys_sent(source, engine.rank) for source in range(ranks)])
+        self.own = received[engine.rank] / max(received.sum(), 1)  # of the keys that a tile sees
+        self.seen: Array = received > 0
+
+    def run(self) -> None:
+        tiles = self.tiles_of_rounds()
+        for index in range(self.plan.rounds):
+            arrived = self.transfer(index) if self.engine.ranks > 1 else 0.0
+            for lanes, costs in tiles[index]:
+                seconds = (costs + 1) * self.block_seconds
+                own = seconds * self.own
+                self.ctas.work(own, "attend", lanes)
+                self.ctas.wait(arrived, "keys", lanes)
+                self.ctas.work(seconds - own, "attend", lanes)
+                self.freed[index] = max(self.freed[index], float(self.ctas.clock[lanes].max()))
+            self.freed[index] = max(self.freed[index], arrived)
+
+    def tiles_of_rounds(self) -> list[list[tuple[Array, Array]]]:
+        """For each round, what the CTAs compute: the n-th tile of each CTA that has so many, and their key blocks."""
+        words = self.plan.schedule.numpy()
+        ctas = self.plan.config.ctas
+        starts, lists = words[: ctas + 1], words % SYNC_MARK
+        tiles = (len(words) - ctas - 1) // self.plan.rounds  # of a round
+        found: list[list[tuple[Array, Array]]] = [[] for _ in range(self.plan.rounds)]
+        lane = np.repeat(np.arange(ctas), np.diff(starts))
+        work = lists[ctas + 1 :]
+        order = np.lexsort((np.arange(len(work)), lane, work // tiles))
+        for index, part in enumerate(np.split(order, np.arange(1, self.plan.rounds) * tiles)):
+            owners = lane[part]
+            first = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1])
+            nth = np.arange(len(owners)) - np.repeat(first, np.diff([*first, len(owners)]))
+            for i in range(int(nth.max(initial=-1)) + 1):
+                chosen = nth == i
+                costs = self.costs[work[part[chosen]] % len(self.costs)] / self.plan.parts
+                found[index].append((owners[chosen], costs))
+        return found
+
+    def transfer(self, index: int) -> float:
+        """The roles `send` and `intra` in one round. Returns when everything that this rank's tiles see is there."""
+        engine, plan, machine = self.engine, self.plan, self.engine.machine
+        nodes, chunks = engine.nodes, plan.chunks
+        landed = np.full((nodes, chunks), engine.start)
+        free = self.freed[index - plan.window] if index >= plan.window else 0.0
+        if nodes > 1:
+            step = plan.config.send_ctas
+            for first in range(step):
+                self.ctas.wait(free + machine.network_seconds, "slots", slice(first, first + 1))
+                for chunk in range((first - index * chunks) % step, chunks, step):
+                    landed[:, chunk] = self.send(first, chunk)
+        return self.push(index, landed, free)
+
+    def send(self, lane: int, chunk: int) -> Array:
+        """Stage a chunk and post it to all other nodes. Returns when that of the counterpart in the node so many before
+        this one arrives."""
+        machine, nodes = self.engine.machine, self.engine.nodes
+        which = slice(lane, lane + 1)
+        self.ctas.work(self.sizes[chunk] / machine.copy, "copy", which)
+        offsets = np.arange(1, nodes)
+        posted = self.ctas.clock[lane] + machine.post_seconds * offsets
+        accepted, arrived = self.engine.network.send(posted, self.sizes[chunk], offsets)
+        self.ctas.wait(accepted.max(), "the network", which)
+        return np.concatenate([[self.engine.start], arrived])
+
+    def push(self, index: int, landed: Array, free: float) -> float:
+        engine, plan, machine = self.engine, self.plan, self.engine.machine
+        nodes, gpus, lanes = engine.nodes, engine.gpus_per_node, plan.config.intra_ctas
+        node, local = engine.rank // gpus, engine.rank % gpus
+        counterparts = (node - np.arange(nodes)) % nodes * gpus + local
+        arrived = float(landed[1:][self.seen[counterparts[1:]]].max(initial=engine.start))
+        if not lanes:
+            return arrived
+        # the ranks of a node are taken to need the same
+        needed = self.seen.reshape(nodes, gpus).any(1)[(node - np.arange(nodes)) % nodes]
+        items = np.arange(plan.chunks * nodes)
+        for begin in range(0, len(items), lanes):
+            item = items[begin : begin + lanes]
+            chunk, offset = item % plan.chunks, item // plan.chunks
+            which = self.first_pusher + (index * len(items) + item) % lanes
+            source = np.where(offset == 0, 0, nodes - offset)  # nodes before this one
+            self.pushers.wait(np.maximum(landed[source, chunk], free + machine.nvlink_seconds), "the network", which)
+            size = self.sizes[chunk] * (gpus - 1)
+            self.pushers.work(size / self.rate, "copy", which)
+            self.pushers.wait(engine.nvlink.carry(self.pushers.clock[which], size), "NVLink", which)
+            times = np.where(needed[source], self.pushers.clock[which] + machine.nvlink_seconds, 0.0)
+            arrived = max(arrived, float(times.max()))
+        return arrived
+
+
+def run(engine: Engine, plan: Plan, problem: Problem) -> None:
+    _Ring(engine, plan, problem).run()
+
+
+def work(problem: Problem, nodes: int, gpus: int) -> Work:
+    batch, heads, sequence, dim = problem.shape
+    length = sequence // (nodes * gpus)
+    kv = batch * (problem.options.get("kv_heads") or heads) * length * 2 * dim * problem.element
+    causal = bool(problem.options.get("causal", True))
+    return Work(
+        flops=4.0 * batch * heads * length * sequence * dim / (2 if causal else 1),
+        library="attention",
+        memory=float(4 * batch * heads * length * dim * problem.element),
+        nvlink=float((gpus - 1) * nodes * kv),
+        network=float((nodes - 1) * kv),
+    )
+
+
+MODEL = Model(run, work)

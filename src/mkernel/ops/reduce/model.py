@@ -1,0 +1,285 @@
+"""The models of matmul_reduce_scatter and matmul_all_reduce for `mkernel plan`: how their kernels carry out a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at
+from mkernel.ops.reduce.call import Plan
+from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
+from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
+from mkernel.scale.evaluate import call
+from mkernel.scale.model import Model, Problem, Work
+
+Array = Any
+
+
+def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, both_ways: bool) -> None:
+    """The kernels for few rows, and that for slices: a product at the speed of memory; then everybody sends the parts
+    of it that others own, adds up its own and, for all-reduce, reads what the others own."""
+    m, n, k_total = problem.shape
+    machine, ranks, c = engine.machine, engine.ranks, plan.config
+    k = k_total // ranks
+    read = (m * k + k * n) * problem.element / machine.memory
+    multiplied = 2 * m * n * k / machine.sm_flops / c.ctas
+    ctas.work(max(read, multiplied) + machine.tile_seconds, "multiply")
+    moved = m * n * problem.element * (ranks - 1) / ranks / c.ctas
+    link = engine.link(c.ctas)
+    for _ in range((2 if both_ways else 1) if ranks > 1 else 0):
+        ctas.work(moved / machine.copy, "push")
+        ctas.wait(link.carry(ctas.clock, moved), "NVLink")
+        ctas.wait(ctas.clock + machine.nvlink_seconds, "NVLink")
+        ctas.work((ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy, "reduce")
+
+
+# -- reduce-scatter
+
+
+def tiles_of_scatter(plan: Plan, cluster: tuple[int, int]) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """The tiles that CTAs take on a cluster of (nodes, GPUs per node), the n-th of each at a time: (CTAs, node offset,
+    rank offset, tile), see `tile_at`."""
+    nodes, gpus = cluster
+    ctas = plan.config.ctas
+    cta = np.arange(ctas)
+    dealt = call(deal_tiles, plan.tiles, WORLD_SIZE=nodes * gpus, cta=cta, ctas=ctas)
+    rounds, early, late = (np.broadcast_to(part, ctas) for part in dealt)
+    length = rounds * nodes * gpus + early + late
+    for place in in_slabs(int(length.max()), ctas):
+        node, rank, tile = call(
+            tile_at, place, plan.tiles, rounds, early, WORLD_SIZE=nodes * gpus, RANKS_PER_NODE=gpus, cta=cta, ctas=ctas
+        )
+        for i in range(len(place)):
+            lanes = cta[place[i, 0] < length]
+            yield lanes, node[i, lanes], rank[i, lanes], tile[i, lanes]
+
+
+class _Scatter:
+    """A launch of matmul_reduce_scatter. Arrays are indexed by how many nodes the owner of a tile is behind this one,
+    and by the tile.
+
+    pushed: when the last partial that this rank has pushed for a tile is signalled. All ranks of the node push theirs
+    at the same time to the one that reduces the tile, so that is when it has all of them.
+    summed: when the last sum of another node arrives, for this rank's own tiles.
+    due: the pending signal of each CTA, as an index into `pushed`, or -1, and when its stores have reached the peer.
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, problem: Problem):
+        self.engine, self.plan = engine, plan
+        c = plan.config
+        self.ctas = engine.lanes("CTAs", c.ctas)
+        self.bytes = c.tile_m * c.tile_n * problem.element
+        self.seconds = engine.machine.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.pushed = np.zeros(engine.nodes * plan.tiles)
+        self.summed = np.zeros(plan.tiles)
+        self.link = engine.link(c.ctas)
+        self.due = np.full(c.ctas, -1)
+        self.reached = np.zeros(c.ctas)
+
+    def run(self) -> None:
+        nodes, gpus = self.engine.nodes, self.engine.gpus_per_node
+        for lanes, node, rank, tile in tiles_of_scatter(self.plan, (nodes, gpus)):
+            self.end_tiles(lanes, node, rank, tile)
+        self.signal(np.arange(self.plan.config.ctas))
+
+    def end_tiles(self, lanes: Array, node: Array, rank: Array, tile: Array) -> None:
+        """One tile of each of these CTAs: of the rows of the rank `rank` behind this one, `node` nodes behind."""
+        self.ctas.work(self.seconds, "multiply", lanes)
+        if not self.plan.hopper:
+            self.signal(lanes)
+        is_pushed = rank != 0
+        if is_pushed.any():
+            self.push(lanes[is_pushed], (node * self.plan.tiles + tile)[is_pushed])
+        for own, step in ((False, self.send), (True, self.store)):
+            chosen = ~is_pushed & ((node == 0) == own)
+            if chosen.any():
+                step(lanes[chosen], node[chosen], tile[chosen])
+
+    def push(self, lanes: Array, index: Array) -> None:
+        machine = self.engine.machine
+        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
+        self.due[lanes] = index
+        if self.plan.hopper:  # a warp of its own signals
+            self.pushed[index] = np.maximum(self.pushed[index], self.reached[lanes])
+            self.due[lanes] = -1
+
+    def signal(self, lanes: Array) -> None:
+        """Send the signals of the partials that these CTAs have pushed last."""
+        pending = lanes[self.due[lanes] >= 0]
+        if len(pending):
+            self.ctas.wait(self.reached[pending] - self.engine.machine.nvlink_seconds, "NVLink", pending)
+            index = self.due[pending]
+            time = np.maximum(self.reached[pending], self.ctas.clock[pending])
+            self.pushed[index] = np.maximum(self.pushed[index], time)
+            self.due[pending] = -1
+
+    def reduce(self, lanes: Array, index: Array) -> None:
+        """Add the partials that the node has pushed."""
+        self.ctas.wait(self.pushed[index], "partials", lanes)
+        self.ctas.work((self.engine.gpus_per_node - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+
+    def send(self, lanes: Array, node: Array, tile: Array) -> None:
+        """The node's sum of a tile, to its owner."""
+        self.reduce(lanes, node * self.plan.tiles + tile)
+        self.ctas.work(self.engine.machine.post_seconds, "post", lanes)
+        accepted, arrived = self.engine.network.send(self.ctas.clock[lanes], self.bytes, node)
+        self.ctas.wait(accepted, "the network", lanes)
+        np.maximum.at(self.summed, tile, arrived)
+
+    def store(self, lanes: Array, node: Array, tile: Array) -> None:
+        """The sum of a tile of this rank's own rows."""
+        self.reduce(lanes, tile)
+        self.ctas.wait(self.summed[tile], "the network", lanes)
+        self.ctas.work((self.engine.nodes - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+
+
+def run_reduce_scatter(engine: Engine, plan: Plan, problem: Problem) -> None:
+    if plan.few_rows:
+        _run_few_rows(engine, plan, problem, engine.lanes("CTAs", plan.config.ctas), both_ways=False)
+    else:
+        _Scatter(engine, plan, problem).run()
+
+
+def work_of_reduce_scatter(problem: Problem, nodes: int, gpus: int) -> Work:
+    m_total, n, k_total = problem.shape
+    ranks = nodes * gpus
+    k, part = k_total // ranks, m_total // ranks * n * problem.element
+    return Work(
+        flops=2.0 * m_total * n * k,
+        library="gemm",
+        memory=float((m_total * k + n * k + m_total * n) * problem.element),
+        nvlink=float((gpus - 1) * nodes * part),
+        network=float((nodes - 1) * part),
+    )
+
+
+# -- all-reduce
+
+
+class _Reduce:
+    """A launch of matmul_all_reduce: two_level.py, and hopper.py, in which warps of their own signal and gather. Arrays
+    are indexed by block and CTA.
+
+    pushed: when the last partial that this rank has pushed in a block is signalled; all ranks push at the same time.
+    summed: when the last sum of another node arrives for this rank's tile of a block.
+    finished: when this rank's tile of a block can be read by the others, and theirs by this one.
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, problem: Problem):
+        self.engine, self.plan = engine, plan
+        c, m = plan.config, engine.machine
+        self.ctas = engine.lanes("CTAs", c.ctas)
+        self.gather_lanes = engine.lanes("gather warps", c.ctas) if plan.hopper else self.ctas
+        self.bytes = c.tile_m * c.tile_n * problem.element
+        self.seconds = m.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.rounds = np.broadcast_to(call(count_rounds, plan.tiles, cta=np.arange(c.ctas), ctas=c.ctas), c.ctas)
+        blocks = -(-int(self.rounds.max()) // engine.gpus_per_node)
+        self.pushed, self.summed, self.finished = (np.zeros((blocks, c.ctas)) for _ in range(3))
+        self.link: Shares | Whole = engine.link(c.ctas)
+        self.lag = 2 if engine.nodes > 1 else 1
+
+    def run(self) -> None:
+        gpus, c = self.engine.gpus_per_node, self.plan.config
+        cta = np.arange(c.ctas)
+        places = int(self.rounds.max())
+        for place in range(places):
+            lanes = cta[place < self.rounds]
+            _, owner = call(
+                round_at, place, self.rounds, self.engine.rank % gpus, RANKS_PER_NODE=gpus, cta=cta, ctas=c.ctas
+            )
+            block = place // gpus
+            is_own = (owner == self.engine.rank % gpus)[lanes]
+            self.ctas.work(self.seconds, "multiply", lanes)
+            self.push(lanes[~is_own], block)
+            self.reduce(lanes[is_own], block)
+            last = (place % gpus == gpus - 1) | (place + 1 == self.rounds[lanes])
+            self.end_block(lanes[last], block)
+        for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
+            if self.engine.nodes > 1 and late == len(self.finished) - 1:
+                self.finish_later(cta[self.rounds > late * gpus], late)
+        for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
+            if not self.plan.hopper:
+                self.gather(cta[self.rounds > late * gpus], late)
+
+    def push(self, lanes: Array, block: int) -> None:
+        machine = self.engine.machine
+        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        reached = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes)
+        if not self.plan.hopper:
+            self.ctas.wait(reached, "NVLink", lanes)
+        self.pushed[block, lanes] = np.maximum(self.pushed[block, lanes], reached + machine.nvlink_seconds)
+
+    def reduce(self, lanes: Array, block: int) -> None:
+        machine, gpus = self.engine.machine, self.engine.gpus_per_node
+        self.ctas.wait(self.pushed[block, lanes], "partials", lanes)
+        self.ctas.work((gpus - 1) * machine.partial_seconds, "reduce", lanes)
+        if self.engine.nodes == 1:
+            self.finish(lanes, block)
+            return
+        for offset in range(1, self.engine.nodes):
+            self.ctas.work(machine.post_seconds, "post", lanes)
+            accepted, arrived = self.engine.network.send(self.ctas.clock[lanes], self.bytes, offset)
+            self.ctas.wait(accepted, "the network", lanes)
+            self.summed[block, lanes] = np.maximum(self.summed[block, lanes], arrived)
+
+    def finish(self, lanes: Array, block: int) -> None:
+        """A finished tile is stored where peers read it."""
+        self.ctas.work(self.engine.machine.pushed_seconds, "store", lanes)
+        reached = self.ctas.clock[lanes]
+        if self.plan.hopper:  # what peers read crosses the link, too
+            reached = self.link.carry(reached, self.bytes * (self.engine.gpus_per_node - 1), lanes)
+        self.finished[block, lanes] = reached + self.engine.machine.nvlink_seconds
+
+    def finish_later(self, lanes: Array, block: int) -> None:
+        self.ctas.wait(self.summed[block, lanes], "the network", lanes)
+        self.ctas.work(self.engine.nodes * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.finish(lanes, block)
+
+    def end_block(self, lanes: Array, block: int) -> None:
+        if not len(lanes):
+            return
+        if self.engine.nodes > 1 and block >= 1:
+            self.finish_later(lanes, block - 1)
+        if self.plan.hopper:
+            self.gather(lanes, block)
+        elif block >= self.lag:
+            self.gather(lanes, block - self.lag)
+
+    def gather(self, lanes: Array, block: int) -> None:
+        """Read the tiles that the others have finished."""
+        peers = self.engine.gpus_per_node - 1
+        if not peers or not len(lanes):
+            return
+        machine, readers = self.engine.machine, self.gather_lanes
+        readers.wait(self.finished[block, lanes], "finished tiles", lanes)
+        readers.work(peers * self.bytes / (machine.warp_copy if self.plan.hopper else machine.copy), "gather", lanes)
+        if not self.plan.hopper:
+            readers.wait(self.link.carry(readers.clock[lanes], peers * self.bytes, lanes), "NVLink", lanes)
+
+
+def run_all_reduce(engine: Engine, plan: Plan, problem: Problem) -> None:
+    if plan.few_rows or plan.sliced:
+        _run_few_rows(engine, plan, problem, engine.lanes("CTAs", plan.config.ctas), both_ways=True)
+    else:
+        _Reduce(engine, plan, problem).run()
+
+
+def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
+    m, n, k_total = problem.shape
+    k, result = k_total // (nodes * gpus), m * n * problem.element
+    return Work(
+        flops=2.0 * m * n * k,
+        library="gemm",
+        memory=float((m * k + n * k + m * n) * problem.element),
+        nvlink=2.0 * (gpus - 1) / gpus * result,
+        # at the least: sums to their owners among the nodes, and back
+        network=2.0 * (nodes - 1) / nodes * result / gpus,
+        collectives=1,
+    )
+
+
+REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter)
+ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce)

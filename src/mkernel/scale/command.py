@@ -1,0 +1,131 @@
+"""`mkernel plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mkernel import tables
+from mkernel.operators import Operator, Shape
+from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
+from mkernel.scale.machine import Machine
+from mkernel.scale.page import page, row_of
+from mkernel.scale.predict import Prediction, predict
+from mkernel.scale.search import best
+from mkernel.tuning.command import words_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to predict: calls of an operator, of a shape on the first number of nodes, on each number of nodes. weak:
+    what is divided among the ranks grows with them; else the shape stays."""
+
+    operator: Operator
+    shape: Shape
+    nodes: Sequence[int]
+    gpus_per_node: int
+    machine: Machine
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+    weak: bool
+    search: bool
+    timeline: bool
+
+    def shape_on(self, nodes: int) -> Shape:
+        if not self.weak:
+            return self.shape
+        operator, first = self.operator, self.nodes[0]
+        return tuple(
+            size * nodes // first if name in operator.shared else size
+            for name, size in zip(operator.dimensions, self.shape)
+        )
+
+
+def parse_nodes(text: str) -> list[int]:
+    """Numbers of nodes: 2:16 is 2, 4, 8, 16; or a list such as 2,3,4."""
+    try:
+        first, colon, last = text.partition(":")
+        if colon:
+            least, most = int(first), int(last)
+            numbers = [least << i for i in range(64) if least > 0 and least << i <= most]
+        else:
+            numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ArgumentError(f"{text!r} are no numbers of nodes: write 2:64 for powers of two, or a list such as 2,3,8")
+    return numbers
+
+
+def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
+    found = []
+    for nodes in asked.nodes:
+        tell(nodes)
+
+        def again(config: Config | None, timeline: bool = False) -> Prediction:
+            return predict(
+                asked.operator, asked.shape_on(nodes), machine=asked.machine, nodes=nodes,
+                gpus_per_node=asked.gpus_per_node, dtype=asked.dtype, options=asked.options, config=config,
+                timeline=timeline,
+            )  # fmt: skip
+
+        one = again(None)
+        if asked.search:
+            one = best(one, again, asked.machine.sms, asked.machine.capability)
+        found.append(one)
+    return found
+
+
+def with_timeline(asked: Asked, one: Prediction) -> Prediction:
+    return predict(
+        asked.operator, one.shape, machine=asked.machine, nodes=one.nodes, gpus_per_node=one.gpus_per_node,
+        dtype=asked.dtype, options=asked.options, config=one.config, timeline=True,
+    )  # fmt: skip
+
+
+def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> list[Prediction]:
+    """Predict, with a progress bar, and print the figures."""
+    bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    progress = Console(stderr=True)
+    with Progress(*bar, console=progress, transient=True, disable=not progress.is_terminal) as shown:
+        task = shown.add_task(asked.operator.name, total=len(asked.nodes))
+
+        def tell(nodes: int) -> None:
+            shown.update(task, description=f"{asked.operator.name}: {nodes} nodes", completed=asked.nodes.index(nodes))
+
+        found = predictions(asked, tell)
+    if as_json:
+        print(json.dumps({"machine": asked.machine.name, "results": [one.to_dict() for one in found]}, indent=2))
+    else:
+        _print(asked, found, console)
+    if html is not None:
+        timelines = [with_timeline(asked, one) for one in (found[0], found[-1])[: len(found)]]
+        html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", found, timelines))
+    return found
+
+
+def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{asked.operator.name}, modelled", title_justify="left")
+    names = ["nodes", "shape", "fused ms", "floor ms", "floor fraction", "bound by", "host-driven ms", "speed-up"]
+    for name in names + ["configuration"] * asked.search:
+        table.add_column(name, justify="left" if name in ("shape", "bound by", "configuration") else "right")
+    for one in found:
+        table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
+    tables.show(table, console)
+    console.print(escape(f"{asked.machine.name}: {asked.machine.about}"), soft_wrap=True)
+    last = found[-1]
+    busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
+    spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
+    console.print(f"{last.nodes} nodes: busy: {busy}. CTAs: " + ", ".join(f"{kind} {part:.0%}" for kind, part in spent))
+    console.print(escape(last.plan), soft_wrap=True)

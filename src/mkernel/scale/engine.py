@@ -1,0 +1,226 @@
+"""The resources of one rank, on which an operator's model carries out a plan: lanes that work and wait, and links.
+
+The ranks of a cluster do the same, relative to themselves. So one rank is simulated, and what it sends at some time
+to the rank so many behind it is also what arrives from the rank so many before it. Time is in seconds.
+
+A *lane* is what goes through a list of steps on its own: a CTA, or a warp of a CTA with a role of its own. Steps are
+taken for many lanes at once, as arrays: the n-th step of every lane, then the next one of every lane. A link serves
+what is sent at the same step in the order of time, after what was sent at earlier steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mkernel.scale.machine import Machine
+
+Array = Any  # of float64 or integers
+EVERYTHING = slice(None)
+
+
+@dataclass
+class Span:
+    """What the lanes of a group spent some time with, for a timeline: arrays of lanes, begins and ends."""
+
+    lanes: str
+    kind: str
+    which: Array
+    begin: Array
+    end: Array
+
+
+class Lanes:
+    """The clocks of some lanes, and what they have spent their time with, in lane-seconds."""
+
+    def __init__(self, name: str, count: int, start: float, spans: list[Span] | None):
+        self.name = name
+        self.clock: Array = np.full(count, start)
+        self.spent: dict[str, float] = {}
+        self._spans = spans
+
+    def wait(self, until: Array, kind: str, which: Array = EVERYTHING) -> None:
+        """Wait until these times."""
+        self._advance(np.maximum(self.clock[which], until), f"wait for {kind}", which)
+
+    def work(self, seconds: Array, kind: str, which: Array = EVERYTHING) -> None:
+        """Be busy for so long."""
+        self._advance(self.clock[which] + seconds, kind, which)
+
+    def run(self, ready: Array, seconds: float, counts: Array, kind: str, what: str) -> None:
+        """Work through a list in order: step p of lane i takes `seconds`, and begins at ready[p, i] at the earliest;
+        lane i has counts[i] steps."""
+        steps = len(ready)
+        place = np.arange(steps)[:, None]
+        valid = place < counts
+        slack = np.where(valid, ready - place * seconds, -np.inf)
+        begin = np.maximum(slack.max(0, initial=-np.inf), self.clock)
+        end = np.where(counts > 0, begin + counts * seconds, self.clock)
+        busy = counts * seconds
+        if self._spans is not None and steps:
+            starts = np.maximum(np.maximum.accumulate(slack, 0), self.clock) + place * seconds
+            before = np.vstack([self.clock, starts[:-1] + seconds])
+            lanes = np.broadcast_to(np.arange(len(self.clock)), starts.shape)
+            late = valid & (starts > before + 1e-9)
+            self._spans.append(Span(self.name, f"wait for {what}", lanes[late], before[late], starts[late]))
+            self._spans.append(Span(self.name, kind, lanes[valid], starts[valid], starts[valid] + seconds))
+        self._add(kind, float(busy.sum()))
+        self._add(f"wait for {what}", float((end - self.clock - busy).sum()))
+        self.clock = end
+
+    def _advance(self, until: Array, kind: str, which: Array) -> None:
+        before = self.clock[which]
+        self._add(kind, float(np.sum(until - before)))
+        if self._spans is not None:
+            lanes = np.arange(len(self.clock))[which]
+            moved = until > before
+            self._spans.append(Span(self.name, kind, lanes[moved], before[moved], until[moved]))
+        self.clock[which] = until
+
+    def _add(self, kind: str, seconds: float) -> None:
+        if seconds:
+            self.spent[kind] = self.spent.get(kind, 0.0) + seconds
+
+
+def serve(at: Array, seconds: Array, free: float) -> Array:
+    """When a server is done with each of these jobs, first come, first served. free: when it is done with the last."""
+    order = np.argsort(at, axis=None, kind="stable")
+    duration = np.broadcast_to(seconds, np.shape(at)).ravel()[order]
+    total = np.cumsum(duration)
+    begin = np.maximum.accumulate(np.maximum(np.ravel(at)[order], free) - (total - duration))
+    done = np.empty(len(order))
+    done[order] = begin + total
+    return done.reshape(np.shape(at))
+
+
+@dataclass
+class Link:
+    """A link that serves one transfer after the other. busy: seconds in which it did."""
+
+    rate: float  # bytes/s
+    seconds: float = 0.0  # for each transfer, besides its bytes
+    free: float = 0.0
+    busy: float = 0.0
+    moved: float = 0.0
+
+    def carry(self, at: Array, nbytes: Array) -> Array:
+        """When transfers that are ready at these times are through."""
+        if not np.size(at):
+            return np.asarray(at, dtype=float)
+        duration = nbytes / self.rate + self.seconds
+        done = serve(np.asarray(at, dtype=float), duration, self.free)
+        self.free = float(done.max())
+        self.busy += float(np.sum(np.broadcast_to(duration, np.shape(at))))
+        self.moved += float(np.sum(np.broadcast_to(nbytes, np.shape(at))))
+        return done
+
+
+class Shares:
+    """A paced link of which each lane has an equal share: what a lane has moved takes as long as its share says."""
+
+    def __init__(self, link: Link, lanes: int, start: float):
+        self._link = link
+        self._rate = link.rate / max(lanes, 1)
+        self._start = start
+        self._moved = np.zeros(lanes)
+
+    def carry(self, at: Array, nbytes: Array, which: Array = EVERYTHING) -> Array:
+        """When transfers of these lanes that are ready at these times are through."""
+        self._moved[which] += nbytes
+        total = float(np.sum(np.broadcast_to(nbytes, np.shape(at))))
+        self._link.moved += total
+        self._link.busy += total / self._link.rate
+        return np.maximum(at, self._start + self._moved[which] / self._rate)
+
+
+class Whole:
+    """A link that all lanes share, one transfer after the other."""
+
+    def __init__(self, link: Link):
+        self._link = link
+
+    def carry(self, at: Array, nbytes: Array, which: Array = EVERYTHING) -> Array:
+        return self._link.carry(at, nbytes)
+
+
+@dataclass
+class Network:
+    """A rank's way to other nodes: its proxy, its card, and the switches beyond its pod."""
+
+    machine: Machine
+    proxy: Link = field(init=False)
+    card: Link = field(init=False)
+    beyond: Link = field(init=False)
+    requests: int = 0
+    _sent: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        m = self.machine
+        rate = m.network * m.network_share
+        self.proxy = Link(float("inf"), m.request_seconds)
+        self.card = Link(rate, m.fence_seconds)
+        self.beyond = Link(rate / m.oversubscription)
+        self._sent = np.full(max(m.in_flight, 1), -np.inf)  # when the last requests were sent
+
+    def send(self, at: Array, nbytes: Array, offset: Array) -> tuple[Array, Array]:
+        """Requests that CTAs post at these times, to the nodes `offset` nodes on. Returns when each was accepted,
+        which is later if the ring is full, and when its data has arrived and its signal is set."""
+        at = np.asarray(at, dtype=float)
+        shape = at.shape
+        order = np.argsort(at, axis=None, kind="stable")
+        at = at.ravel()[order]
+        sizes = np.broadcast_to(nbytes, shape).ravel()[order]
+        far = np.broadcast_to(offset, shape).ravel()[order] >= (self.machine.pod_nodes or np.inf)
+        accepted, arrived = np.empty(len(at)), np.empty(len(at))
+        room = len(self._sent)
+        for begin in range(0, len(at), room):
+            part = slice(begin, begin + room)
+            posted = np.maximum(at[part], self._sent[: len(at[part])])
+            done = self.card.carry(self.proxy.carry(posted, 0.0), sizes[part])
+            self._sent = np.concatenate([self._sent[len(posted) :], done])
+            if far[part].any():
+                done = done.copy()
+                done[far[part]] = self.beyond.carry(done[far[part]], sizes[part][far[part]])
+            accepted[part], arrived[part] = posted, done + self.machine.network_seconds
+        self.requests += len(at)
+        back = np.empty(len(at), dtype=np.intp)
+        back[order] = np.arange(len(at))
+        return accepted[back].reshape(shape), arrived[back].reshape(shape)
+
+
+class Engine:
+    """One rank: its lanes, its part of NVLink, and its way to other nodes."""
+
+    def __init__(self, machine: Machine, nodes: int, gpus_per_node: int, *, rank: int = 0, timeline: bool = False):
+        self.machine = machine
+        self.nodes, self.gpus_per_node, self.rank = nodes, gpus_per_node, rank
+        self.ranks = nodes * gpus_per_node
+        self.start = machine.launch_seconds
+        self.nvlink = Link(machine.nvlink)
+        self.network = Network(machine)
+        self.spans: list[Span] | None = [] if timeline else None
+        self.groups: list[Lanes] = []
+
+    def lanes(self, name: str, count: int) -> Lanes:
+        """A new group of lanes, which begin when the launch does."""
+        made = Lanes(name, count, self.start, self.spans)
+        self.groups.append(made)
+        return made
+
+    def link(self, lanes: int) -> Shares | Whole:
+        """NVLink, as `lanes` lanes use it that each have a fixed share of it where it is paced."""
+        return Shares(self.nvlink, lanes, self.start) if self.machine.paced else Whole(self.nvlink)
+
+    @property
+    def end(self) -> float:
+        """When the last lane is done."""
+        return max((float(group.clock.max()) for group in self.groups if len(group.clock)), default=self.start)
+
+
+def in_slabs(count: int, lanes: int, most: int = 2**19) -> Sequence[Array]:
+    """The steps 0..count-1 as columns, so many at a time that they have no more than `most` elements for all lanes."""
+    size = max(most // max(lanes, 1), 1)
+    return [np.arange(begin, min(begin + size, count))[:, None] for begin in range(0, count, size)]

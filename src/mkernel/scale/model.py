@@ -1,0 +1,49 @@
+"""What an operator's package says about a call, for `mkernel plan`.
+
+`run` carries out a plan on an `Engine`: which lanes there are, in which order each goes through its tiles and chunks,
+what a step waits for, and what it sends. Orders and numbers come from the plan and from the kernels' own functions
+(`mkernel.scale.evaluate`). `work` is what a rank has to do at the least, from which the floor follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mkernel.operators import Shape
+from mkernel.scale.engine import Engine
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call: its shape, the bytes of an element, and the operator's options."""
+
+    shape: Shape
+    element: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes and sends.
+
+    flops: of the library's call; library: which one, "gemm", "attention", "grouped" or "gated". memory: bytes that it
+    reads and writes. nvlink, network: bytes sent to the node, and to other nodes. collectives: how many the host would
+    launch.
+    """
+
+    flops: float
+    library: str
+    memory: float
+    nvlink: float
+    network: float
+    collectives: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work."""
+
+    run: Callable[[Engine, Any, Problem], None]
+    work: Callable[[Problem, int, int], Work]

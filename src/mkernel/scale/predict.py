@@ -1,0 +1,148 @@
+"""Predictions: a plan carried out on the model, beside its floor and the host-driven alternative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from mkernel import operators
+from mkernel.operators import Operator, Shape
+from mkernel.runtime.config import Config
+from mkernel.runtime.world import Links
+from mkernel.scale.cluster import member, plan_of
+from mkernel.scale.engine import Engine
+from mkernel.scale.machine import Machine, shared
+from mkernel.scale.model import Problem, Work
+
+LATE = 0.5  # if nothing is busy for so much of the time, latency is what bounds a call
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says about a call. Times in seconds.
+
+    seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
+    loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
+    spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
+    """
+
+    op: str
+    shape: Shape
+    nodes: int
+    gpus_per_node: int
+    machine: str
+    seconds: float
+    floor: float
+    host: float
+    loads: dict[str, float]
+    bound: str
+    spent: dict[str, float]
+    requests: int
+    plan: str
+    engine: Engine
+    dtype: torch.dtype
+    options: dict[str, Any]
+    config: Config | None
+
+    @property
+    def fraction(self) -> float:
+        """Floor / time: 1.0 is perfect overlap at the library's speed."""
+        return self.floor / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON. Times in ms."""
+        chosen = {name: value for name, value in asdict(self.config or Config()).items() if value is not None}
+        return {
+            "op": self.op, "shape": list(self.shape), "nodes": self.nodes, "gpus_per_node": self.gpus_per_node,
+            "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
+            "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
+            "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
+            "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
+            "spent": self.spent, "requests": self.requests, "plan": self.plan,
+        }  # fmt: skip
+
+    @property
+    def speedup(self) -> float:
+        """Host-driven / fused."""
+        return self.host / self.seconds
+
+
+def library_seconds(work: Work, machine: Machine) -> float:
+    rate = {
+        "gemm": machine.library_flops,
+        "attention": machine.library_attention_flops,
+        "grouped": machine.library_grouped_flops,
+        "gated": machine.library_grouped_flops / machine.gated,
+    }[work.library]
+    return max(work.flops / rate, work.memory / machine.memory)
+
+
+def floor_of(work: Work, machine: Machine) -> float:
+    """The largest of what the library, NVLink and the network alone would take."""
+    return max(library_seconds(work, machine), work.nvlink / machine.nvlink, work.network / machine.network)
+
+
+def host_driven(work: Work, machine: Machine, ranks: int) -> float:
+    """Collectives, and then or before the library: both links at the same time, at the same rates, and a step of a
+    collective for every doubling of the ranks."""
+    links = max(work.nvlink / machine.nvlink, work.network / (machine.network * machine.network_share))
+    steps = 0 if machine.paced else work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
+    launches = (1 if machine.paced else 1 + work.collectives) * machine.launch_seconds
+    return library_seconds(work, machine) + links + steps + launches
+
+
+def predict(
+    op: str | Operator, shape: Shape, *, machine: Machine, nodes: int = 1, gpus_per_node: int = 8,
+    dtype: torch.dtype = torch.bfloat16, options: Mapping[str, Any] | None = None, config: Config | None = None,
+    rank: int = 0, timeline: bool = False,
+) -> Prediction:  # fmt: skip
+    """What a call of an operator would take on a cluster of such machines. shape: as for `mkernel bench`, of all ranks.
+    rank: the one that is simulated; all do the same, unless the options say otherwise."""
+    operator = operators.find(op, "workload", "model") if isinstance(op, str) else op
+    given = dict(options or {})
+    links = Links(machine.nvlink / 1e9, machine.network / 1e9, machine.network_seconds) if machine.paced else Links()
+    with member(
+        nodes, gpus_per_node, rank, ctas=machine.sms, capability=machine.capability, links=links
+    ) as group:  # fmt: skip
+        plan = plan_of(group, operator, shape, dtype, given, config)
+    problem = Problem(tuple(shape), dtype.itemsize, given)
+    model = operator.load("model")
+    engine = Engine(machine, nodes, gpus_per_node, rank=rank, timeline=timeline)
+    model.run(engine, plan, problem)
+    work = model.work(problem, nodes, gpus_per_node)
+    seconds = engine.end
+    loads = {
+        "compute": library_seconds(work, machine),
+        "NVLink": engine.nvlink.busy,
+        "network": engine.network.card.busy,
+        "requests": engine.network.proxy.busy,
+        "switches": engine.network.beyond.busy,
+    }
+    most = max(loads, key=lambda name: loads[name])
+    total = sum(sum(group.spent.values()) for group in engine.groups) or 1.0
+    spent: dict[str, float] = {}
+    for lanes in engine.groups:
+        for kind, value in lanes.spent.items():
+            spent[kind] = spent.get(kind, 0.0) + value / total
+    return Prediction(
+        op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, machine=machine.name,
+        seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
+        bound=most if loads[most] > LATE * seconds else "latency", spent=spent, requests=engine.network.requests,
+        plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
+    )  # fmt: skip
+
+
+def emulated(
+    op: str, shape: Shape, machine: Machine, *, nodes: int, ranks: int, options: Mapping[str, Any] | None = None,
+    rank: int = 0, timeline: bool = False,
+) -> Prediction:  # fmt: skip
+    """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
+    part = shared(machine, nodes * ranks, nodes)
+    found = predict(
+        op, shape, machine=part, nodes=nodes, gpus_per_node=ranks, options=options, rank=rank, timeline=timeline
+    )
+    return replace(found, machine=machine.name)

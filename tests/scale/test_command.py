@@ -1,0 +1,107 @@
+"""`mkernel plan`: its tables, JSON and page."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from mkernel import cli
+from mkernel.runtime.errors import ArgumentError
+from mkernel.scale.command import parse_nodes
+from mkernel.scale.machine import load
+from mkernel.scale.predict import predict
+from mkernel.scale.timeline import Piece, joined, last_lane
+
+
+def run(*arguments):
+    environment = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    return CliRunner(env=environment).invoke(cli.main, ["plan", *arguments])
+
+
+def words(result):
+    return re.sub(r"[\s│┃╭╮╰╯─]+", " ", result.output)
+
+
+def test_numbers_of_nodes():
+    assert parse_nodes("2:16") == [2, 4, 8, 16]
+    assert parse_nodes("3:20") == [3, 6, 12]
+    assert parse_nodes("2,3,8") == [2, 3, 8]
+    for wrong in ("", "0", "4:2", "two", "2:x", "0:4"):
+        with pytest.raises(ArgumentError, match="are no numbers of nodes"):
+            parse_nodes(wrong)
+
+
+def test_a_table():
+    result = run("all_gather_matmul", "32768x2048x8192", "--nodes", "1:4")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if "x2048x8192" in line]
+    assert [row[:2] for row in rows] == [["1", "32768x2048x8192"], ["2", "65536x2048x8192"], ["4", "131072x2048x8192"]]
+    assert "modelled" in result.output
+    assert "The GPU was measured" in words(result)
+    assert "1 send, 10 intra" in result.output
+
+
+def test_strong_scaling_with_another_network_and_the_best_configuration():
+    result = run(
+        "matmul_reduce_scatter", "65536x8192x65536", "--nodes", "2,4", "--scaling", "strong", "--nic", "efa", "--search"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.count("65536x8192x65536") == 2
+    assert "with the network of h200-efa" in result.output
+
+
+def test_json_and_a_page(tmp_path):
+    path = tmp_path / "plan.html"
+    result = run(
+        "ring_attention", "1x16x65536x128", "--nodes", "1,2", "--causal", "--zigzag", "--json", "--html", str(path)
+    )
+    assert result.exit_code == 0, result.output
+    first, second = json.loads(result.stdout)["results"]
+    assert (first["shape"], second["shape"]) == ([1, 16, 65536, 128], [1, 16, 131072, 128])
+    assert first["modelled"]
+    assert first["options"] == {"causal": True, "zigzag": True}
+    assert first["floor_fraction"] == pytest.approx(first["floor_ms"] / first["fused_ms"])
+    text = path.read_text()
+    for expected in (
+        "All figures are modelled",
+        'data-plot="times"',
+        'data-plot="fractions"',
+        'data-plot="timeline-2"',
+    ):
+        assert expected in text
+    shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert [one["fused_ms"] for one in shown["results"]] == [first["fused_ms"], second["fused_ms"]]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ((), "name an operator"),
+    (("moe_combine",), "was registered without model"),
+    (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
+    (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
+    (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
+    (("all_gather_matmul", "32768x2048x8192", "--nodes", "2,3", "--scaling", "strong"), "must be divisible"),
+    (("all_gather_matmul", "--causal"), "has no such option"),
+])  # fmt: skip
+def test_mistakes(arguments, expected):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert expected in words(result)
+
+
+def test_the_lane_that_ends_last_has_all_of_its_time():
+    machine = load("h200-cx7")
+    found = predict("matmul_reduce_scatter", (65536, 8192, 16384), machine=machine, nodes=2, timeline=True)
+    lane, pieces = last_lane(found.engine)
+    assert lane.startswith("CTAs ")
+    assert pieces[0].begin == pytest.approx(machine.launch_seconds)
+    assert pieces[-1].end == pytest.approx(found.seconds)
+    assert {"multiply"} <= {piece.kind for piece in pieces}
+    for before, after in pairwise(pieces):
+        assert after.begin == pytest.approx(before.end, abs=1e-8)
+
+
+def test_short_pieces_join_their_neighbours():
+    pieces = [Piece("a", 0, 1), Piece("a", 1, 2), Piece("b", 2, 2.001), Piece("a", 2.001, 4)]
+    assert joined(pieces) == [Piece("a", 0, 4)]
