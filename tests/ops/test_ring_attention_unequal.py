@@ -43,11 +43,12 @@ LENGTHS = {
     "first is empty": ((1, 2), (0, 20)),
     "two levels": ((2, 2), (7, 33, 0, 18)),
     "two nodes": ((2, 1), (33, 18)),
+    "three nodes": ((3, 2), (7, 0, 20, 3, 16, 1)),
 }
 
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=THOROUGH), True])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", [*list(LENGTHS)[:-1], pytest.param("three nodes", marks=THOROUGH)])
 def test_contiguous(name, causal):
     cluster, lengths = LENGTHS[name]
     both(Case(0, heads=2, kv_heads=1, causal=causal, seq_lens=lengths), cluster, seed=len(name))
