@@ -193,6 +193,18 @@ COMPILED = """
         y.square().sum().backward()
         results.append([y.detach(), *(tensor.grad for tensor in tensors)])
     assert all(torch.equal(plain, compiled) for plain, compiled in zip(*results))
+
+    lens, results = [7, 3], []  # of two ranks
+
+    def attend(query, key, value):
+        return mk.ring_attention(query * 2, key, value, is_causal=True, seq_lens=lens).sigmoid()
+
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        tensors = [Case(0, seq_lens=tuple(lens)).part(each, group.rank).requires_grad_() for each in NAMES]
+        y = function(*tensors)
+        y.square().sum().backward()
+        results.append([y.detach(), *(tensor.grad for tensor in tensors)])
+    assert all(torch.equal(plain, compiled) for plain, compiled in zip(*results))
 """
 
 
