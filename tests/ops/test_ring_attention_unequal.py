@@ -60,7 +60,7 @@ def test_contiguous(name, causal):
         ((1, 2), (20, 33), (1, 0)),
         ((1, 3), (17, 0, 20), (0, 5, 19)),
         ((2, 2), (16, 3, 0, 9), (0, 0, 0, 1)),
-        ((1, 2), (5, 2), (20, 18)),
+        pytest.param((1, 2), (5, 2), (20, 18), marks=THOROUGH),
     ],
 )
 def test_queries_of_a_cache(cluster, keys, queries):
@@ -98,7 +98,7 @@ def test_packed_documents_in_the_zigzag_layout(documents, passes, cluster):
     both(Case(0, causal=True, layout="zigzag", documents=documents, seq_lens=lengths, passes=passes), cluster)
 
 
-@pytest.mark.parametrize("window", [(6, 0), (3, 5)])
+@pytest.mark.parametrize("window", [(6, 0), pytest.param((3, 5), marks=THOROUGH)])
 def test_windows_and_documents_where_lengths_differ(window):
     case = Case(0, causal=window[1] == 0, window=window, documents=(0, 19, 40, 61), seq_lens=(33, 5, 23))
     both(case, (1, 3))
