@@ -66,7 +66,22 @@ def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     ]
     assert (packed.double() - mk.to_zigzag(torch.cat(pieces, 2))).abs().max().item() <= bound
 
-    # 7. Memory. Other ranks' keys and values go through a buffer `steps` times the size of one rank's, two by
+    # 7. Any lengths: ranks may hold different numbers of positions, and other numbers of queries than keys, as with a
+    #    cache of keys and the query of one new token. The last query has the position of the last key.
+    each, others = POSITIONS // group.size, group.size - 1
+    seq_lens, query_lens = [each - 3] * others + [each + 3 * others], [0] * others + [1]
+    mine = slice(sum(seq_lens[: group.rank]), sum(seq_lens[: group.rank + 1]))
+    token = whole[0][:, :, POSITIONS - query_lens[group.rank] :]
+    newest = mk.ring_attention(
+        token, whole[1][:, :, mine], whole[2][:, :, mine], is_causal=True, enable_gqa=True, seq_lens=seq_lens,
+        query_lens=query_lens,
+    )  # fmt: skip
+    group.synchronize()
+    assert newest.shape[2] == query_lens[group.rank]
+    if newest.numel():
+        assert (newest.double() - exact[:, :, -1:]).abs().max().item() <= bound
+
+    # 8. Memory. Other ranks' keys and values go through a buffer `steps` times the size of one rank's, two by
     #    default. mk.explain says how large it is, which kernel is used, and why.
     plan = mk.explain(
         "ring_attention", query, key, value, is_causal=True, enable_gqa=True, layout="zigzag",
@@ -75,7 +90,7 @@ def on_rank(group: mk.Group) -> tuple[str, torch.Tensor]:
     return f"{group}: {tuple(out.shape)}, largest error {error:.4f}, bound {bound:.4f}\n{plan}", out.cpu()
 
 
-# 8. The cluster. mk.from_zigzag restores the original order from the parts of all ranks.
+# 9. The cluster. mk.from_zigzag restores the original order from the parts of all ranks.
 if __name__ == "__main__":
     device = sys.argv[1] if len(sys.argv) > 1 else ("cuda" if torch.cuda.is_available() else "cpu")
     nodes, gpus_per_node = (2, 2) if device == "cpu" else (1, 4)

@@ -20,6 +20,11 @@ CASES = {
     "256": Case(200, heads=2, kv_heads=2, dim=256, dtype=BF16, causal=True),
     "window": Case(320, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag", window=(150, 0)),
     "capped": Case(200, heads=2, kv_heads=2, dim=64, dtype=BF16, causal=True, softcap=3.0),
+    "zigzag, odd": Case(201, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag"),
+    "a cache": Case(500, queries=130, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True),
+    "fewer keys": Case(100, queries=233, heads=2, kv_heads=2, dim=64, dtype=BF16, causal=True),
+    "192 and 128": Case(300, heads=2, kv_heads=2, dim=192, value_dim=128, dtype=BF16, causal=True),
+    "64 and 128": Case(300, heads=2, kv_heads=2, dim=64, value_dim=128, dtype=torch.float16),
     "fp32": Case(200, heads=2, kv_heads=2, dim=64, dtype=torch.float32, causal=True),
 }
 
@@ -47,3 +52,15 @@ def test_cases(name, cluster):
             assert_gradients(found, case, group.rank, group.size, turn)
 
     mk.spawn(on_rank, nodes=nodes, gpus_per_node=ranks, device="cuda", timeout=30.0)
+
+
+@pytest.mark.parametrize("lengths", [(300, 0, 1, 517), (64, 128, 640, 200)], ids=str)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_other_numbers_on_each_rank(nodes, lengths):
+    case = Case(0, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, seq_lens=lengths)
+
+    def on_rank(group):
+        for turn in range(2):
+            assert_gradients(gradients(group, case, turn), case, group.rank, group.size, turn)
+
+    mk.spawn(on_rank, nodes=nodes, gpus_per_node=4 // nodes, device="cuda", timeout=30.0)

@@ -45,6 +45,7 @@ CASES = {
     "zigzag": Case(640, heads=4, kv_heads=1, dim=128, dtype=BF16, causal=True, layout="zigzag"),
     "ragged": Case(333, heads=3, kv_heads=3, batch=2, dim=128, dtype=BF16),
     "ragged, causal, zigzag": Case(334, heads=8, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag"),
+    "zigzag, odd": Case(335, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag"),
     "one row": Case(1, heads=2, kv_heads=2, dim=128, dtype=BF16, causal=True),
     "64": Case(300, heads=2, kv_heads=2, dim=64, dtype=torch.float16, causal=True),
     "96": Case(300, heads=2, kv_heads=2, dim=96, dtype=BF16, causal=True),
@@ -64,6 +65,23 @@ def test_cases(kernel, ranks, name):
             call(group, CASES[name], turn, config=KERNELS[kernel])
 
     cuda(on_rank, ranks=ranks)
+
+
+UNEQUAL = [(300, 0, 1, 517), (64, 128, 640, 200)]
+
+
+@pytest.mark.parametrize("lengths", UNEQUAL, ids=str)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_other_numbers_on_each_rank(nodes, lengths):
+    """In turn with a call in which all hold the same number, which runs another binary."""
+    case = Case(0, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, seq_lens=lengths)
+
+    def on_rank(group):
+        for turn in range(3):
+            call(group, case, turn)
+            call(group, CASES["causal"], turn)
+
+    cuda(on_rank, ranks=4 // nodes, nodes=nodes)
 
 
 LENGTHS = {

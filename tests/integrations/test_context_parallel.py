@@ -138,6 +138,7 @@ def test_context_parallel(ranks, length):
     check(run_ranks(START.format(length=length) + MONKEY_PATCH.replace("{{", "{").replace("}}", "}") + END, ranks))
 
 
+@pytest.mark.thorough
 def test_modules():
     check(run_ranks(START.format(length=24) + MODULE + END, 2))
 

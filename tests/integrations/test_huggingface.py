@@ -49,14 +49,14 @@ def spawn(function, nodes=1, gpus_per_node=2):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("module", "is_causal"), [(CAUSAL, None), (FULL, None), (FULL, True)])
 def test_attention(transformers, nodes, gpus, layout, module, is_causal):
-    """As scaled_dot_product_attention of the whole sequence."""
+    """As scaled_dot_product_attention of the whole sequence, which need not be a multiple of twice the ranks."""
     attend, make_mask = registered(transformers, layout=layout)
-    query, key, value = values(2, 4, 24, 64, seed=1), values(2, 2, 24, 64, seed=2), values(2, 2, 24, 64, seed=3)
+    query, key, value = values(2, 4, 36, 64, seed=1), values(2, 2, 36, 64, seed=2), values(2, 2, 36, 64, seed=3)
     causal = module.is_causal if is_causal is None else is_causal
     exact = F.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=causal, scale=0.2, enable_gqa=True
     ).transpose(1, 2)
-    ids = torch.arange(48).view(2, 24)
+    ids = torch.arange(72).view(2, 36)
 
     def on_rank(group):
         part = huggingface.part_of(ids, layout=layout)
@@ -235,7 +235,7 @@ def test_parts_that_are_refused():
     def on_rank(group):
         for ids, options, message in (
             (torch.ones(2, 9), {}, "input_ids has 9 positions, which is not a multiple of 2"),
-            (torch.ones(2, 6), dict(layout="zigzag"), "input_ids has 6 positions, which is not a multiple of 4"),
+            (torch.ones(2, 7), dict(layout="zigzag"), "input_ids has 7 positions, which is not a multiple of 2"),
             (torch.ones(8), {}, r"input_ids must be a tensor \[batch, length\], got shape \(8,\)"),
             ([1, 2], {}, r"input_ids must be a tensor \[batch, length\], got list"),
             (torch.ones(2, 8), dict(layout="ring"), "layout must be one of 'contiguous', 'zigzag'; got 'ring'"),

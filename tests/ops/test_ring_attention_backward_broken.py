@@ -210,22 +210,52 @@ def test_broken(name):
     assert_caught(BROKEN[name])
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
-def test_a_peer_that_does_not_come_is_named(cluster):
-    case = Case(16)
+LATE = {
+    "plain": Case(16),
+    "few queries": Case(16, queries=3, dim=96, value_dim=64, causal=True),
+    "one without positions": Case(0, seq_lens=(20, 0)),  # it does not come
+    "another length": Case(0, seq_lens=(3, 33)),
+}
 
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("case", LATE.values(), ids=LATE)
+def test_a_peer_that_does_not_come_is_named(cluster, case):
     def work(group):
         given = [inputs(group, case, turn)[0] for turn in range(2)]
-        mk.ring_attention_backward(*given[0])
+        mk.ring_attention_backward(*given[0], **case.arguments())
         if group.rank == 1:
             return
         with pytest.raises(mk.CommTimeout) as caught:
-            mk.ring_attention_backward(*given[1])
+            mk.ring_attention_backward(*given[1], **case.arguments())
         record = caught.value.record
         assert (record.op, record.peer) == (AttendsBackward.op, 1)
         assert record.seen < record.expected
 
     run(work, cluster=cluster, timeout=1e-4)
+
+
+@pytest.mark.parametrize("ctas", [3, 8])
+@pytest.mark.parametrize("lengths", [None, (16, 0, 20, 17)])
+@pytest.mark.thorough
+def test_every_rank_names_the_one_that_did_not_come(lengths, ctas):
+    """And not those that wait for it too, nor itself: with few slots a rank waits for its own rounds and reductions."""
+    case = Case(16, heads=6, kv_heads=6, seq_lens=lengths)
+    told = {}
+
+    def work(group):
+        given = [inputs(group, case, turn)[0] for turn in range(2)]
+        mk.ring_attention_backward(*given[0], **case.arguments())
+        if group.rank == 2:
+            return
+        with pytest.raises(mk.CommTimeout) as caught:
+            mk.ring_attention_backward(*given[1], **case.arguments())
+        told[group.rank] = caught.value.record
+
+    run(work, cluster=(1, 4), timeout=1e-3, ctas=ctas, seed=ctas)
+    assert {rank: (record.signal, record.peer) for rank, record in told.items()} == {
+        rank: ("entered", 2) for rank in (0, 1, 3)
+    }
 
 
 def test_what_could_not_be_computed_is_nan():

@@ -10,22 +10,27 @@ from mkernel import compiling
 from mkernel.compiling import SHARED_MEMORY, compile_launch
 from mkernel.ops.attention.backward import prepare
 from mkernel.ops.attention.backward.launch import Tensors
+from mkernel.ops.attention.lengths import Lengths
 from mkernel.ops.attention.sequences import Pattern, Scoring
 
 LENGTH = 512
 
 
 def launched(cluster=(1, 4), capability=90, dlse=False, **case):
-    """The launch of a call on a cluster of such GPUs."""
-    given = {"heads": 8, "kv_heads": 8, "dtype": torch.bfloat16, "dim": 128, **case}
-    shape = Case(LENGTH, **given)
+    """The launch of a call on a cluster of such GPUs, of rank 0."""
+    shape = Case(**{"length": LENGTH, "heads": 8, "kv_heads": 8, "dtype": torch.bfloat16, "dim": 128, **case})
+    lengths = None if shape.seq_lens is None else Lengths(shape.seq_lens, shape.seq_lens)
 
     def prepared(group):
-        query, key = (torch.empty(1, n, LENGTH, shape.dim, dtype=shape.dtype) for n in (shape.heads, shape.kv_heads))
-        lse = torch.empty(1, shape.heads, LENGTH)
-        results = [torch.empty_like(tensor) for tensor in (query, key, key)]
-        tensors = Tensors(query, query, key, key, query, lse, lse if dlse else None, *results)
-        return prepare(group, tensors, Pattern(shape.causal, shape.layout, shape.documents), Scoring(), None)
+        query = torch.empty(1, shape.heads, shape.rows_of(group.rank), shape.dim, dtype=shape.dtype)
+        key = torch.empty(1, shape.kv_heads, shape.keys_of(group.rank), shape.dim, dtype=shape.dtype)
+        value = key if shape.value_dim is None else key.new_empty(*key.shape[:3], shape.value_dim)
+        out = query if shape.value_dim is None else query.new_empty(*query.shape[:3], shape.value_dim)
+        lse = torch.empty(query.shape[:3])
+        results = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        tensors = Tensors(out, query, key, value, out, lse, lse if dlse else None, *results)
+        pattern = Pattern(shape.causal, shape.layout, shape.documents, lengths=lengths)
+        return prepare(group, tensors, pattern, Scoring(), None)
 
     return compiling.launched(prepared, cluster, capability, ctas=33)
 
@@ -39,6 +44,10 @@ CALLS = {
         dict(cluster=(2, 2), documents=(0, 100, 4 * LENGTH), dlse=True, kv_heads=2, **CAUSAL), 512
     ),
     "256 columns": (dict(dim=256), 512),
+    "192 and 128 columns": (dict(dim=192, value_dim=128, **CAUSAL), 512),
+    "64 and 128 columns": (dict(dim=64, value_dim=128), 128),
+    "few queries": (dict(queries=16, causal=True), 128),
+    "unequal lengths": (dict(seq_lens=(700, 512, 1, 33), causal=True), 512),  # 704 positions in documents: 300
     "fp32": (dict(dtype=torch.float32), 512),
 }  # fmt: skip
 
@@ -58,5 +67,6 @@ def test_it_compiles(name, capability):
     assert compiled.spilled <= spilled
     assert compiled.shared <= (SHARED_MEMORY if capability == 90 else 163 * 1024)
     if call.get("dtype") != torch.float32:
-        wide = capability == 90 and name != "256 columns"  # whose tiles have fewer rows than a warpgroup multiplies
+        few_rows = ("256 columns", "192 and 128 columns")  # in a tile: fewer than a warpgroup multiplies
+        wide = capability == 90 and name not in few_rows
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.ptx

@@ -16,6 +16,7 @@ from mkernel import compiling
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.ops.attention import prepare, schedule
 from mkernel.ops.attention.launch import WARP_POLL_WIDTH
+from mkernel.ops.attention.lengths import Lengths
 from mkernel.ops.attention.sequences import Pattern, Scoring
 
 LENGTH = 512
@@ -39,16 +40,17 @@ def launched(
     )
 
     def prepared(group):
-        query = torch.empty(1, heads, shape.rows, shape.dim, dtype=shape.dtype)
-        key = torch.empty(1, shape.kv_heads, length, shape.dim, dtype=shape.dtype)
-        value = key if shape.value_dim is None else key.new_empty(1, shape.kv_heads, length, shape.value_dim)
-        out = query.new_empty(1, heads, shape.rows, value.shape[3])
+        query = torch.empty(1, heads, shape.rows_of(group.rank), shape.dim, dtype=shape.dtype)
+        key = torch.empty(1, shape.kv_heads, shape.keys_of(group.rank), shape.dim, dtype=shape.dtype)
+        value = key if shape.value_dim is None else key.new_empty(*key.shape[:3], shape.value_dim)
+        out = query.new_empty(*query.shape[:3], value.shape[3])
         if transposed:
             key = value = torch.empty(1, shape.kv_heads, shape.dim, length, dtype=shape.dtype).transpose(2, 3)
-        out_lse = torch.empty(1, heads, shape.rows) if lse else None
+        out_lse = torch.empty(query.shape[:3]) if lse else None
+        lengths = None if shape.seq_lens is None else Lengths(shape.seq_lens, shape.seq_lens)
         launch = prepare(
             group, query, key, value, out, out_lse,
-            Pattern(shape.causal, shape.layout, shape.documents), Scoring(softcap=softcap), config,
+            Pattern(shape.causal, shape.layout, shape.documents, lengths=lengths), Scoring(softcap=softcap), config,
         )  # fmt: skip
         ((plan,),) = (plans.values() for plans in group._plans.values())
         return launch, plan
@@ -271,6 +273,17 @@ def test_queries_and_values_of_other_sizes(cluster, queries, dim, value_dim):
     assert (plan.config.team_ctas > 1) == (queries == 1)
     assert ("mma.sync" if queries == 1 else "wgmma.mma_async") in compiled.ptx
     assert compiled.spilled <= (0 if queries == 1 else 64)
+    assert compiled.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("layout", "lengths"), [("contiguous", (700, 512, 1, 33)), ("zigzag", (703, 703, 702, 702))])
+@THOROUGH
+def test_unequal_lengths(layout, lengths):
+    compiled, plan = built(cluster=(1, 4), causal=True, layout=layout, seq_lens=lengths)
+    assert plan.kernel == "triton"
+    assert "the same number of positions on every rank" in str(plan)
+    assert "wgmma.mma_async" in compiled.ptx
+    assert compiled.spilled == 0
     assert compiled.shared <= SHARED_MEMORY
 
 

@@ -162,7 +162,7 @@ OPCHECK = """
     case, name = cases[1], group.group_name
     tensors = [case.part(each, group.rank).requires_grad_() for each in NAMES]
     documents = torch.tensor(case.documents)
-    options = (True, None, 3.0, False, "zigzag", documents, [7, -1], None, None, name)
+    options = (True, None, 3.0, False, "zigzag", documents, [7, -1], [10] * group.size, None, name)
     arguments, dlse = inputs(group, case)
     plain, out = [tensor.detach() for tensor in tensors], torch.zeros_like(tensors[0])
     checked = {
@@ -189,6 +189,18 @@ COMPILED = """
     for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         generator = torch.Generator().manual_seed(group.rank)
         tensors = [torch.randn(1, 10, 2, 64, generator=generator).requires_grad_() for _ in NAMES]
+        y = function(*tensors)
+        y.square().sum().backward()
+        results.append([y.detach(), *(tensor.grad for tensor in tensors)])
+    assert all(torch.equal(plain, compiled) for plain, compiled in zip(*results))
+
+    lens, results = [7, 3], []  # of two ranks
+
+    def attend(query, key, value):
+        return mk.ring_attention(query * 2, key, value, is_causal=True, seq_lens=lens).sigmoid()
+
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        tensors = [Case(0, seq_lens=tuple(lens)).part(each, group.rank).requires_grad_() for each in NAMES]
         y = function(*tensors)
         y.square().sum().backward()
         results.append([y.detach(), *(tensor.grad for tensor in tensors)])

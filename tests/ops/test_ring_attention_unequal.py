@@ -43,11 +43,12 @@ LENGTHS = {
     "first is empty": ((1, 2), (0, 20)),
     "two levels": ((2, 2), (7, 33, 0, 18)),
     "two nodes": ((2, 1), (33, 18)),
+    "three nodes": ((3, 2), (7, 0, 20, 3, 16, 1)),
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=THOROUGH), True])
+@pytest.mark.parametrize("name", [*list(LENGTHS)[:-1], pytest.param("three nodes", marks=THOROUGH)])
 def test_contiguous(name, causal):
     cluster, lengths = LENGTHS[name]
     both(Case(0, heads=2, kv_heads=1, causal=causal, seq_lens=lengths), cluster, seed=len(name))
@@ -59,7 +60,7 @@ def test_contiguous(name, causal):
         ((1, 2), (20, 33), (1, 0)),
         ((1, 3), (17, 0, 20), (0, 5, 19)),
         ((2, 2), (16, 3, 0, 9), (0, 0, 0, 1)),
-        ((1, 2), (5, 2), (20, 18)),
+        pytest.param((1, 2), (5, 2), (20, 18), marks=THOROUGH),
     ],
 )
 def test_queries_of_a_cache(cluster, keys, queries):
@@ -67,7 +68,7 @@ def test_queries_of_a_cache(cluster, keys, queries):
     both(Case(0, causal=True, seq_lens=keys, query_lens=queries, value_dim=128, dim=96), cluster)
 
 
-@pytest.mark.parametrize("whole", [1, 5, 22, 43, 64 + 7])
+@pytest.mark.parametrize("whole", [1, 5, 43, *(pytest.param(whole, marks=THOROUGH) for whole in (22, 64 + 7))])
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 3), (2, 2)], ids=cluster_name)
 def test_zigzag(cluster, whole):
     lengths = zigzag_lengths(whole, cluster[0] * cluster[1])
@@ -97,7 +98,7 @@ def test_packed_documents_in_the_zigzag_layout(documents, passes, cluster):
     both(Case(0, causal=True, layout="zigzag", documents=documents, seq_lens=lengths, passes=passes), cluster)
 
 
-@pytest.mark.parametrize("window", [(6, 0), (3, 5)])
+@pytest.mark.parametrize("window", [(6, 0), pytest.param((3, 5), marks=THOROUGH)])
 def test_windows_and_documents_where_lengths_differ(window):
     case = Case(0, causal=window[1] == 0, window=window, documents=(0, 19, 40, 61), seq_lens=(33, 5, 23))
     both(case, (1, 3))
@@ -107,7 +108,7 @@ def test_windows_and_documents_where_lengths_differ(window):
     ("cluster", "lengths", "steps", "heads"),
     [
         ((1, 3), (16, 40, 0), 1, 4),
-        ((1, 3), (64, 30, 48), 1, 1),
+        pytest.param((1, 3), (64, 30, 48), 1, 1, marks=THOROUGH),
         pytest.param((2, 2), (16, 9, 0, 32), 2, 6, marks=THOROUGH),
     ],
 )
@@ -155,6 +156,21 @@ def test_equal_lengths_are_an_ordinary_call():
     run(work)
 
 
+def test_explain():
+    """On every rank, also on one without positions: rounds and buffers are the same on all."""
+    case = Case(0, heads=4, kv_heads=4, seq_lens=(32, 0, 7))
+
+    def work(group):
+        given = [case.part(name, group.rank) for name in NAMES]
+        forward = mk.explain("ring_attention", *given, **case.arguments(), config=small(steps=2))
+        lse = torch.zeros(given[0].shape[:3])
+        backward = mk.explain("ring_attention_backward", given[0], *given, given[0], lse, **case.arguments())
+        return [(plan.rounds, plan.window, plan.part_rows, plan.chunks, plan.padded) for plan in (forward, backward)]
+
+    plans = run(work, cluster=(1, 3))
+    assert plans[0] == plans[1] == plans[2]
+
+
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
 def test_through_autograd(cluster):
     """A rank without positions, which has gradients without rows."""
@@ -172,13 +188,20 @@ def test_through_autograd(cluster):
 
 
 def test_memory_is_that_of_the_longest_rank():
-    """Slots hold two steps of as many keys and values as the longest rank has."""
-    case = Case(0, heads=4, kv_heads=4, seq_lens=(32, 8, 0))
+    """Slots hold two steps of as many keys and values as the longest rank has. Those of partials hold one of every rank
+    for as many rounds."""
+    case = Case(0, heads=4, kv_heads=4, dtype=torch.bfloat16, seq_lens=(32, 8, 0))
+    step = 2 * 4 * 32 * 64
 
     def work(group):
-        call_forward(group, case, config=small(steps=2))
-        [workspace] = [w for (op, _), w in group._workspaces.items() if op == "ring_attention"]
-        assert workspace.segment.memory.numel() - workspace.data_start <= 2 * 2 * 4 * 32 * 64 * 4
+        call_backward(group, case, config=small(steps=2), forward_config=small(steps=2))
+        found = {op: workspace for (op, _), workspace in group._workspaces.items()}
+        sizes = {
+            "ring_attention": 2 * step * 2,
+            "ring_attention_backward": 2 * step * 2 + 3 / 2 * 2 * step * 4 + 2 * 256,
+        }
+        for op, size in sizes.items():
+            assert found[op].segment.memory.numel() - found[op].data_start <= size, op
 
     run(work, cluster=(1, 3))
 

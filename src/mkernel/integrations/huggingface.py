@@ -262,8 +262,7 @@ def part_of(input_ids: torch.Tensor, *, layout: str = "contiguous", group: Any =
     """What a model is to be called with, for this rank's part of sequences that every rank has whole.
 
     Args:
-        input_ids: [batch, length], the whole sequences. length must be divisible by the number of ranks, and by twice
-            that in the zigzag layout.
+        input_ids: [batch, length], the whole sequences. length must be divisible by the number of ranks.
         layout, group: as for `register`.
 
     Returns:
@@ -275,11 +274,10 @@ def part_of(input_ids: torch.Tensor, *, layout: str = "contiguous", group: Any =
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
         got = f"shape {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise ArgumentError(f"input_ids must be a tensor [batch, length], got {got}")
-    length, pieces = input_ids.shape[1], group.size * (2 if layout == "zigzag" else 1)
-    if length % pieces:
+    length = input_ids.shape[1]
+    if length % group.size:
         raise ArgumentError(
-            f"input_ids has {length} positions, which is not a multiple of {pieces}: in the {layout} layout, "
-            f"{group.size} ranks divide the sequence into {pieces} equal pieces"
+            f"input_ids has {length} positions, which is not a multiple of {group.size}: all ranks have as many"
         )
     positions = positions_of(length // group.size, layout, group).to(input_ids.device)
     part = input_ids[:, positions]

@@ -291,7 +291,7 @@ def plan(
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
-    whole = size == 1 or not query.numel()
+    whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
     rounds = units * parts
     chunks = math.ceil(part_rows / tiles.chunk_rows)

@@ -158,7 +158,7 @@ def plan(
 
     padded = round_up(length, tiles.tile_n)
     slots = max(size - 1 if nodes == 1 else size, 1)
-    whole = size == 1 or not query.numel()
+    whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
     rounds, blocks = units * parts, part_rows // tiles.tile_n
     ranges = ranges_of(sequences, group.rank, tiles.tile_n)
