@@ -182,7 +182,8 @@ def _fake_dispatch(
     config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     capacity, out = numbers[2], w.shape[2]
-    y = x.new_empty_strided((capacity, out), (row_stride_of(out, x.dtype), 1))
+    tile_m = numbers[5]
+    y = x.new_empty(tile_m + capacity, row_stride_of(out, x.dtype))[tile_m:, :out]  # as `empty_rows` makes it
     rows = _whole_rows(x, capacity, x.shape[1]) if activations else x.new_empty(0)
     return y, _fake_tables(x, numbers, group), rows
 
