@@ -10,6 +10,7 @@ from support.moe_reference import SMALL, Layer, layer_of
 from support.operator_calls import Guards, assert_same, cluster_name, run
 
 both = pytest.mark.parametrize("call", [ffn_gradients, halves_gradients])
+THOROUGH = pytest.mark.thorough
 CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
 
 
@@ -29,14 +30,16 @@ def test_dtypes(dtype, call):
 
 
 @both
-@pytest.mark.parametrize("routing", ["zipf", "one", "none", "twice", "same"])
+@pytest.mark.parametrize(
+    "routing", ["zipf", "none", "twice", *(pytest.param(each, marks=THOROUGH) for each in ("one", "same"))]
+)
 def test_routings(routing, call):
     """Skewed ones, experts without rows, all ids dropped, experts that a token names twice."""
     layer = layer_of((2, 1), routing=routing, dtype=torch.float32)
     run(lambda group: call(group, layer), cluster=(2, 1), seed=len(routing))
 
 
-@both
+@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
 def test_several_tiles_and_blocks(call):
     """Of rows, columns and sums over rows; several calls in a row, so that both halves of the workspaces are used."""
     layer = Layer((40, 33), (1, 2), k=2, hidden=40, out=34, dtype=torch.float32)
@@ -55,7 +58,7 @@ def test_matrices_that_are_transposed_views():
 
 
 @both
-@pytest.mark.parametrize("cluster", [(1, 2), pytest.param((2, 2), marks=pytest.mark.thorough)], ids=cluster_name)
+@pytest.mark.parametrize("cluster", [(1, 2), pytest.param((2, 2), marks=THOROUGH)], ids=cluster_name)
 def test_all_schedules_give_the_same_bits(cluster, call):
     layer = Layer((5, 4, 3, 6)[: cluster[0] * 2], (2, 1, 2, 1)[: cluster[0] * 2], k=2 * cluster[0])
     expected = run(lambda group: call(group, layer), cluster=cluster, seed=0)
@@ -67,10 +70,8 @@ def test_all_schedules_give_the_same_bits(cluster, call):
                 assert_same(one, other)
 
 
-@both
-@pytest.mark.parametrize(
-    "options", [{"slow": {0: 0.02}}, pytest.param({"late": {1: 3000}}, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
+@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, pytest.param({"late": {1: 3000}}, marks=THOROUGH)])
 def test_stragglers(options, call):
     layer = layer_of((2, 1), dtype=torch.float32)
 
