@@ -37,6 +37,10 @@ SAYS = {
         f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): loss 5.0930 -> 4.5032 in 2 steps"
         for rank in range(4)
     ],
+    "09_train_moe": [
+        f"Group(rank {rank} of 4, node {rank // 2} of 2 x 2, cpu): loss 4.7736 -> 4.8163 in 2 steps"
+        for rank in range(4)
+    ],
 }
 NEED_A_GPU = {"08_cuda_graphs": "gpu/test_graphs_gpu.py"}
 ELSEWHERE = {"all_gather_matmul": "cluster/test_torchrun.py", "06_processes_reduce": "cluster/test_torchrun.py"}
@@ -127,6 +131,20 @@ def test_training_in_bf16():
 def test_training_over_the_network():
     output = train(4, "--gpus-per-node", "2", "--steps", "2")
     assert_trained(output, 4, nodes=2, steps=2, losses="5.0930 -> 4.5032")
+
+
+MIXTURE = Path(__file__).parent.parent / "examples/09_train_moe.py"
+
+
+def test_training_a_mixture_of_experts_in_one_node_of_the_simulator():
+    output = forked_processes.run_python([str(MIXTURE), "cpu", "--nodes", "1", "--steps", "1"])
+    assert_trained(output, 2, steps=1, losses="4.7736 -> 4.7736")
+
+
+@pytest.mark.thorough
+def test_training_a_mixture_of_experts_under_torchrun():
+    output = forked_processes.torchrun(MIXTURE, 2, arguments=["--steps", "2"])
+    assert_trained(output, 2, steps=2, losses="4.7736 -> 4.8163")
 
 
 def test_examples_are_numbered_and_all_are_tested():

@@ -7,6 +7,7 @@ PROGRAM = """
     import sys
 
     import torch
+    from support.moe_gradients import ffn_gradients, halves_gradients
     from support.moe_reference import Layer, combine, ffn
     from support.patience import WAIT
 
@@ -24,6 +25,8 @@ PROGRAM = """
     except mk.CapacityError as refusal:
         assert "whose capacity is 1" in str(refusal), refusal
     ffn(group, layer, 3, max_tokens=10)
+    ffn_gradients(group, layer, save="activations")
+    halves_gradients(group, layer, 1, max_tokens=10)
     group.close()
     print("right on rank", group.rank)
 """

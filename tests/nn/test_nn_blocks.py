@@ -1,5 +1,7 @@
 """Blocks, attention and mixture of experts in the simulator, beside plain modules in float64."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,12 +80,12 @@ class PlainExperts(torch.nn.Module):
     """Each token through each of its experts, one after the other."""
 
     def forward(self, x, ids, weights, gate_up, down):
-        y = torch.zeros_like(x)
+        rows = [torch.zeros_like(token) for token in x]
         for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
             expert = ids[token, slot]
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            y[token] += weights[token, slot] * (down[expert] @ (F.silu(gate) * up))
-        return y
+            rows[token] = rows[token] + weights[token, slot] * (down[expert] @ (F.silu(gate) * up))
+        return torch.stack(rows)
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "normalize"), [*((*world, True) for world in WORLDS), (1, 2, False)])
@@ -94,23 +96,47 @@ def test_mixture_of_experts(nodes, gpus, normalize):
         "experts.gate_up_proj": values(experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5,
         "experts.down_proj": values(experts, HIDDEN, INNER, seed=3) * INNER**-0.5,
     }
-    wide = {name: value.double() for name, value in state.items()}
+
+    def tokens_of(rank):
+        return values(2, 3 + rank, HIDDEN, seed=10 + rank)  # each rank has other tokens, and not as many
+
+    def gradient_of(rank):
+        return values(2, 3 + rank, HIDDEN, seed=20 + rank)
+
+    @functools.cache
+    def exact(size):
+        """The plain parameters with their gradients, and of each rank the gradient of its tokens and its result."""
+        wide, inputs = {name: value.double().requires_grad_() for name, value in state.items()}, []
+        for rank in range(size):
+            x = tokens_of(rank).double().requires_grad_()
+            tokens = x.flatten(0, 1)
+            weights, ids = torch.softmax(tokens @ wide["gate.weight"].t(), -1).topk(k)
+            if normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            y = PlainExperts()(tokens, ids, weights, wide["experts.gate_up_proj"], wide["experts.down_proj"])
+            y = y.reshape(x.shape)
+            y.backward(gradient_of(rank).double())
+            inputs.append((x.grad, y.detach()))
+        return wide, inputs
 
     def on_rank(group):
         module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, normalize=normalize)
         module.load_state_dict(state)
         assert module.experts.down_proj.shape == (experts // group.size, HIDDEN, INNER)
-        x = values(2, 3 + group.rank, HIDDEN, seed=10 + group.rank)  # each rank has other tokens, and not as many
+        x = tokens_of(group.rank).requires_grad_()
+        y = module(x)
+        y.backward(gradient_of(group.rank))
+        plain, inputs = exact(group.size)
+        assert_near(y.detach(), inputs[group.rank][1])
+        assert_near(x.grad, inputs[group.rank][0])
+        for name, parameter in module.named_parameters():
+            whole = plain[name].grad
+            mine = whole if name == "gate.weight" else whole.chunk(group.size)[group.rank]
+            assert_near(parameter.grad, mine, name)
         with torch.no_grad():
-            y = module(x)
-        tokens = x.double().flatten(0, 1)
-        scores = torch.softmax(tokens @ wide["gate.weight"].t(), -1)
-        weights, ids = scores.topk(k)
-        if normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        exact = PlainExperts()(tokens, ids, weights, wide["experts.gate_up_proj"], wide["experts.down_proj"])
-        assert_near(y, exact.reshape(x.shape))
+            assert_near(module(x), inputs[group.rank][1])
         full = nn.full_state_dict(module)
+        assert list(full) == list(state)
         assert all(torch.equal(full[name], state[name]) for name in state)
 
     spawn(on_rank, nodes, gpus)
@@ -134,9 +160,9 @@ def test_experts_start_alike_on_any_number_of_ranks():
     ("make", "given", "message"),
     [
         (
-            lambda: nn.ExpertParallelMoE(8, 8, 2, 1),
-            lambda: [torch.zeros(4, 8)],
-            "weights requires grad, but ParallelExperts is forward only: mk.moe_ffn has no backward pass",
+            lambda: nn.ExpertParallelMoE(8, 8, 2, 1).double(),
+            lambda: [torch.zeros(4, 8, dtype=torch.float64)],
+            "x has dtype torch.float64; supported are",
         ),
         (
             lambda: nn.ContextParallelAttention(),

@@ -53,8 +53,10 @@ def test_compiled(backend):
         group = mk.init(timeout=WAIT)
         for sequence_parallel in {(True,) if backend == "inductor" else (True, False)}:
             check_two_layers(group, sequence_parallel, wrap)
+        moe, x = nn.ExpertParallelMoE(24, 16, 4, 2, max_tokens=12), values(2, 6, 24, seed=1)
+        both = [torch.autograd.grad(each(x).square().sum(), moe.parameters()) for each in (wrap(moe), moe)]
+        torch.testing.assert_close(*both)
         with torch.no_grad():
-            moe, x = nn.ExpertParallelMoE(24, 16, 4, 2), values(2, 6, 24, seed=1)
             torch.testing.assert_close(wrap(moe)(x), moe(x))
             attention, x = nn.ContextParallelAttention(is_causal=True), values(1, 8, 2, 64, seed=1)
             torch.testing.assert_close(wrap(attention)(x, x, x), attention(x, x, x))

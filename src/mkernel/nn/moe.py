@@ -9,23 +9,12 @@ import torch
 from torch import nn
 
 from mkernel.nn.initial import agreed_generator
+from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.ops.moe import moe_ffn
-from mkernel.ops.moe.arguments import MOST_SLOTS
+from mkernel.ops.moe.arguments import MOST_SLOTS, check_save
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
-
-
-def refuse_gradients(module: str, op: str, **tensors: torch.Tensor) -> None:
-    """Refuse tensors that require grad in a module whose operator has no backward pass."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            raise ArgumentError(
-                f"{name} requires grad, but {module} is forward only: mk.{op} has no backward pass. Call the model "
-                f"under torch.no_grad() or torch.inference_mode()"
-            )
 
 
 class TopKRouter(nn.Module):
@@ -61,7 +50,12 @@ class TopKRouter(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.softmax(x.float() @ self.weight.float().t(), dim=-1)
+        return self.route(x, self.weight)
+
+    def route(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with another weight in place of the module's."""
+        with torch.autocast(x.device.type, enabled=False):
+            scores = torch.softmax(x.float() @ weight.float().t(), dim=-1)
         weights, ids = torch.topk(scores, self.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -86,14 +80,16 @@ class ParallelExperts(ParallelModule):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, *, group: Any = None,
-        capacity: int | None = None, max_tokens: int | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
+        capacity: int | None = None, max_tokens: int | None = None, save: str = "inputs",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__(group)
+        check_save(save)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         check_divisible("num_experts", num_experts, self.world_size)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
-        self.capacity, self.max_tokens = capacity, max_tokens
+        self.capacity, self.max_tokens, self.save = capacity, max_tokens, save
         mine = num_experts // self.world_size
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(torch.empty(mine, 2 * intermediate_size, hidden_size, **like))
@@ -117,13 +113,9 @@ class ParallelExperts(ParallelModule):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums of the results of each token's experts. x: [tokens, hidden_size]."""
-        refuse_gradients(
-            type(self).__name__, "moe_ffn", x=x, weights=weights, gate_up_proj=self.gate_up_proj,
-            down_proj=self.down_proj,
-        )  # fmt: skip
         return moe_ffn(
             x, ids, weights, self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2), group=self.group,
-            capacity=self.capacity, max_tokens=self.max_tokens,
+            capacity=self.capacity, max_tokens=self.max_tokens, save=self.save,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -137,8 +129,9 @@ class ExpertParallelMoE(nn.Module):
     """A mixture-of-experts layer: a softmax top-k router, and SwiGLU experts that are divided among the ranks, in one
     kernel (`mk.moe_ffn`).
 
-    Forward only: parameters or inputs that require grad are refused outside of torch.no_grad(), because `mk.moe_ffn`
-    has no backward pass.
+    The loss is the sum of all ranks' losses: each rank calls `backward` on that of its own tokens. The gradients of the
+    experts and of the router then cover the tokens of all ranks, as those of the plain module on one device would: the
+    backward pass sums the router's over the ranks. Every rank must call `backward`.
 
     The parameters have the names and shapes of Hugging Face's Mixtral and Qwen-MoE blocks (transformers 5):
     `gate.weight` [num_experts, hidden_size], replicated; `experts.gate_up_proj` [num_experts, 2*intermediate_size,
@@ -152,7 +145,7 @@ class ExpertParallelMoE(nn.Module):
         top_k: experts per token.
         normalize: divide the weights of a token's experts by their sum.
         group: the group whose ranks share the experts; None is the current group.
-        capacity, max_tokens: as in `mk.moe_ffn`.
+        capacity, max_tokens, save: as in `mk.moe_ffn`.
         generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
@@ -160,7 +153,7 @@ class ExpertParallelMoE(nn.Module):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
-        group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
+        group: Any = None, capacity: int | None = None, max_tokens: int | None = None, save: str = "inputs",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
@@ -172,9 +165,10 @@ class ExpertParallelMoE(nn.Module):
             self.gate = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, **like)
             self.experts = ParallelExperts(
                 hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
-                **like,
+                save=save, **like,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        return self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
+        weight = with_summed_gradient(self.gate.weight, self.experts.group)
+        return self.experts(tokens, *self.gate.route(tokens, weight)).reshape(x.shape)

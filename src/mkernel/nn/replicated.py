@@ -71,6 +71,22 @@ def check_replicated(module: nn.Module, *, group: Any = None) -> None:
             )
 
 
+def with_summed_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:
+    """A parameter that every rank has whole, for use on this rank's tokens: its gradient is summed over the ranks."""
+    return _Replicated.apply(parameter, group)
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(ctx.group, gradient), None
+
+
 def _sum(group: Group, gradient: torch.Tensor) -> torch.Tensor:
     # The product with the identity is the gradient itself, so the operator sums the gradients of all ranks. In one row,
     # a gradient would fill only one row of each tile; in 32, it fills whole tiles.

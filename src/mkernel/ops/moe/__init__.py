@@ -8,8 +8,8 @@ Three operators, each one persistent kernel per rank:
 - `moe_ffn` (ffn.py) runs the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
 
 The docstring of each of these modules is its design record: what it computes, which CTA does what, why buffers can be
-reused, why it cannot deadlock, and what it costs. The operators share the modules below, listed in the order in which a
-call uses them:
+reused, why it cannot deadlock, and what it costs. backward.py is that of the gradients. The operators share the modules
+below, listed in the order in which a call uses them:
 
 - sizes.py: numbers of tokens, experts and rows, and what the ranks agree on before they launch.
 - arguments.py: checks of arguments. plan.py: tiles, chunks and CTAs of each role.
@@ -20,6 +20,11 @@ call uses them:
 - dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
 - grouped.py: a tile of the grouped GEMM.
 - reduction.py: the three steps of a combine.
+
+Only backward passes use these: redispatch.py, which moves rows along the routing of an earlier dispatch;
+grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert; and
+gradient_rows.py, what is done row by row. training.py has the forward passes that keep what backward passes need;
+layer.py and halves.py have the public functions, and registration.py has the operators of torch.library.
 
 Kernels take structures. `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what a kernel reads and writes;
 `Batch` holds the numbers that vary with the batch. Two limitations of Triton 3.6 shape them:
@@ -38,8 +43,7 @@ number of nodes. Buffers with an area per other node are in that order. The *cap
 it can receive. The *status* says whether the routing of a call can be carried out; all ranks compute the same status.
 """
 
-from mkernel.ops.moe.combine import moe_combine
-from mkernel.ops.moe.dispatch_matmul import moe_dispatch_matmul
+from mkernel.ops.moe.halves import moe_combine, moe_dispatch_matmul
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.layer import moe_ffn
 

@@ -11,7 +11,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import name_of
 from mkernel.runtime.group import Group
-from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
 
 MOST_SLOTS = 16
@@ -83,3 +83,38 @@ def check_config(op: str, config: Config | None) -> None:
         raise ArgumentError(
             f"config.join_tiles means nothing to {op}: a counter assigns tiles to CTAs as they become free"
         )
+
+
+def check_ffn(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
+) -> None:  # fmt: skip
+    """Reject arguments that moe_ffn cannot compute with."""
+    check_config("moe_ffn", config)
+    check_tokens("moe_ffn", group, x, topk_ids)
+    check_tensor("moe_ffn", group, "topk_weights", topk_weights)
+    check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
+    check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
+    if w_gate_up.shape[2] % 2:
+        raise ArgumentError(
+            f"w_gate_up is {tuple(w_gate_up.shape)}: its last dimension must be even, because half of its columns are "
+            f"gate, half are up"
+        )
+    inter = w_gate_up.shape[2] // 2
+    check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
+    if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
+        raise ArgumentError(
+            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: the experts of "
+            f"w_gate_up, half of its columns, the size of a token"
+        )
+    check_bounds(x.shape[0], capacity, max_tokens)
+    if out is not None:
+        check_tensor("moe_ffn", group, "out", out)
+        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
+
+
+def check_save(save: str) -> None:
+    """Reject an unknown choice of what a forward pass keeps."""
+    if save not in ("inputs", "activations"):
+        raise ArgumentError(f"save must be 'inputs' or 'activations', got {save!r}")

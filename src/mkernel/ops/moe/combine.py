@@ -31,6 +31,7 @@ the workspace has one row for every token of every rank, and 2*(nodes-1) rows fo
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -66,6 +67,7 @@ from mkernel.runtime.operands import DTYPES, constants, layout
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
+OP = "moe_combine"
 # shared: nothing, because the chunks are those of the dispatch
 TUNABLE = Tunable("moe_combine", agreed=("tokens", "k", "columns"), own=("experts",), shared=())
 KEPT = (
@@ -177,14 +179,19 @@ def _launch(
     )
 
 
+def check_handle(handle: Any) -> None:
+    """Reject what is no handle."""
+    if not isinstance(handle, Handle):
+        raise ArgumentError(f"handle must be the handle that moe_dispatch_matmul returned; got {type(handle).__name__}")
+
+
 def _check(
     group: Group, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor, out: torch.Tensor | None,
     config: Config | None,
 ) -> None:  # fmt: skip
     """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     planning.check_given(config)
-    if not isinstance(handle, Handle):
-        raise ArgumentError(f"handle must be the handle that moe_dispatch_matmul returned; got {type(handle).__name__}")
+    check_handle(handle)
     if handle.group is not group:
         raise ArgumentError("handle comes from a dispatch on another group: pass the group of the dispatch")
     check_tensor("moe_combine", group, "y", y)
@@ -215,26 +222,7 @@ def moe_combine(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Return the experts' rows to the ranks of their tokens, as the weighted sum of each token's rows.
-
-    Args:
-        y: [capacity, columns], what this rank's experts computed from the rows of a dispatch, in the same order. Any
-            width, the same on every rank.
-        handle: what that dispatch returned.
-        topk_weights: [tokens, k], floating point: the weights of this rank's tokens for each of their experts. Weights
-            of dropped ids are ignored.
-        group: the group of the dispatch; the current one by default.
-        out: [tokens, columns], where to put the result; must not overlap an input.
-        config: `ctas`, `warps` and `copy_bytes`; None selects good defaults.
-
-    Returns:
-        [tokens, columns] in y's type, summed in fp32 in a fixed order. Sums that leave a rank or a node are rounded to
-        y's type on the way. A token whose ids were all dropped gets zeros.
-
-    Raises:
-        ArgumentError: before anything is launched.
-        CommTimeout: a peer did not arrive within the group's timeout.
-    """
+    """`mk.moe_combine`, without PyTorch's dispatcher."""
     assert group is not None
     _check(group, y, handle, topk_weights, out, config)
     sizes = handle.sizes
@@ -272,7 +260,7 @@ def explain(
     handle: Handle,
     topk_weights: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any = None,
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> CombinePlan:

@@ -4,6 +4,9 @@
 `_send_tokens` sends each other node the tokens that it needs, to the rank's counterpart there. `_place_tokens` fetches
 each token that names an expert of this rank once, and stores it once for every row that it makes, at the row numbers of
 routing.py. The signal of a chunk is in the same memory as its tokens, and the ranks of the node poll it over NVLink.
+
+A dispatch along a known routing (`Dispatch.KNOWN`) moves other rows in the place of the tokens of an earlier dispatch.
+It reads the tables that the earlier launch has written, so it publishes no ids, and neither counts nor schedules.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from mkernel.ops.moe.protocol import (
     wait_numbered,
     wait_other_nodes_entered,
 )
+from mkernel.ops.moe.reduction import weights_of
 from mkernel.ops.moe.routing import (
     FIRST_EXPERT,
     OK,
@@ -50,6 +54,8 @@ from mkernel.ops.moe.routing import (
     wait_routing,
 )
 from mkernel.ops.moe.schedule import schedule_blocks
+from mkernel.runtime.config import Settings
+from mkernel.runtime.operands import named_constants
 
 
 class Roles(NamedTuple):
@@ -82,6 +88,18 @@ class Dispatch(NamedTuple):
     GROUP: Any  # blocks per group, approximately
     COUNTERS: Any  # counters per block
     COMBINES: Any  # the launch also combines: weights are published, and `settled` is signalled for each chunk
+    row_weights: Any  # along a known routing: pointer to [row], where the published weight of each row goes; or None
+    KNOWN: Any  # the routing is that of an earlier launch, which has written the tables
+
+
+def dispatch_constants(
+    config: Settings, counters: int, *, combines: bool = False, known: bool = False, row_weights: Any = None
+) -> dict[str, Any]:
+    """The last fields of `Dispatch`."""
+    constants = named_constants(
+        TILE_M=config.tile_m, GROUP=config.group_m, COUNTERS=counters, COMBINES=combines, KNOWN=known
+    )
+    return dict(constants, row_weights=row_weights)
 
 
 @triton.jit
@@ -152,8 +170,8 @@ def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
 
 @triton.jit
 def _send_tokens(comm, routing, dispatch, batch, first, step):
-    """Send each other node the tokens that it needs. The first sender numbers the tokens; all senders share the chunks,
-    round-robin."""
+    """Send each other node the tokens that it needs. The first sender numbers the tokens, unless that is known; all
+    senders share the chunks, round-robin."""
     nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
     rank = rank_of(comm.context)
     ready = wait_routing(comm, batch.signals, SEND)
@@ -161,15 +179,16 @@ def _send_tokens(comm, routing, dispatch, batch, first, step):
     if ready:
         table = table_of(comm, routing, rank)
         tokens = tl.load(table + TOKENS)
-        numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
-        if first == 0:
-            for away in range(1, nodes):
-                node = (rank // comm.RANKS_PER_NODE + away) % nodes
-                numbers = routing.tables.send_index + (away - 1) * batch.max_tokens
-                number_crossings(comm, routing, table, tokens, node, numbers)
-            notify(numbered, comm.epoch)
-        elif not wait_numbered(comm, numbered, SEND):
-            tokens = 0
+        if not dispatch.KNOWN:
+            numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
+            if first == 0:
+                for away in range(1, nodes):
+                    node = (rank // comm.RANKS_PER_NODE + away) % nodes
+                    numbers = routing.tables.send_index + (away - 1) * batch.max_tokens
+                    number_crossings(comm, routing, table, tokens, node, numbers)
+                notify(numbered, comm.epoch)
+            elif not wait_numbered(comm, numbered, SEND):
+                tokens = 0
         for chunk in range(first, tl.cdiv(tokens, routing.CHUNK), step):
             since = trace_time(comm.context)
             for away in range(1, nodes):
@@ -237,11 +256,35 @@ def _count_placed(counters, mask):
 
 
 @triton.jit
+def _fetch(comm, dispatch, batch, rank, holder, source, chunk, wanted):
+    """Where the tokens of a source come from, which `holder` holds for my node: (origin, row stride, column stride,
+    whether they are of another node), and whether those of the chunk are there, for which it waits if any are wanted.
+    rank: mine."""
+    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
+    arrived = tl.full((), True, tl.int1)
+    origin = dispatch.x.data
+    row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
+    column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
+    far = source // comm.RANKS_PER_NODE != rank // comm.RANKS_PER_NODE
+    if source != rank:
+        origin = segment_of(comm.context, holder, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
+        if far:
+            nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
+            away = (rank // comm.RANKS_PER_NODE - source // comm.RANKS_PER_NODE + nodes) % nodes
+            recv_offset = row_of(dispatch.recv, comm.epoch, (nodes - 1 - away) * batch.max_tokens)
+            origin = segment_of(comm.context, holder, DTYPE) + recv_offset
+        row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
+        column_stride = tl.cast(1, tl.int64)
+        if wanted > 0:
+            arrived = wait_held(comm, batch.signals, holder, source, chunk)
+    return origin, row_stride, column_stride, far, arrived
+
+
+@triton.jit
 def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     """Fetch and place the tokens of a chunk that name an expert of this rank. Returns how many tokens came from the
     memory of another rank."""
     K: tl.constexpr = routing.K
-    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
     tables = routing.tables
     rank = rank_of(comm.context)
     holder = holder_of(comm, source)
@@ -269,23 +312,9 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
     tl.debug_barrier()
 
-    # where the tokens come from
-    arrived = tl.full((), True, tl.int1)
-    origin = dispatch.x.data
-    row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
-    column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
-    far = source // comm.RANKS_PER_NODE != rank // comm.RANKS_PER_NODE
-    if source != rank:
-        origin = segment_of(comm.context, holder, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
-        if far:
-            nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-            away = (rank // comm.RANKS_PER_NODE - source // comm.RANKS_PER_NODE + nodes) % nodes
-            recv_offset = row_of(dispatch.recv, comm.epoch, (nodes - 1 - away) * batch.max_tokens)
-            origin = segment_of(comm.context, holder, DTYPE) + recv_offset
-        row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
-        column_stride = tl.cast(1, tl.int64)
-        if wanted > 0:
-            arrived = wait_held(comm, batch.signals, holder, source, chunk)
+    origin, row_stride, column_stride, far, arrived = _fetch(
+        comm, dispatch, batch, rank, holder, source, chunk, wanted
+    )  # fmt: skip
 
     if arrived & ok & (wanted > 0):
         since = trace_time(comm.context)
@@ -297,6 +326,45 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
         block += (row - base) // dispatch.TILE_M
         trace(comm.context, INTRA, GATHER, source, chunk, since)
+        _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
+    return tl.where(source != rank, wanted, 0)
+
+
+@triton.jit
+def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
+    """`_place_chunk` along a known routing: the tables say already where rows go. Also stores the weights of the rows,
+    if they were published."""
+    K: tl.constexpr = routing.K
+    tables = routing.tables
+    rank = rank_of(comm.context)
+    holder = holder_of(comm, source)
+    source_offset = (source * batch.max_tokens).to(tl.int64) * K
+    token = chunk * routing.CHUNK
+    end = tl.minimum(token + routing.CHUNK, tokens)
+    t = token + tl.arange(0, routing.CHUNK)[:, None]
+    slot = tl.arange(0, routing.SLOTS)[None, :]
+    row = tl.load(tables.destinations + source_offset + t * K + slot, mask=(t < end) & (slot < K), other=-1)
+    goes_here = row >= 0
+    wanted = tl.sum(tl.max(goes_here.to(tl.int32), axis=1))
+    if dispatch.row_weights is not None:
+        weights = weights_of(comm, routing, batch, source)
+        weight = tl.load(weights + t * K + slot, mask=goes_here, other=0.0)
+        tl.store(dispatch.row_weights + row, weight, mask=goes_here)
+    origin, row_stride, column_stride, far, arrived = _fetch(
+        comm, dispatch, batch, rank, holder, source, chunk, wanted
+    )  # fmt: skip
+    if arrived & (wanted > 0):
+        since = trace_time(comm.context)
+        _copy_to_rows(
+            dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
+            tables.recv_index + source * batch.max_tokens, far, token, end, K,
+        )  # fmt: skip
+        trace(comm.context, INTRA, GATHER, source, chunk, since)
+        expert = tl.load(tables.all_topk_ids + source_offset + t * K + slot, mask=goes_here, other=0)
+        expert -= tl.load(tables.summary + FIRST_EXPERT)
+        block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
+        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
+        block += (row - base) // dispatch.TILE_M
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
 
@@ -333,7 +401,10 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
         source, chunk = arrival_order(tl.cast(item, tl.int32), rank, chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
         tokens = tl.load(table_of(comm, routing, source) + TOKENS)
         if chunk * routing.CHUNK < tokens:
-            fetched = _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens)
+            if dispatch.KNOWN:
+                fetched = _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens)
+            else:
+                fetched = _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens)
             if dispatch.COMBINES:
                 notify(signal_of(comm, rank, batch.signals.settled, source, chunk), comm.epoch)
             if dispatch.PACED:
@@ -342,10 +413,17 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
 
 
 @triton.jit
+def _wait_tables(comm, batch):
+    """Along a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
+    gave up."""
+    return wait_routing(comm, batch.signals, COMPUTE)
+
+
+@triton.jit
 def dispatch_tokens(comm, routing, dispatch, batch):
     """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
     then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
-    schedule is complete."""
+    schedule is complete. Along a known routing, nobody counts, and neither signal is set."""
     SENDERS: tl.constexpr = dispatch.roles.SENDERS
     cta = tl.program_id(0)
     rank = rank_of(comm.context)
@@ -363,16 +441,23 @@ def dispatch_tokens(comm, routing, dispatch, batch):
     else:
         if comm.RANKS_PER_NODE > 1:
             _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counting_ctas)
-        if wait_routing(comm, batch.signals, COMPUTE):
-            count_rows(comm, routing, batch, cta - SENDERS, counting_ctas)
-            if counted_last(comm.context, counting_ctas):
-                lay_out_rows(comm, routing, batch.experts, dispatch.TILE_M, dispatch.COUNTERS)
-                notify(counted, comm.epoch)
-                schedule_blocks(comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES)
-                notify(scheduled, comm.epoch)
-        if cta < SENDERS + dispatch.roles.INTRAS:
-            if wait_counted(comm, counted):
-                _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
+        if dispatch.KNOWN:
+            if cta < SENDERS + dispatch.roles.INTRAS:
+                if _wait_tables(comm, batch):
+                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
+        else:
+            if wait_routing(comm, batch.signals, COMPUTE):
+                count_rows(comm, routing, batch, cta - SENDERS, counting_ctas)
+                if counted_last(comm.context, counting_ctas):
+                    lay_out_rows(comm, routing, batch.experts, dispatch.TILE_M, dispatch.COUNTERS)
+                    notify(counted, comm.epoch)
+                    schedule_blocks(
+                        comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES
+                    )
+                    notify(scheduled, comm.epoch)
+            if cta < SENDERS + dispatch.roles.INTRAS:
+                if wait_counted(comm, counted):
+                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
 
 
 @triton.jit

@@ -63,6 +63,7 @@ Loading rows through an index in the GEMM avoids the copy but rules out TMA.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -74,8 +75,9 @@ from mkernel.lang.roles import take
 from mkernel.lang.signals import finish
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
+    ROWS_BEFORE,
     Gemm,
     Operands,
     WeightLayout,
@@ -85,10 +87,10 @@ from mkernel.ops.moe.grouped import (
     result_descriptor,
     rows_descriptor,
 )
-from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.handle import Handle, new_handle
 from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
 from mkernel.ops.moe.protocol import Batch, decode
-from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of, tables_for
+from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, sized
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
@@ -145,13 +147,12 @@ def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, 
 
 def _launch(
     group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor,
-    y: torch.Tensor, tables: Tables,
+    y: torch.Tensor, rows: torch.Tensor, tables: Tables,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, hidden, n = w.shape
-    rows = group.world.memory.empty(group.world_rank, (max(sizes.capacity, 1), plan.row_stride), x.dtype)[:, :hidden]
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
         ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
@@ -163,7 +164,7 @@ def _launch(
         recv=memory.buffer_in(workspace, "recv"),
         roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
         **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dict(zip(("TILE_M", "GROUP", "COUNTERS", "COMBINES"), constants(c.tile_m, c.group_m, 1, False))),
+        **dispatch_constants(c, counters=1),
     )
     gemm = Gemm(
         w_strides=plan.weights.strides(w),
@@ -198,7 +199,7 @@ def _launch(
     )
 
 
-def _check(
+def check(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> None:  # fmt: skip
@@ -220,38 +221,9 @@ def moe_dispatch_matmul(
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Handle]:
-    """Send every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
-
-    Args:
-        x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
-        topk_ids: [tokens, k], k from 1 to 16, int32 or int64: the experts of each token, numbered across ranks in rank
-            order. Negative ids are dropped. A token that names an expert twice makes two rows.
-        w: [experts, hidden, out], the matrices of this rank's experts. Their number may differ between ranks and may be
-            0. A transposed view of [experts, out, hidden] is read without a copy.
-        group: the group; the current one by default.
-        capacity: how many rows this rank can receive; may differ between ranks. None is enough for any routing: the
-            tokens of all ranks times k, or 0 without experts. If the ids of a token are distinct, as torch.topk returns
-            them, the tokens of all ranks times min(k, experts) are enough.
-        max_tokens: the largest number of tokens of any rank, the same on every rank; it determines the size of
-            workspaces. If None, the ranks exchange it on the host at every call, which costs time and keeps the call
-            from returning before the other ranks have made it.
-        config: tiles, chunks and CTAs; None selects good defaults.
-
-    Returns:
-        (y, handle): y [capacity, out] holds the rows of this rank's experts, grouped by expert, within an expert by
-        source rank, then token. `handle.counts` is the number of rows of each expert; `handle.source` and
-        `handle.token` say where each row came from. Rows of y beyond the sum of counts are not written. bf16, fp16 or
-        fp32, accumulated in fp32.
-
-    Raises:
-        ArgumentError: before anything is launched.
-        CapacityError: some rank has more rows than its capacity. All ranks raise it, nothing is computed (y is NaN),
-            and the group remains usable. RoutingError: an id is beyond the last expert; likewise. On a GPU, where
-            calls return before they are done, the next call on the group or `group.synchronize()` raises them.
-        CommTimeout: a peer did not arrive within the group's timeout.
-    """
+    """`mk.moe_dispatch_matmul`, without PyTorch's dispatcher."""
     assert group is not None
-    _check(group, x, topk_ids, w, capacity, max_tokens, config)
+    check(group, x, topk_ids, w, capacity, max_tokens, config)
     sizes = agree(group, x, topk_ids, w, capacity, max_tokens, config)
     launch, y, handle = prepare(group, x, topk_ids, w, sizes, config)
     group.launch(launch)
@@ -265,11 +237,11 @@ def agree(
     """The sizes of a call with valid arguments. Collective."""
     return agree_on_sizes(
         "moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config,
-        lambda most: _choose(group, x, topk_ids, w, most, config), out=w.shape[2],
+        lambda most: choose(group, x, topk_ids, w, most, config), out=w.shape[2],
     )  # fmt: skip
 
 
-def _choose(
+def choose(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, max_tokens: int, given: Config | None
 ) -> Config | None:
     """The configuration of a call in which no rank has more than max_tokens tokens. Its chunk size depends only on
@@ -284,22 +256,24 @@ def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None
 ) -> tuple[Launch, torch.Tensor, Handle]:
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
-    config = _choose(group, x, topk_ids, w, sizes.max_tokens, config)
+    launch, y, handle, _ = prepare_kept(group, x, topk_ids, w, sizes, config, "")
+    return launch, y, handle
+
+
+def prepare_kept(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None,
+    keep: str,
+) -> tuple[Launch, torch.Tensor, Handle, torch.Tensor]:  # fmt: skip
+    """The same, with the rows that are multiplied, for a backward pass if they are kept. keep: see backward.py."""
+    config = choose(group, x, topk_ids, w, sizes.max_tokens, config)
     key = ("moe_dispatch_matmul", layout(x), WeightLayout.of(w), w.shape, sizes, config, matmul_precision(x.dtype))
     decided = group.planned(key, lambda: plan_dispatch(group, x, w, sizes, config))
     memory = protocol.layout("moe_dispatch_matmul", sizes, x.dtype, decided.row_stride, dispatches=True)
-    tile_m = decided.config.tile_m
+    tile_m, before = decided.config.tile_m, ROWS_BEFORE if keep == "activations" else 0
     y = empty_rows(group, sizes.capacity, w.shape[2], x.dtype, tile_m)
-    tables = tables_for(group, sizes, tile_m, counters=1)
-    handle = Handle(
-        group=group,
-        counts=tables.expert_counts[: sizes.experts],
-        source=tables.row_source[: sizes.capacity],
-        token=tables.row_token[: sizes.capacity],
-        sizes=sizes,
-        tables=tables,
-    )
-    return _launch(group, decided, memory, x, topk_ids, w, y, tables), y, handle
+    rows = empty_rows(group, max(sizes.capacity, 1), w.shape[1], x.dtype, before)
+    handle = new_handle(group, sizes, tile_m)
+    return _launch(group, decided, memory, x, topk_ids, w, y, rows, handle.tables), y, handle, rows
 
 
 def explain(
@@ -307,17 +281,18 @@ def explain(
     topk_ids: torch.Tensor,
     w: torch.Tensor,
     *,
-    group: Group | None = None,
+    group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    save: str = "inputs",
     config: Config | None = None,
 ) -> DispatchPlan:
     """The plan that `moe_dispatch_matmul` would carry out with these arguments, if no rank had more than max_tokens
     tokens (by default, more than this rank)."""
     group = current(group)
-    _check(group, x, topk_ids, w, capacity, max_tokens, config)
+    check(group, x, topk_ids, w, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
-    chosen = _choose(group, x, topk_ids, w, most, config)
+    chosen = choose(group, x, topk_ids, w, most, config)
     sizes = sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_dispatch(group, x, w, sizes, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

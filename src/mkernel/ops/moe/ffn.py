@@ -70,9 +70,10 @@ from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.signals import finish, wait, wait_again, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens, check_weights
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.arguments import check_ffn
+from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
+    ROWS_BEFORE,
     WeightLayout,
     Weights,
     empty_rows,
@@ -82,9 +83,11 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
     store_rows,
     store_rows_through_pointers,
+    swiglu,
     wait_placed,
     whole_of,
 )
+from mkernel.ops.moe.handle import Handle, new_handle
 from mkernel.ops.moe.kinds import COMPUTED, SETTLED
 from mkernel.ops.moe.plan import FfnPlan, plan_ffn
 from mkernel.ops.moe.protocol import (
@@ -103,9 +106,7 @@ from mkernel.ops.moe.routing import (
     FIRST_EXPERT,
     PIECES_TAKEN,
     TILES_TAKEN,
-    memory_of,
     routing_of,
-    tables_for,
     tokens_of,
 )
 from mkernel.ops.moe.schedule import wait_scheduled
@@ -114,10 +115,8 @@ from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.ops.moe.tile_order import interleaved, interleaved_until
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import constants, layout, matmul_precision
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
@@ -147,6 +146,7 @@ class Gemms(NamedTuple):
     gate_up_strides: Any  # WeightStrides
     down_strides: Any
     inner_rows: Any  # Block: inner, for stores through pointers
+    pre_rows: Any  # Block [row, 2*inter]: gate and up, if they are kept for a backward pass; or None
     hidden: Any
     inter: Any
     tiling: Any  # Tiling
@@ -168,6 +168,14 @@ def _count_tile(counter):
     complete_descriptor_stores()
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _keep(gemms, tile, gate, up):
+    """Store gate and up of a tile for the backward pass."""
+    pre = gemms.pre_rows.data + gemms.inter
+    store_rows_through_pointers(Block(pre, gemms.pre_rows.row_stride, 1), tile, up)
+    store_rows_through_pointers(gemms.pre_rows, tile, gate)
 
 
 @triton.jit
@@ -208,10 +216,13 @@ def _compute(context, operands, gemms, tables, tile, phase):
             acquire_for_descriptors()
             used_below(operands.rows, row + rows)
             of_gate = Tile(expert, row, row + rows, column_block * HALF, gemms.inter)
-            gated = multiply_gated(
+            gate, up = multiply_gated(
                 operands.rows, operands.gate_up, of_gate, gemms.hidden,
                 Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
             )  # fmt: skip
+            if gemms.pre_rows is not None:
+                _keep(gemms, of_gate, gate, up)
+            gated = swiglu(gate, up)
             gated += tl.where(ready, 0.0, float("nan"))
             store_rows_through_pointers(gemms.inner_rows, of_gate, gated)
             trace(context, TILES, TILE, -1, tile, since)
@@ -359,19 +370,38 @@ def moe_ffn_kernel(
     )  # fmt: skip
 
 
+class Memory(NamedTuple):
+    """What a launch computes with, in the rank's own memory. y: the results of the second GEMM, `rows` unless these are
+    kept for a backward pass; pre: gate and up, likewise."""
+
+    rows: torch.Tensor
+    inner: torch.Tensor
+    y: torch.Tensor
+    pre: torch.Tensor | None
+
+
+def _allocate(group: Group, plan: FfnPlan, w_down: torch.Tensor, keep: str) -> Memory:
+    sizes, tile_m, dtype = plan.sizes, plan.config.tile_m, w_down.dtype
+    _, inter, hidden = w_down.shape
+    capacity, empty = max(sizes.capacity, 1), group.world.memory.empty
+    inner = empty(group.world_rank, (capacity, row_stride_of(inter, dtype)), dtype)[:, :inter]
+    y = empty_rows(group, capacity, hidden, dtype, tile_m)
+    if keep != "activations":
+        return Memory(y, inner, y, None)
+    rows = empty_rows(group, capacity, hidden, dtype, ROWS_BEFORE)
+    pre = empty(group.world_rank, (capacity, row_stride_of(2 * inter, dtype)), dtype)[:, : 2 * inter]
+    return Memory(rows, inner, y, pre)
+
+
 def _launch(
     group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
-    w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor,
+    w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor, own: Memory, handle: Handle,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, inter, hidden = w_down.shape
-    rows = empty_rows(group, max(sizes.capacity, 1), hidden, x.dtype, c.tile_m)
-    inner_shape = (max(sizes.capacity, 1), row_stride_of(inter, x.dtype))
-    inner_rows = group.world.memory.empty(group.world_rank, inner_shape, x.dtype)
-    inner = inner_rows[:, :inter]
-    tables = tables_for(group, sizes, c.tile_m, COUNTERS.value)
+    rows, inner, y, pre = own
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
         ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
@@ -383,19 +413,20 @@ def _launch(
         recv=memory.buffer_in(workspace, "recv"),
         roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
         **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dict(zip(("TILE_M", "GROUP", "COUNTERS", "COMBINES"), constants(c.tile_m, c.group_m, COUNTERS.value, True))),
+        **dispatch_constants(c, COUNTERS.value, combines=True),
     )
     gemms = Gemms(
         gate_up_strides=plan.gate_up.strides(w_gate_up),
         down_strides=plan.down.strides(w_down),
         inner_rows=Block(inner, inner.stride(0), 1),
+        pre_rows=None if pre is None else Block(pre, pre.stride(0), 1),
         hidden=hidden,
         inter=inter,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         HALF=constants(c.tile_n // 2)[0],
     )
     combine = Combine(
-        y=Block(rows, rows.stride(0), 1),
+        y=Block(y, y.stride(0), 1),
         out=Block(out, out.stride(0), out.stride(1)),
         columns=hidden,
         partial=memory.buffer_in(workspace, "partial"),
@@ -412,11 +443,11 @@ def _launch(
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.gpus_per_node)),
             rows=rows_descriptor(rows, c.tile_m, c.tile_k),
-            rows_out=result_descriptor(rows, c.tile_m, c.tile_n),
+            rows_out=result_descriptor(y, c.tile_m, c.tile_n),
             inner=rows_descriptor(inner, c.tile_m, c.tile_k),
             gate_up=plan.gate_up.operand(w_gate_up, c.tile_k, c.tile_n // 2),
             down=plan.down.operand(w_down, c.tile_k, c.tile_n),
-            routing=routing_of(sizes, memory, workspace, tables, ids=True, weights=True),
+            routing=routing_of(sizes, memory, workspace, handle.tables, ids=True, weights=True),
             dispatch=dispatch,
             gemms=gemms,
             combine=combine,
@@ -424,41 +455,12 @@ def _launch(
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # including the size of the workspace: Triton compiles another binary for 64-bit integers
-        variant=(plan, workspace.half_bytes),
+        variant=(plan, workspace.half_bytes, pre is not None),
         uses=memory.uses(workspace),
         inputs=("dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down"),
         results=("combine.out.data",),
-        scratch=(whole_of(rows, c.tile_m), inner_rows, memory_of(tables)),
+        scratch=(whole_of(y, c.tile_m), whole_of(inner, 0), handle.memory.view(torch.float32)),
     )  # fmt: skip
-
-
-def _check(
-    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
-) -> None:  # fmt: skip
-    """Reject arguments that cannot be computed with; the error names the argument and the rule."""
-    check_config("moe_ffn", config)
-    check_tokens("moe_ffn", group, x, topk_ids)
-    check_tensor("moe_ffn", group, "topk_weights", topk_weights)
-    check_weights(topk_weights, x.shape[0], topk_ids.shape[1])
-    check_matrices("moe_ffn", group, "w_gate_up", w_gate_up, x.dtype, x.shape[1], "the size of a token")
-    if w_gate_up.shape[2] % 2:
-        raise ArgumentError(
-            f"w_gate_up is {tuple(w_gate_up.shape)}: its last dimension must be even, because half of its columns are "
-            f"gate, half are up"
-        )
-    inter = w_gate_up.shape[2] // 2
-    check_matrices("moe_ffn", group, "w_down", w_down, x.dtype, inter, "half of the columns of w_gate_up")
-    if w_down.shape[0] != w_gate_up.shape[0] or w_down.shape[2] != x.shape[1]:
-        raise ArgumentError(
-            f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: the experts of "
-            f"w_gate_up, half of its columns, the size of a token"
-        )
-    check_bounds(x.shape[0], capacity, max_tokens)
-    if out is not None:
-        check_tensor("moe_ffn", group, "out", out)
-        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
-        check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
 
 
 @collective
@@ -480,7 +482,7 @@ def moe_ffn(
     key, made = _repeat(group, passed, capacity, max_tokens, config)
     if made is not None:
         return made[0] if out is None else out
-    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     result = group.world.memory.empty(group.world_rank, tuple(x.shape), x.dtype) if out is None else out
     launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config)
@@ -522,11 +524,11 @@ def agree(
     """The sizes of a call with valid arguments. Collective."""
     return agree_on_sizes(
         "moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config,
-        lambda most: _choose(group, x, topk_ids, w_down, most, config),
+        lambda most: choose(group, x, topk_ids, w_down, most, config),
     )  # fmt: skip
 
 
-def _choose(
+def choose(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w_down: torch.Tensor, max_tokens: int, given: Config | None
 ) -> Config | None:
     """The configuration of a call in which no rank has more than max_tokens tokens. Its chunk size depends only on
@@ -542,14 +544,25 @@ def prepare(
     w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = _choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
+    return prepare_kept(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, "")[0]
+
+
+def prepare_kept(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None, keep: str,
+) -> tuple[Launch, Handle, Memory]:  # fmt: skip
+    """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
+    config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
     key = (
         "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
         WeightLayout.of(w_down), w_down.shape, sizes, config, matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(key, lambda: plan_ffn(group, x, w_gate_up, w_down, sizes, config))
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)
-    return _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out)
+    own = _allocate(group, decided, w_down, keep)
+    handle = new_handle(group, sizes, decided.config.tile_m)
+    launch = _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out, own, handle)
+    return launch, handle, own
 
 
 def explain(
@@ -562,15 +575,16 @@ def explain(
     group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    save: str = "inputs",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> FfnPlan:
     """The plan that `moe_ffn` would carry out with these arguments, if no rank had more than max_tokens tokens (by
     default, more than this rank)."""
     group = current(group)
-    _check(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
-    chosen = _choose(group, x, topk_ids, w_down, most, config)
+    chosen = choose(group, x, topk_ids, w_down, most, config)
     sizes = sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_ffn(group, x, w_gate_up, w_down, sizes, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

@@ -32,6 +32,8 @@ from mkernel.ops.moe.sizes import row_stride_of
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import BYTES, constants, describable, descriptor
 
+ROWS_BEFORE = 64  # extra rows before the first, of rows that a weight gradient is computed from (weight_grad.py)
+
 
 class WeightStrides(NamedTuple):
     """How a kernel reads the matrices of the experts. USES_TMA: through a descriptor (if TRANSPOSED, a descriptor of
@@ -97,9 +99,9 @@ def empty_rows(group: Group, rows: int, columns: int, dtype: torch.dtype, tile_m
 
 
 def whole_of(rows: torch.Tensor, tile_m: int) -> torch.Tensor:
-    """The memory of a result of `empty_rows`."""
+    """The memory of a result of `empty_rows`, from the tile_m rows before the first on."""
     stride = rows.stride(0)
-    return rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), 0)
+    return rows.as_strided((rows.shape[0] + tile_m, stride), (stride, 1), rows.storage_offset() - tile_m * stride)
 
 
 def rows_descriptor(rows: torch.Tensor, tile_m: int, tile_k: int) -> Any:
@@ -170,7 +172,7 @@ def multiply_rows(rows, w, tile, k, tiling):
 
 @triton.jit
 def multiply_gated(rows, w, tile, k, tiling):
-    """SwiGLU: silu(rows @ gate) * (rows @ up). w[expert] is [k, 2*n]: gate, then up; n: the columns of the tile."""
+    """(rows @ gate, rows @ up). w[expert] is [k, 2*n]: gate, then up; n: the columns of the tile."""
     gate = tl.zeros((tiling.M, tiling.N), tl.float32)
     up = tl.zeros((tiling.M, tiling.N), tl.float32)
     n = tile.columns
@@ -181,6 +183,12 @@ def multiply_gated(rows, w, tile, k, tiling):
         z = _weights_at(w, tile.part, depth, n + tile.column, k, 2 * n, tiling)
         gate = tl.dot(x, y, gate, input_precision=tiling.PRECISION)
         up = tl.dot(x, z, up, input_precision=tiling.PRECISION)
+    return gate, up
+
+
+@triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 

@@ -1,22 +1,17 @@
-"""mk.moe_ffn, the mixture-of-experts layer, and `torch.ops.mkernel.moe_ffn`. Forward only."""
+"""mk.moe_ffn, the mixture-of-experts layer, for PyTorch: gradients, graphs, autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mkernel.ops import library
-from mkernel.ops.moe import ffn
+from mkernel.ops.moe import ffn, registration, training
+from mkernel.ops.moe.arguments import check_save
+from mkernel.ops.moe.handle import numbers_in_graph
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
-
-Numbers = Sequence[int] | None  # an encoded configuration
-PARAMETERS = (
-    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, str group, int? capacity, "
-    "int? max_tokens"
-)
 
 
 @traceable(ffn.repeat)
@@ -30,12 +25,14 @@ def moe_ffn(
     group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    save: str = "inputs",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """A mixture-of-experts layer in one kernel: dispatch tokens to their experts, apply SwiGLU there, combine.
 
-    Forward only: tensors that require grad are refused.
+    Differentiable: x, topk_weights, w_gate_up and w_down have gradients. The backward pass takes the routing of the
+    forward pass (ops/moe/backward.py). It is a collective call, too: every rank must make it.
 
     Args:
         x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
@@ -47,7 +44,10 @@ def moe_ffn(
         w_down: [experts, inter, hidden], likewise.
         group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
             expert on this rank.
-        out: [tokens, hidden], where to put the result; must not overlap an input.
+        save: what is kept for the backward pass, where there is one: "inputs", only what the caller passes and the
+            tables of the routing; tokens are dispatched, and gate and up computed, once more. Or "activations": also
+            the rows of the experts, and gate and up: capacity x (hidden + 2*inter) elements.
+        out: [tokens, hidden], where to put the result; must not overlap an input. Not with tensors that require grad.
 
     Returns:
         [tokens, hidden] in x's type. Products are accumulated in fp32. Activations, the experts' results, and sums that
@@ -59,41 +59,25 @@ def moe_ffn(
         CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
-    if not library.needs_dispatcher(x, topk_ids, topk_weights, w_gate_up, w_down, out):
+    check_save(save)
+    x, w_gate_up, w_down = library.autocast(x, w_gate_up, w_down)
+    tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    library.refuse_forward_mode(**tensors)
+    if not library.needs_dispatcher(*tensors.values(), topk_ids, out):
         return ffn.moe_ffn(
             x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens,
             out=out, config=config,
         )  # fmt: skip
-    library.refuse_gradients(
-        "moe_ffn", x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, out=out
-    )  # fmt: skip
+    library.refuse_out_with_gradients(out, *tensors.values())
     name, numbers = library.name_of(group), library.encoded(config)
-    arguments = (x, topk_ids, topk_weights, w_gate_up, w_down, name, capacity, max_tokens, numbers)
-    if out is None:
-        return torch.ops.mkernel.moe_ffn(*arguments)
-    torch.ops.mkernel.moe_ffn_out(*arguments, out)
-    return out
-
-
-def _run(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, capacity: int | None, max_tokens: int | None, config: Numbers = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return ffn.moe_ffn(
-        x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens, out=out,
-        config=library.decoded(config),
-    )  # fmt: skip
-
-
-def _run_into(*arguments: Any) -> None:
-    _run(*arguments)
-
-
-library.define(
-    "moe_ffn", f"({PARAMETERS}, int[]? config=None) -> Tensor", _run, lambda x, *_: x.new_empty(x.shape),
-    backward=library.no_backward("moe_ffn"),
-)  # fmt: skip
-library.define(
-    "moe_ffn_out", f"({PARAMETERS}, int[]? config, Tensor(a!) out) -> ()", _run_into, lambda *_: None
-)  # fmt: skip
+    given = (x, topk_ids, topk_weights, w_gate_up, w_down)
+    if out is not None:
+        torch.ops.mkernel.moe_ffn_out(*given, name, capacity, max_tokens, numbers, out)
+        return out
+    if not library.needs_gradients(*tensors.values()):
+        return torch.ops.mkernel.moe_ffn(*given, name, capacity, max_tokens, numbers)
+    if isinstance(group, str):
+        sizes = numbers_in_graph("moe_ffn", group, x, topk_ids, w_down, capacity, max_tokens, config)
+    else:
+        sizes = training.ffn_numbers(group, *given, capacity, max_tokens, config)
+    return registration.kept_result(given, name, sizes, save == "activations", numbers)

@@ -33,6 +33,11 @@ COMBINE_WARPS = 16
 COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 
+def tile_height(device: torch.device, dtype: torch.dtype, config: Config | None) -> int:
+    """The rows of a block. It does not depend on matrices, so that it is known before a graph is run."""
+    return planning.chooser(config)("tile_m", planning.default_tiles(device, dtype, 0, True).tile_m)
+
+
 # -- dispatch
 
 

@@ -103,14 +103,15 @@ def batch_of(group: Group, sizes: Sizes, memory: Layout, workspace: Workspace) -
     """The `Batch` of a launch, with its numbers encoded."""
     signals = Signals(*(memory.words_in(workspace, name) if name in memory else None for name in Signals._fields))
     gigabytes_per_second = group.world.links.nvlink if is_paced(group) else None
-
-    def encode(number: int) -> int:
-        return 2 * number + 3
-
     return Batch(
         encode(sizes.tokens), encode(sizes.max_tokens), encode(sizes.experts), encode(sizes.capacity),
         encode(sizes.chunks), round(2**20 / gigabytes_per_second) if gigabytes_per_second else 0, signals,
     )  # fmt: skip
+
+
+def encode(number: int) -> int:
+    """A number of the batch as kernels get it: see `Batch`."""
+    return 2 * number + 3
 
 
 def is_paced(group: Group) -> bool:

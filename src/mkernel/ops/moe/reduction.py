@@ -61,7 +61,7 @@ def combine_order(comm, item, chunks):
 
 
 @triton.jit
-def _weights_of(comm, routing, batch, source):
+def weights_of(comm, routing, batch, source):
     """Pointer to the weights in the published table of a rank."""
     weights = table_of(comm, routing, source) + HEADER
     if routing.HAS_IDS:
@@ -91,7 +91,7 @@ def sum_chunk(comm, routing, combine, batch, source, chunk):
     COLUMNS: tl.constexpr = combine.COLUMNS
     DTYPE: tl.constexpr = combine.y.data.dtype.element_ty
     rank = rank_of(comm.context)
-    weights = _weights_of(comm, routing, batch, source)
+    weights = weights_of(comm, routing, batch, source)
     first = source * batch.max_tokens
     destinations = routing.tables.destinations + first.to(tl.int64) * K
     partial = segment_of(comm.context, rank, DTYPE) + row_of(combine.partial, comm.epoch, first)

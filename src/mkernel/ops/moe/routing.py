@@ -45,7 +45,7 @@ from mkernel.ops.moe.protocol import (
     wait_other_nodes_entered,
 )
 from mkernel.ops.moe.sizes import Sizes, power_above, round_up
-from mkernel.runtime.group import Group, Workspace
+from mkernel.runtime.group import Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
 
@@ -66,6 +66,9 @@ ENTRY = tl.constexpr(6)
 
 # A word of the workspace's state: how many CTAs of the current launch have finished counting.
 COUNTERS_DONE = tl.constexpr(3)
+
+LEAST_TILE_M = 16  # of a configuration
+MOST_COUNTERS = 3  # of a block, see `Dispatch.COUNTERS`
 
 BLOCK = tl.constexpr(1024)  # words that a CTA processes at a time
 LONG_BLOCK = tl.constexpr(4096)  # the same for loops over all ids of a rank
@@ -106,40 +109,44 @@ class Routing(NamedTuple):
     HAS_WEIGHTS: Any  # published tables hold weights
 
 
-def tables_for(group: Group, sizes: Sizes, tile_m: int, counters: int) -> Tables:
-    """Uninitialized tables of a call. Each block of tile_m rows has `counters` counters."""
-    all_tokens = sizes.world_size * sizes.max_tokens
-    segments = sizes.experts * sizes.world_size
-    ranks = power_above(sizes.world_size + 1)
-    blocks = sizes.capacity // tile_m + sizes.experts  # the last block of every expert may be partial
-    lengths = Tables(
-        positions=all_tokens * sizes.k,
-        destinations=all_tokens * sizes.k,
-        all_topk_ids=all_tokens * sizes.k,
+def _table_lengths(world_size: int, max_tokens: int, k: int, experts: int, capacity: int) -> Tables:
+    """The words of each table. They are bounds for any tile and any number of nodes, so that they depend only on what
+    is known while a graph is traced."""
+    all_tokens = world_size * max_tokens
+    segments = experts * world_size
+    ranks = power_above(world_size + 1)
+    blocks = capacity // LEAST_TILE_M + experts  # the last block of every expert may be partial
+    return Tables(
+        positions=all_tokens * k,
+        destinations=all_tokens * k,
+        all_topk_ids=all_tokens * k,
         counts=segments,
-        above=sizes.world_size * ranks,
+        above=world_size * ranks,
         bases=segments + 1,
-        first_blocks=sizes.experts + 1,
-        expert_counts=sizes.experts,
-        placed=blocks * counters,
+        first_blocks=experts + 1,
+        expert_counts=experts,
+        placed=blocks * MOST_COUNTERS,
         recv_index=all_tokens,
-        send_index=(sizes.nodes - 1) * sizes.max_tokens,
+        send_index=all_tokens,
         unsorted=blocks * ENTRY.value,
         schedule=blocks * ENTRY.value,
         summary=SUMMARY.value + 2 * ranks,
-        row_source=sizes.capacity,
-        row_token=sizes.capacity,
+        row_source=capacity,
+        row_token=capacity,
     )
-    rounded = [round_up(max(length, 1), 16) for length in lengths]
-    memory = group.world.memory.empty(group.world_rank, (sum(rounded),), torch.float32).view(torch.int32)
-    return Tables(*(part[: max(length, 1)] for part, length in zip(torch.split(memory, rounded), lengths, strict=True)))
 
 
-def memory_of(tables: Tables) -> torch.Tensor:
-    """The memory of tables of `tables_for`."""
-    start = tables.positions.storage_offset()
-    end = tables.row_token.storage_offset() + round_up(tables.row_token.numel(), 16)
-    return tables.positions.as_strided((end - start,), (1,), start).view(torch.float32)
+def table_words(world_size: int, max_tokens: int, k: int, experts: int, capacity: int) -> int:
+    """The words of all tables."""
+    lengths = _table_lengths(world_size, max_tokens, k, experts, capacity)
+    return sum(round_up(max(length, 1), 16) for length in lengths)
+
+
+def tables_in(memory: torch.Tensor, world_size: int, max_tokens: int, k: int, experts: int, capacity: int) -> Tables:
+    """The tables in memory of `table_words` words."""
+    lengths = _table_lengths(world_size, max_tokens, k, experts, capacity)
+    parts = torch.split(memory, [round_up(max(length, 1), 16) for length in lengths])
+    return Tables(*(part[: max(length, 1)] for part, length in zip(parts, lengths, strict=True)))
 
 
 def routing_of(

@@ -1,0 +1,200 @@
+"""The backward passes of the mixture-of-experts operators, made of their forward passes with roles swapped.
+
+What they compute. For row i, which is token t in slot s at expert e, the forward pass of the layer is
+
+    gate, up = x[t] @ w_gate_up[e];  inner = silu(gate) * up;  y[i] = inner @ w_down[e];  out[t] += p[t, s] * y[i]
+
+With d for gradients, and D = dout[t] @ w_down[e].T, the backward pass is
+
+    dp[t, s] = <D, inner>            dinner = p[t, s] * D            dw_down[e] = sum of (p * inner).T @ dout[t]
+    dgate = dinner * up * silu'(gate)                  dup = dinner * silu(gate)
+    dw_gate_up[e] = sum of x[t].T @ [dgate, dup]       dx[t] = sum of [dgate, dup] @ w_gate_up[e].T
+
+The gradient of a weight thus needs no row of y: nobody keeps y, or computes it again.
+
+Who does what. A short sequence of launches, each made by every rank. What communicates is a dispatch or a combine:
+
+1. `redispatch`: dout takes the way of the tokens, the weights p with it, and blocks are multiplied by w_down.T as they
+   arrive: D, on the ranks of the experts (redispatch.py). The routing is that of the forward pass: no token is routed
+   again.
+2. Unless the forward pass has kept its activations: `redispatch` of x, multiplied by w_gate_up: gate and up again.
+3. `moe_swiglu_backward`, local: dgate, dup, p * inner, and dp as a row [k] for every row (gradient_rows.py).
+4. `moe_weight_grad`, local, twice: dw_down and dw_gate_up (weight_grad.py).
+5. `moe_grouped_matmul`, local: [dgate, dup] @ w_gate_up.T (grouped_matmul.py).
+6. `moe_combine` of these rows without weights: dx. And of the rows of dp: the gradient of topk_weights.
+
+The others have a part of these steps. moe_combine: the rows of dout arrive by a `redispatch` without a GEMM, then
+`moe_combine_backward` gives dy = p * dout and dp = <dout, y>, then the rows of dp are combined. moe_dispatch_matmul: dx
+is a grouped GEMM and a combine, and dw a `moe_weight_grad` over the rows of x, which the forward pass has kept, or
+which a `redispatch` brings again.
+
+What is signalled, why buffers are safe, and why it cannot deadlock. Each launch is complete in itself: it waits only
+for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py, and the local ones wait
+for nothing. Every rank makes the same launches in the same order, whichever gradients it needs: ranks may have frozen
+different matrices. Launches of a rank run one after the other on its stream, so what one writes to the rank's own
+memory the next one reads without a signal. Workspaces are those of moe_dispatch_matmul and moe_combine.
+
+What a forward pass keeps for it, by choice:
+
+- "inputs": the tables of the routing, and what the caller has anyway: x, the weights, the matrices. The backward pass
+  dispatches x again: once more the traffic of a dispatch, and 4*rows*hidden*inter FLOPs (2*rows*hidden*out for
+  moe_dispatch_matmul: none, since only the rows are needed).
+- "activations": also the rows of x (capacity*hidden elements) and, in moe_ffn, gate and up (2*capacity*inter).
+
+What it costs. 12*rows*hidden*inter FLOPs in moe_ffn, twice those of the forward pass, and 4 more if x was not kept. The
+traffic of one dispatch (two if x was not kept) and of one combine, and that of one combine of rows of k fp32 numbers
+(64 bytes or more). A token crosses to a node once in each direction, as in the forward pass. Local traffic that fused
+kernels would not have: rows*inter elements of D and of p * inner, and 2*rows*inter of dgate and dup, are written and
+read again, and dx's rows*hidden.
+
+Accuracy. Products and sums over columns are in fp32. gate, up, D, dgate, dup, p * inner and rows of dx are rounded to
+the type of x. The gradient of topk_weights is a sum in fp32 that is not rounded on its way. The order of all sums
+follows from the routing and the plan: the same inputs give the same bits.
+
+What a single launch would add. The transfers of step 1 overlap with its GEMM only, and those of step 6 with nothing;
+steps 3 to 5 could hide them, as moe_ffn hides its combine under the second GEMM. It would save the ends of six
+launches, where CTAs idle, and the local traffic of D. It needs the tiles of four GEMMs in one sequence, two of which
+reduce over the rows of an expert and can only start when all of them have arrived, and a combine that waits for tiles.
+That is moe_ffn's kernel with another order of tiles. None of this has been measured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mkernel.ops.moe import combine, gradient_rows, grouped_matmul, protocol, weight_grad
+from mkernel.ops.moe.grouped import ROWS_BEFORE, empty_rows
+from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.redispatch import redispatch
+from mkernel.ops.moe.sizes import row_stride_of
+from mkernel.runtime.collective import collective
+from mkernel.runtime.group import Group
+
+Needed = tuple[bool, ...]  # which gradients of matrices this rank needs
+
+
+@collective
+def moe_ffn_backward(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    handle: Handle,
+    *,
+    group: Group,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    needed: Needed = (True, True),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of moe_ffn: of x, topk_weights, w_gate_up and w_down.
+
+    Args:
+        dout: the gradient of its result.
+        handle: its routing.
+        kept: the rows of x, and gate and up, [capacity, ...], if the forward pass has kept its activations.
+        needed: whether this rank needs the gradients of w_gate_up and w_down. Those of x and topk_weights are computed
+            on all ranks.
+    """
+    _agree(group, "moe_ffn_backward", handle, x, inputs=kept is None)
+    moved = redispatch(group, handle, dout, w=w_down.transpose(1, 2), weights=topk_weights)
+    assert moved.y is not None
+    assert moved.weights is not None
+    if kept is None:
+        again = redispatch(group, handle, x, w=w_gate_up)
+        assert again.y is not None
+        rows, pre, dpre = again.rows, again.y, again.y
+    else:
+        rows, pre = kept
+        dpre = empty_rows(group, pre.shape[0], pre.shape[1], pre.dtype, ROWS_BEFORE)
+    context = _context(group, handle, x)
+    launch, weight_rows = gradient_rows.swiglu_backward(group, context, handle, moved.weights, pre, moved.y, dpre)
+    group.launch(launch)
+    gate_up = _weight_gradient(group, context, handle, rows, dpre, w_gate_up) if needed[0] else None
+    down = _weight_gradient(group, context, handle, moved.y, moved.rows, w_down) if needed[1] else None
+    dx = _token_gradient(group, context, handle, moved.placed, dpre, w_gate_up)
+    return dx, _sum(group, handle, weight_rows).to(topk_weights.dtype), gate_up, down
+
+
+@collective
+def moe_dispatch_matmul_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    handle: Handle,
+    *,
+    group: Group,
+    kept: torch.Tensor | None = None,
+    needed: Needed = (True,),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of moe_dispatch_matmul: of x and w. dy: the gradient of its rows; what is beyond the sum of their
+    counts is not used. kept: the rows of x, if the forward pass has kept them. needed: whether this rank needs the
+    gradient of w."""
+    _agree(group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None)
+    rows = redispatch(group, handle, x).rows if kept is None else kept
+    # where descriptors can read it, for both products
+    stride = row_stride_of(dy.shape[1], dy.dtype)
+    gradient = dy.new_empty(ROWS_BEFORE + len(rows), stride)[ROWS_BEFORE:, : dy.shape[1]]
+    gradient[: len(dy)].copy_(dy)
+    context = _context(group, handle, x)
+    dw = _weight_gradient(group, context, handle, rows, gradient, w) if needed[0] else None
+    return _token_gradient(group, context, handle, handle.tables.placed, gradient, w), dw
+
+
+@collective
+def moe_combine_backward(
+    dout: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, handle: Handle, *, group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of moe_combine: of y and topk_weights. That of what is not a row is zero."""
+    _agree(group, "moe_combine_backward", handle, y)
+    moved = redispatch(group, handle, dout, weights=topk_weights)
+    assert moved.weights is not None
+    context = _context(group, handle, y)
+    launch, dy, weight_rows = gradient_rows.combine_backward(group, context, handle, moved.weights, y, moved.rows)
+    group.launch(launch)
+    return dy, _sum(group, handle, weight_rows).to(topk_weights.dtype)
+
+
+def is_transposed(w: torch.Tensor) -> bool:
+    """Whether matrices are laid out by columns, as a transposed view is. So is their gradient then."""
+    return w.stride(1) == 1 and w.shape[2] > 1
+
+
+def _agree(group: Group, what: str, handle: Handle, rows: torch.Tensor, **more: bool) -> None:
+    sizes = handle.sizes
+    group.agree(
+        what, columns=rows.shape[1], dtype=rows.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
+        chunk_rows=sizes.chunk_rows, **more,
+    )  # fmt: skip
+
+
+def _context(group: Group, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
+    """A context for local kernels: that of the combine to come. Collective if its workspace must grow."""
+    stride = row_stride_of(rows.shape[1], rows.dtype)
+    return protocol.layout(combine.OP, handle.sizes, rows.dtype, stride, combines=True).workspace(group).context
+
+
+def _weight_gradient(
+    group: Group, context: torch.Tensor, handle: Handle, left: torch.Tensor, right: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """left.T @ right over the rows of each expert, laid out as w is."""
+    transposed = is_transposed(w)
+    if transposed:
+        left, right = right, left
+    launch, dw = weight_grad.prepare(group, context, handle, left, right)
+    group.launch(launch)
+    return dw.transpose(1, 2) if transposed else dw
+
+
+def _token_gradient(
+    group: Group, context: torch.Tensor, handle: Handle, placed: torch.Tensor, rows: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """rows @ w.T, summed over the rows of each token, on the ranks of the tokens."""
+    launch, products = grouped_matmul.prepare(group, context, handle, placed, rows, w.transpose(1, 2))
+    group.launch(launch)
+    return _sum(group, handle, products)
+
+
+def _sum(group: Group, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows of each token, on the ranks of the tokens."""
+    ones = rows.new_ones(handle.sizes.tokens, handle.sizes.k, dtype=torch.float32)
+    return combine.moe_combine(rows[: handle.capacity], handle, ones, group=group)

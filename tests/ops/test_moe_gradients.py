@@ -1,0 +1,120 @@
+"""Gradients of moe_ffn, and of moe_dispatch_matmul with moe_combine, on simulated clusters: every gradient beside
+float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.moe_gradients import ffn_gradients, halves_gradients
+from support.moe_reference import SMALL, Layer, layer_of
+from support.operator_calls import Guards, assert_same, cluster_name, run
+
+both = pytest.mark.parametrize("call", [ffn_gradients, halves_gradients])
+THOROUGH = pytest.mark.thorough
+CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
+
+
+@both
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=cluster_name)
+def test_clusters(cluster, call):
+    """Ranks with other numbers of tokens and experts, also none."""
+    layer = layer_of(cluster, dtype=torch.float32)
+    for save in ("inputs", "activations") if layer.size < 4 else ("inputs",):
+        run(lambda group: call(group, layer, save=save), cluster=cluster, seed=layer.size)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype, call):
+    run(lambda group: call(group, layer_of((1, 2), dtype=dtype), save="activations"), cluster=(1, 2))
+
+
+@both
+@pytest.mark.parametrize(
+    "routing", ["zipf", "none", "twice", *(pytest.param(each, marks=THOROUGH) for each in ("one", "same"))]
+)
+def test_routings(routing, call):
+    """Skewed ones, experts without rows, all ids dropped, experts that a token names twice."""
+    layer = layer_of((2, 1), routing=routing, dtype=torch.float32)
+    run(lambda group: call(group, layer), cluster=(2, 1), seed=len(routing))
+
+
+@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
+def test_several_tiles_and_blocks(call):
+    """Of rows, columns and sums over rows; several calls in a row, so that both halves of the workspaces are used."""
+    layer = Layer((40, 33), (1, 2), k=2, hidden=40, out=34, dtype=torch.float32)
+
+    def work(group):
+        for turn in range(2):
+            call(group, layer, turn, config=SMALL, max_tokens=44)
+
+    run(work, cluster=(1, 2), seed=4)
+
+
+def test_matrices_that_are_transposed_views():
+    """Their gradients are laid out as they are."""
+    layer = layer_of((1, 2), dtype=torch.float32)
+    run(lambda group: ffn_gradients(group, layer, transposed=True), cluster=(1, 2))
+
+
+@both
+@pytest.mark.parametrize("cluster", [(1, 2), pytest.param((2, 2), marks=THOROUGH)], ids=cluster_name)
+def test_all_schedules_give_the_same_bits(cluster, call):
+    layer = Layer((5, 4, 3, 6)[: cluster[0] * 2], (2, 1, 2, 1)[: cluster[0] * 2], k=2 * cluster[0])
+    expected = run(lambda group: call(group, layer), cluster=cluster, seed=0)
+    for seed, options in enumerate([{"slow": {1: 0.02}}, {"ctas": 4}], start=1):
+        for results, same in zip(
+            run(lambda group: call(group, layer), cluster=cluster, seed=seed, **options), expected
+        ):
+            for one, other in zip(results, same, strict=True):
+                assert_same(one, other)
+
+
+@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
+@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, pytest.param({"late": {1: 3000}}, marks=THOROUGH)])
+def test_stragglers(options, call):
+    layer = layer_of((2, 1), dtype=torch.float32)
+
+    def work(group):
+        for turn in range(2):
+            call(group, layer, turn, max_tokens=20)
+
+    run(work, cluster=(2, 1), **options)
+
+
+def test_nothing_beside_the_workspaces_is_written(monkeypatch):
+    guards = Guards(monkeypatch)
+    layer = layer_of((2, 1), dtype=torch.float32)
+    run(lambda group: (ffn_gradients(group, layer), halves_gradients(group, layer)), cluster=(2, 1))
+    guards.check()
+
+
+def test_a_token_crosses_to_a_node_once_in_each_direction():
+    """In the backward pass, as in the forward pass, whose routing it takes: no ids cross again."""
+    cluster, gpus = (2, 2), 2
+    layer = Layer((3, 4, 5, 6), (2,) * 4, k=5, hidden=32, out=16, dtype=torch.float32)
+
+    def crossings(source, node):
+        low, high = layer.first(node * gpus), layer.first(node * gpus) + 2 * gpus
+        return int(((layer.ids(source) >= low) & (layer.ids(source) < high)).any(1).sum())
+
+    def work(group):
+        ffn_gradients(group, layer, save="activations")
+        group.barrier()
+        return group.world.traffic.network
+
+    traffic = run(work, cluster=cluster)[-1]
+    width = layer.hidden * 4
+    for source in range(4):
+        for target in range(4):
+            node = target // gpus
+            if source % gpus != target % gpus or source // gpus == node:
+                assert traffic[source][target] == 0, "only counterparts talk over the network"
+                continue
+            there, back = crossings(source, node), crossings(target, source // gpus)
+            weights = layer.tokens[source] * layer.k * 4
+            forward = 64 + max(layer.tokens) * layer.k * 4 + weights + (there + back) * width
+            # dout and its weights, then dx and the gradients of weights, each a combine with weights of its own
+            # whose rows are 64 bytes apart
+            backward = 3 * (64 + weights) + (there + back) * width + max(64 * (back - 1) + layer.k * 4, 0)
+            assert traffic[source][target] == forward + backward

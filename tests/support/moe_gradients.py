@@ -1,0 +1,140 @@
+"""Gradients of the mixture-of-experts operators: references in float64, and calls that check every gradient."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+import mkernel as mk
+from support.moe_reference import Layer, assert_sum
+
+SILU_SLOPE = 1.1  # bound on the derivative of silu; that of its derivative is below 0.5
+
+
+def gradient_of(layer: Layer, rank, turn, columns):
+    """The gradient of a result with a row for each token."""
+    return layer._values(layer.tokens[rank], columns, key=(7, rank, turn))
+
+
+def leaves(layer, names, turn):
+    """The inputs of all ranks in float64: name -> tensors by rank."""
+    made = {name: [getattr(layer, name)(rank, turn).double() for rank in range(layer.size)] for name in names}
+    if "weights" in made:
+        made["weights"] = [each.nan_to_num(0.0) for each in made["weights"]]
+    return {name: [each.requires_grad_() for each in everyone] for name, everyone in made.items()}
+
+
+def _slots(layer, turn):
+    """(source, token, slot, owner, expert of the owner) of every row."""
+    for source in range(layer.size):
+        ids = layer.ids(source, turn)
+        for token, slot in (ids >= 0).nonzero().tolist():
+            expert = int(ids[token, slot])
+            owner = max(rank for rank in range(layer.size) if layer.first(rank) <= expert and layer.experts[rank])
+            yield source, token, slot, owner, expert - layer.first(owner)
+
+
+def _grads(values):
+    return {name: [each.grad if each.grad is not None else torch.zeros_like(each) for each in everyone]
+            for name, everyone in values.items()}  # fmt: skip
+
+
+@functools.cache
+def exact_ffn(layer: Layer, turn=0):
+    """name -> (exact gradients, bounds on the sizes of the terms that they are sums of), by rank."""
+    values = leaves(layer, ("x", "weights", "gate_up", "down"), turn)
+    sizes = {name: [torch.zeros_like(each) for each in everyone] for name, everyone in values.items()}
+    loss = torch.zeros((), dtype=torch.float64)
+    for source, token, slot, owner, expert in _slots(layer, turn):
+        dout = gradient_of(layer, source, turn, layer.hidden)[token].double()
+        x, p = values["x"][source][token], values["weights"][source][token, slot]
+        gate_up, down = values["gate_up"][owner][expert], values["down"][owner][expert]
+        gate, up = (x @ gate_up).chunk(2)
+        loss = loss + p * (torch.nn.functional.silu(gate) * up) @ down @ dout
+        with torch.no_grad():
+            gate, up = (x.abs() @ gate_up.abs()).chunk(2)
+            d, inner = down.abs() @ dout.abs(), gate * up
+            dpre = p.abs() * torch.cat([d * up * (SILU_SLOPE + gate / 2), d * gate])
+            sizes["x"][source][token] += gate_up.abs() @ dpre
+            sizes["weights"][source][token, slot] += d @ inner
+            sizes["gate_up"][owner][expert] += torch.outer(x.abs(), dpre)
+            sizes["down"][owner][expert] += torch.outer(p.abs() * inner, dout.abs())
+    if loss.requires_grad:
+        loss.backward()
+    return _grads(values), sizes
+
+
+@functools.cache
+def exact_halves(layer: Layer, turn=0):
+    """The same of a dispatch with GEMM, then a combine."""
+    values = leaves(layer, ("x", "weights", "w"), turn)
+    sizes = {name: [torch.zeros_like(each) for each in everyone] for name, everyone in values.items()}
+    loss = torch.zeros((), dtype=torch.float64)
+    for source, token, slot, owner, expert in _slots(layer, turn):
+        dout = gradient_of(layer, source, turn, layer.out)[token].double()
+        x, p, w = values["x"][source][token], values["weights"][source][token, slot], values["w"][owner][expert]
+        loss = loss + p * (x @ w) @ dout
+        with torch.no_grad():
+            sizes["x"][source][token] += p.abs() * (w.abs() @ dout.abs())
+            sizes["weights"][source][token, slot] += (x.abs() @ w.abs()) @ dout.abs()
+            sizes["w"][owner][expert] += p.abs() * torch.outer(x.abs(), dout.abs())
+    if loss.requires_grad:
+        loss.backward()
+    return _grads(values), sizes
+
+
+def assert_gradient(name, gradient, exact, size, dtype):
+    """Values are rounded a few times on their way, and sums in fp32 at every term."""
+    eps = torch.finfo(dtype).eps
+    bound = (40 if dtype == torch.float32 else 8) * eps * size + 1e-30
+    assert gradient.shape == exact.shape, name
+    error = (gradient.double() - exact).abs()
+    assert bool((error <= bound).all()), f"{name}: largest error {error.max()}, bound there {bound[error > bound][:1]}"
+
+
+def check_all(layer, rank, gradients, exact):
+    found, sizes = exact
+    for name, gradient in gradients.items():
+        assert_gradient(name, gradient, found[name][rank], sizes[name][rank], layer.dtype)
+
+
+# -- calls on one rank
+
+
+def leaf(tensor):
+    return tensor.requires_grad_()
+
+
+def ffn_gradients(group, layer, turn=0, *, transposed=False, **arguments):
+    """Forward and backward pass of moe_ffn, with every gradient checked."""
+    rank = group.rank
+    x, weights = leaf(layer.x(rank, turn)), leaf(layer.weights(rank, turn))
+    gate_up, down = layer.gate_up(rank, turn), layer.down(rank, turn)
+    if transposed:
+        gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
+    gate_up, down = leaf(gate_up), leaf(down)
+    out = mk.moe_ffn(x, layer.ids(rank, turn), weights, gate_up, down, group=group, **arguments)
+    if layer.tokens[rank]:
+        assert_sum(out.detach(), *layer.ffn(rank, turn), layer.hidden + layer.out)
+    out.backward(gradient_of(layer, rank, turn, layer.hidden))
+    gradients = dict(x=x.grad, weights=weights.grad, gate_up=gate_up.grad, down=down.grad)
+    check_all(layer, rank, gradients, exact_ffn(layer, turn))
+    for w in (gate_up, down):
+        assert w.grad.stride() == w.stride()
+    return [out.detach(), *gradients.values()]
+
+
+def halves_gradients(group, layer, turn=0, **arguments):
+    """The same of moe_dispatch_matmul and moe_combine."""
+    rank = group.rank
+    x, weights, w = (leaf(each(rank, turn)) for each in (layer.x, layer.weights, layer.w))
+    y, handle = mk.moe_dispatch_matmul(x, layer.ids(rank, turn), w, group=group, **arguments)
+    y.retain_grad()
+    out = mk.moe_combine(y, handle, weights, group=group)
+    if layer.tokens[rank]:
+        assert_sum(out.detach(), *layer.combined(rank, turn), layer.hidden)
+    out.backward(gradient_of(layer, rank, turn, layer.out))
+    assert not y.grad[int(handle.counts.sum()) :].any()
+    check_all(layer, rank, dict(x=x.grad, weights=weights.grad, w=w.grad), exact_halves(layer, turn))
+    return [out.detach(), x.grad, weights.grad, w.grad]

@@ -1,0 +1,173 @@
+"""Checks of the registered mixture-of-experts operators, which a program runs on each of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mkernel as mk
+from mkernel.ops.library import encoded, registered
+from support.compiled_checks import compiled, graphs_made
+from support.moe_gradients import ffn_gradients, halves_gradients
+from support.moe_reference import SMALL, Layer
+
+EXPERTS, K, HIDDEN, INTER, TOKENS = 2, 2, 16, 8, 6  # of a rank; TOKENS is the most of any rank
+CALLS = {"ffn": ("x", "weights", "gate_up", "down"), "halves": ("x", "weights", "w")}
+
+
+def layer_of(group):
+    tokens = tuple(TOKENS - rank % 2 for rank in range(group.size))
+    return Layer(tokens, (EXPERTS,) * group.size, k=K, hidden=HIDDEN, out=INTER, dtype=torch.float32)
+
+
+def leaves(group, names, transposed=True):
+    """Inputs of this rank that require grad."""
+    layer, made = layer_of(group), []
+    for name in names:
+        tensor = getattr(layer, name)(group.rank).nan_to_num(0.0)
+        if transposed and tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        made.append(tensor.requires_grad_())
+    return made
+
+
+def call_of(group, name, **more):
+    ids = layer_of(group).ids(group.rank)
+    more = dict(max_tokens=TOKENS) | more
+
+    def of_ffn(x, weights, gate_up, down):
+        return mk.moe_ffn(x, ids, weights, gate_up, down, group=group, **more)
+
+    def of_halves(x, weights, w):
+        y, handle = mk.moe_dispatch_matmul(x, ids, w, group=group, **more)
+        return mk.moe_combine(y.sigmoid(), handle, weights, group=group)
+
+    return of_ffn if name == "ffn" else of_halves
+
+
+def gradients(function, inputs):
+    for each in inputs:
+        each.grad = None
+    y = function(*inputs)
+    y.square().sum().backward()
+    return [y.detach(), *(each.grad for each in inputs)]
+
+
+def check_gradients(group):
+    """Beside float64, as in the simulator."""
+    for save in ("inputs", "activations"):
+        for check in (ffn_gradients, halves_gradients):
+            check(group, layer_of(group), save=save)
+    ffn_gradients(group, layer_of(group), 1, config=SMALL, max_tokens=TOKENS)
+
+
+def calls(group):
+    """Every registered operator of the family, with arguments of all kinds."""
+    name, ids = group.group_name, layer_of(group).ids(group.rank)
+    x, weights, gate_up, down = leaves(group, CALLS["ffn"])
+    w = leaves(group, ["w"], transposed=False)[0]
+    plain = [each.detach() for each in (x, weights, gate_up, down)]
+    config, capacity = encoded(SMALL), group.size * TOKENS * K
+    numbers = [K, EXPERTS, capacity, TOKENS, 8, 16]
+    dout, out = torch.ones(len(x), HIDDEN), torch.zeros(len(x), HIDDEN)
+    _, tables, rows, pre = registered("moe_ffn", "_kept")(plain[0], ids, *plain[1:], name, numbers, True, config)
+    y, routed, _ = torch.ops.mkernel.moe_dispatch_matmul(plain[0], ids, w.detach(), name, numbers, False, config)
+    y = torch.zeros_like(y)  # its rows beyond the counts are not written
+    short = torch.zeros(len(x), INTER)
+    return [
+        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, None, None)),
+        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, capacity, TOKENS, config)),
+        ("moe_ffn", "_out", (plain[0], ids, *plain[1:], name, None, TOKENS, None, out)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, False)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, True, config)),
+        ("moe_ffn", "_backward", (dout, *plain, tables, rows, pre, name, numbers, [True, False])),
+        ("moe_ffn", "_backward", (dout, *plain, tables, rows[:0], pre[:0], name, numbers, [True, True])),
+        ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, False)),
+        ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, True, config)),
+        ("moe_dispatch_matmul", "_backward", (y, plain[0], w.detach(), routed, rows[:0], name, numbers, [True])),
+        ("moe_combine", "", (y.detach().requires_grad_(), routed, weights, name, numbers)),
+        ("moe_combine", "_out", (y, routed, plain[1], name, numbers, None, short)),
+        ("moe_combine", "_backward", (short.clone(), y, routed, plain[1], name, numbers)),
+    ]
+
+
+def check_opcheck(group):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    made = calls(group)
+    for operator, variant, arguments in made:
+        # what is not written of tables and rows differs between two runs, which the last test would compare
+        whole = variant != "_kept" and (operator, variant) != ("moe_dispatch_matmul", "")
+        used = (*tests, "test_aot_dispatch_dynamic") if whole else tests
+        outcome = torch.library.opcheck(registered(operator, variant).default, arguments, test_utils=used)
+        assert set(outcome.values()) == {"SUCCESS"}, (operator, variant, outcome)
+    checked = {operator + variant for operator, variant, _ in made}
+    everything = {each.name for each in torch._C._jit_get_all_schemas() if each.name.startswith("mkernel::moe_")}
+    assert checked == {name.removeprefix("mkernel::") for name in everything}
+
+
+def layout(tensor):
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def check_fake_tensors(group):
+    """The same shapes, strides and dtypes as on real tensors, with no call on the group, and a backward pass."""
+    for name in CALLS:
+        real = gradients(call_of(group, name), leaves(group, CALLS[name]))
+        exchanges = group._exchanges
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(each.detach()).requires_grad_() for each in leaves(group, CALLS[name])]
+            ids = mode.from_tensor(layer_of(group).ids(group.rank))
+            made = gradients(with_ids(group, name, ids), fakes)
+        assert group._exchanges == exchanges, "a fake call has talked to other ranks"
+        assert [layout(each) for each in made] == [layout(each) for each in real]
+
+
+def with_ids(group, name, ids):
+    if name == "ffn":
+        return lambda x, p, up, down: mk.moe_ffn(x, ids, p, up, down, group=group, max_tokens=TOKENS)
+
+    def halves(x, p, w):
+        y, handle = mk.moe_dispatch_matmul(x, ids, w, group=group, max_tokens=TOKENS)
+        return mk.moe_combine(y.sigmoid(), handle, p, group=group)
+
+    return halves
+
+
+def check_compiled(group):
+    """One graph, and the same bits."""
+    for name, names in CALLS.items():
+        for more in ({}, dict(save="activations", capacity=group.size * TOKENS * K + 5)):
+            inputs = leaves(group, names)
+            expected = gradients(call_of(group, name, **more), inputs)
+            found = gradients(compiled(call_of(group, name, **more)), inputs)
+            assert graphs_made() == 1, counters
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+    with torch.no_grad():  # no gradients, no sizes: max_tokens may be left out
+        inputs = leaves(group, CALLS["ffn"])
+        y = call_of(group, "ffn")(*inputs)
+        assert torch.equal(compiled(call_of(group, "ffn", max_tokens=None))(*inputs), y)
+
+
+def check_what_a_graph_needs(group):
+    for name, names in CALLS.items():
+        with pytest.raises(Exception, match="max_tokens must be given where a call is traced"):
+            compiled(call_of(group, name, max_tokens=None))(*leaves(group, names))
+
+
+def check_autocast(group):
+    for name, names in CALLS.items():
+        with torch.autocast("cpu", torch.bfloat16):
+            y, *found = gradients(call_of(group, name), leaves(group, names))
+        assert y.dtype == torch.bfloat16
+        assert all(each.dtype == torch.float32 for each in found)
+
+
+def run(group):
+    """All checks, in the order in which they are written."""
+    for name, function in list(globals().items()):
+        if name.startswith("check_"):
+            function(group)
+            group.barrier()
