@@ -46,16 +46,23 @@ def plan(
         int | None, typer.Option(min=1, show_default="the machine's", help="Ranks per node.")
     ] = None,
     machine: Annotated[
-        str, typer.Option(help="h200-cx7, h200-efa, h100-cx7, gb200-nvl72, or a file that describes one.")
+        str, typer.Option(help="h200-cx7, h200-efa, h100-cx7, gb200-nvl72, or a file, see --calibrate.")
     ] = "h200-cx7",
     nic: Annotated[Nic | None, typer.Option(show_default="the machine's", help="The network between nodes.")] = None,
     scaling: Annotated[
         Scaling, typer.Option(help="weak: what is divided among the ranks grows with them; strong: the shape stays.")
     ] = Scaling.weak,
     search: Annotated[bool, typer.Option("--search", help="Look for the best split of CTAs, and chunks.")] = False,
+    layer: Annotated[
+        str | None, typer.Option(help="A whole layer instead of an operator: mlp, attention or moe.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Measure the network of this machine, and write a machine to this file."),
+    ] = None,
     *,
     said: Said,
 ) -> None:
@@ -63,10 +70,14 @@ def plan(
 
     The plan of a call is carried out on a model of the machine; docs/scale.md says how far to trust it.
     """
-    if op is None:
-        raise typer.BadParameter("name an operator", param_hint="OP")
+    if calibrate is not None:
+        _calibrate(calibrate, machine)
+        return
+    if layer is None and op is None:
+        raise typer.BadParameter("name an operator, or a layer with --layer", param_hint="OP")
     check_file(html, "--html")
-    from mkernel.scale.command import Asked, parse_nodes, run
+    from mkernel.scale import layers
+    from mkernel.scale.command import Asked, parse_nodes, run, run_layer
     from mkernel.scale.machine import load, with_network
     from mkernel.workloads import DTYPES
 
@@ -81,6 +92,19 @@ def plan(
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="--machine") from problem
     ranks = gpus_per_node or chosen.gpus_per_node
+    console = Console(highlight=False)
+    if layer is not None:
+        try:
+            sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape
+        except MKernelError as problem:
+            raise typer.BadParameter(str(problem), param_hint="--layer") from problem
+        with failures_in_words():
+            run_layer(
+                layer, sizes, numbers, ranks, chosen, DTYPES[dtype.value], weak=scaling is Scaling.weak, as_json=json,
+                console=console,
+            )  # fmt: skip
+        return
+    assert op is not None
     workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks, "model")
     operator = workload.operator
     asked = Asked(
@@ -98,4 +122,19 @@ def plan(
     with failures_in_words():
         for number in numbers if not asked.weak else ():
             workload_and_shapes(op, ["x".join(map(str, asked.shape))], number * ranks, "model")
-        run(asked, as_json=json, html=html, console=Console(highlight=False))
+        run(asked, as_json=json, html=html, console=console)
+
+
+def _calibrate(path: Path, machine: str) -> None:
+    check_file(path, "--calibrate")
+    if path.suffix != ".json":
+        raise typer.BadParameter(f"the name must end in .json, got {path}", param_hint="--calibrate")
+    from mkernel.scale.calibrate import calibrate
+
+    with failures_in_words():
+        found = calibrate(path, machine)
+    typer.echo(
+        f"TCP on this machine: {found['network'] / 1e9:.3g} GB/s, {found['network_seconds'] * 1e6:.3g} us from a "
+        f"request to its signal, {found['request_seconds'] * 1e6:.3g} us for each of many. All else is from {machine}: "
+        f"{path}"
+    )

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from mkernel import cli
 from mkernel.runtime.errors import ArgumentError
+from mkernel.scale import calibrate
 from mkernel.scale.command import parse_nodes
 from mkernel.scale.machine import load
 from mkernel.scale.predict import predict
@@ -73,6 +74,43 @@ def test_json_and_a_page(tmp_path):
         assert expected in text
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     assert [one["fused_ms"] for one in shown["results"]] == [first["fused_ms"], second["fused_ms"]]
+
+
+def test_layers():
+    result = run("--layer", "mlp", "65536x8192x28672", "--nodes", "2,4", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["results"]
+    assert [(one["nodes"], one["way"]) for one in found] == [
+        (n, way) for n in (2, 4) for way in ("forward", "backward")
+    ]
+    assert found[2]["shape"] == [131072, 8192, 28672]
+    for one in found:
+        assert one["fused_ms"] == pytest.approx(sum(part["fused_ms"] for part in one["parts"]))
+    forward, backward = (one["fused_ms"] for one in found[:2])
+    assert 1.5 * forward < backward < 3 * forward
+    for name in ("attention", "moe"):
+        result = run("--layer", name, "--nodes", "1,2")
+        assert result.exit_code == 0, result.output
+        assert result.output.count("forward") == 2
+    assert "is not a shape of mlp" in words(run("--layer", "mlp", "3x4"))
+    assert "there is no layer 'bakery'" in words(run("--layer", "bakery"))
+
+
+def test_calibration_writes_a_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "ROUNDS", 5)
+    monkeypatch.setattr(calibrate, "TRANSFERS", 2)
+    monkeypatch.setattr(calibrate, "FLOODS", 2)
+    path = tmp_path / "here.json"
+    result = run("--calibrate", str(path))
+    assert result.exit_code == 0, result.output
+    machine = load(str(path))
+    assert machine.name == "here"
+    assert machine.sm_flops == load("h200-cx7").sm_flops
+    assert "Its GPU was not measured" in machine.about
+    for name in ("network", "network_seconds", "request_seconds"):
+        assert getattr(machine, name) > 0
+        assert machine.sources[name].startswith("measured: ")
+    assert "must end in .json" in words(run("--calibrate", str(tmp_path / "here.txt")))
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

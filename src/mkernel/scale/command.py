@@ -19,6 +19,7 @@ from mkernel import tables
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.scale.layers import Sum, layer_on
 from mkernel.scale.machine import Machine
 from mkernel.scale.page import page, row_of
 from mkernel.scale.predict import Prediction, predict
@@ -129,3 +130,31 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
     console.print(f"{last.nodes} nodes: busy: {busy}. CTAs: " + ", ".join(f"{kind} {part:.0%}" for kind, part in spent))
     console.print(escape(last.plan), soft_wrap=True)
+
+
+def run_layer(
+    name: str, shape: Shape, nodes: Sequence[int], gpus_per_node: int, machine: Machine, dtype: torch.dtype, *,
+    weak: bool, as_json: bool, console: Console,
+) -> list[Sum]:  # fmt: skip
+    """Predict a layer, and print the figures. The first number of its shape, the tokens, is what is divided."""
+    found = []
+    for number in nodes:
+        tokens = shape[0] * number // nodes[0] if weak else shape[0]
+        found += layer_on(name, (tokens, *shape[1:]), number, gpus_per_node, machine, dtype)
+    if as_json:
+        print(json.dumps({"machine": machine.name, "results": [one.to_dict() for one in found]}, indent=2))
+        return found
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{name}, modelled", title_justify="left")
+    names = ("nodes", "shape", "pass", "fused ms", "floor ms", "floor fraction", "host-driven ms", "speed-up", "parts")
+    for column in names:
+        table.add_column(column, justify="left" if column in ("shape", "pass", "parts") else "right")
+    for one in found:
+        figures = one.to_dict()
+        table.add_row(
+            str(one.nodes), "x".join(map(str, one.shape)), one.way, f"{figures['fused_ms']:.3f}",
+            f"{figures['floor_ms']:.3f}", f"{figures['floor_fraction']:.2f}", f"{figures['host_driven_ms']:.3f}",
+            f"{figures['speedup']:.2f}", ", ".join(f"{part['name']} {part['fused_ms']:.3f}" for part in one.parts),
+        )  # fmt: skip
+    tables.show(table, console)
+    console.print(escape(f"{machine.name}: {machine.about}"), soft_wrap=True)
+    return found

@@ -203,6 +203,7 @@ class Engine:
         self.network = Network(machine)
         self.spans: list[Span] | None = [] if timeline else None
         self.groups: list[Lanes] = []
+        self.marks: dict[str, float] = {}  # when something was over
 
     def lanes(self, name: str, count: int) -> Lanes:
         """A new group of lanes, which begin when the launch does."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mkernel.operators import Shape
 from mkernel.scale.machine import load
-from mkernel.scale.predict import emulated
+from mkernel.scale.predict import emulated, predict
 
 ASIDE = "kept aside"
 
@@ -59,6 +59,40 @@ def points(machine: str = "h200-cx7") -> list[Point]:
                 prediction.seconds * 1e3,
             )
         )  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """A published bandwidth of DeepEP, in GB/s per GPU, and that of our dispatch in the model, from when the tokens
+    are routed."""
+
+    what: str
+    nodes: int
+    use: str
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
+def bandwidths(machine: str = "h200-cx7") -> list[Bandwidth]:
+    """DeepEP's figures on 2 and 4 nodes of 8 GPUs beside the model of our dispatch: 8192 tokens of 7168 elements on
+    each rank, top 8 of 256 experts. They count a token once for each node that needs it, its own too. A combine moves
+    the same, the other way."""
+    published = json.loads(resources.files("mkernel.scale").joinpath("measured.json").read_text())["deepep"]
+    found = []
+    for row in published:
+        nodes = row["nodes"]
+        one = predict(
+            row["op"], (8192 * 8 * nodes, 16, 7168), machine=load(machine), nodes=nodes,
+            options={"experts": 256 // (8 * nodes), "topk": 8},
+        )  # fmt: skip
+        card = one.engine.network.card
+        logical = card.moved * nodes / (nodes - 1) / (card.free - one.engine.marks["routed"]) / 1e9
+        found.append(Bandwidth(row["what"], nodes, row["use"], row["gb_per_s"], logical))
     return found
 
 

@@ -93,6 +93,7 @@ class _Dispatch:
             engine.nvlink.carry(engine.start, table * (engine.gpus_per_node - 1))
         ctas.wait(arrived, "routing tables")
         ctas.work(ROUTING_SECONDS + engine.ranks * routed.rows / COUNT_RATE / count, "count rows")
+        engine.marks["routed"] = float(ctas.clock.max())
 
     def send(self) -> Array:
         """The role `send`. Returns when the chunks of the counterparts in other nodes arrive: [nodes, chunks], by how

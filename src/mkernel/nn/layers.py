@@ -1,0 +1,80 @@
+"""What whole layers call, for `mkernel plan`: the operators and the products that stay on a rank.
+
+A layer is over all ranks of a group: tensor-parallel with the sequence divided among them (mlp), or context-parallel
+(attention), or expert-parallel (moe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call of a layer. op: the operator, or "" for products that the library computes on a rank. shape: of the
+    operator, as for bench; flops: of a rank, where there is no operator."""
+
+    name: str
+    op: str = ""
+    shape: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """dimensions: what the numbers of its shape are. forward, backward: (shape, ranks) -> its parts; no backward where
+    an operator has none, or no model."""
+
+    dimensions: tuple[str, ...]
+    shape: tuple[int, ...]
+    forward: Callable[[tuple[int, ...], int], list[Part]]
+    backward: Callable[[tuple[int, ...], int], list[Part]] | None = None
+
+
+def _mlp(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    tokens, hidden, inter = shape
+    return [
+        Part("gate and up", "all_gather_matmul", (tokens, 2 * inter // ranks, hidden)),
+        Part("down", "matmul_reduce_scatter", (tokens, hidden, inter)),
+    ]
+
+
+def _mlp_backward(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    """Gradients of the rows. That of a weight takes another product of the same size: that of down is local, on rows
+    that are gathered anyway; that of gate and up gathers once more."""
+    tokens, hidden, inter = shape
+    return [
+        Part("rows of down", "all_gather_matmul", (tokens, inter // ranks, hidden)),
+        Part("weight of down", flops=2.0 * tokens * hidden * inter / ranks),
+        Part("rows of gate and up", "matmul_reduce_scatter", (tokens, hidden, 2 * inter)),
+        # all_gather_matmul_weight_grad: it moves and multiplies as much as the forward call
+        Part("weight of gate and up, as forward", "all_gather_matmul", (tokens, 2 * inter // ranks, hidden)),
+    ]
+
+
+def _attention(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    tokens, hidden, kv_heads = shape
+    heads, own = hidden // HEAD_DIM, tokens // ranks
+    options = {"causal": True, "zigzag": True, "kv_heads": kv_heads}
+    return [
+        Part("query, key and value", flops=2.0 * own * hidden * (heads + 2 * kv_heads) * HEAD_DIM),
+        Part("attention", "ring_attention", (1, heads, tokens, HEAD_DIM), options),
+        Part("output", flops=2.0 * own * hidden * hidden),
+    ]
+
+
+def _moe(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    tokens, hidden, inter = shape
+    return [Part("experts", "moe_ffn", (tokens, inter, hidden))]
+
+
+LAYERS = {
+    "mlp": Layer(("tokens", "hidden", "inter"), (32768, 8192, 28672), _mlp, _mlp_backward),
+    "attention": Layer(("tokens", "hidden", "kv_heads"), (131072, 8192, 8), _attention),
+    "moe": Layer(("tokens", "hidden", "inter"), (32768, 7168, 2048), _moe),
+}
