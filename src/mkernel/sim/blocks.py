@@ -30,7 +30,7 @@ from mkernel.sim.dtypes import (
     PointerType,
     constant,
     describe,
-    fp8_values,
+    factors_of_fp8,
     info,
     rounded_to_bf16,
     same_dtype,
@@ -557,16 +557,6 @@ _DOT_TYPES = (tl.int8, tl.uint8, FLOAT16, BFLOAT16, FLOAT32, FLOAT64)
 _PRECISIONS = base.InterpreterOptions().allowed_dot_input_precisions
 
 
-def _eight_bits(input: Tensor, other: Tensor, max_num_imprecise_acc: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of two blocks of fp8, of either kind."""
-    depth = input.shape[-1] if input.shape else 0
-    if 0 < depth < 32:
-        raise KernelError(f"tl.dot of fp8 needs blocks of 32 columns or more, got {input} and {other}")
-    if max_num_imprecise_acc is not None and max_num_imprecise_acc > depth:
-        raise KernelError(f"max_num_imprecise_acc ({max_num_imprecise_acc}) must be at most the depth, {depth}")
-    return fp8_values(input._data, input.dtype), fp8_values(other._data, other.dtype)
-
-
 def dot(
     input: Tensor, other: Tensor, acc: Any = None, input_precision: str | None = None, allow_tf32: Any = None,
     max_num_imprecise_acc: Any = None, out_dtype: Any = FLOAT32,
@@ -575,7 +565,7 @@ def dot(
     keep fewer bits of sums of fp8 products, unless max_num_imprecise_acc says how many: not modelled.)"""
     a, b = input._data, other._data
     if input.dtype.name in FP8 and other.dtype.name in FP8:
-        a, b = _eight_bits(input, other, max_num_imprecise_acc)
+        a, b = factors_of_fp8(input, other, max_num_imprecise_acc)
     elif input.dtype is not other.dtype or not any(input.dtype is each for each in _DOT_TYPES):
         raise KernelError(f"tl.dot needs two blocks of one 8-bit integer or float type, got {input} and {other}")
     if a.ndim < 2 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:

@@ -153,6 +153,16 @@ def fp8_bits(values: Any, dtype: Any) -> Any:
     return bits.reshape(np.shape(values))[()]
 
 
+def factors_of_fp8(input: Any, other: Any, max_num_imprecise_acc: Any) -> tuple[Any, Any]:
+    """The numbers of two blocks of fp8, of either kind, for tl.dot."""
+    depth = input.shape[-1] if input.shape else 0
+    if 0 < depth < 32:
+        raise KernelError(f"tl.dot of fp8 needs blocks of 32 columns or more, got {input} and {other}")
+    if max_num_imprecise_acc is not None and max_num_imprecise_acc > depth:
+        raise KernelError(f"max_num_imprecise_acc ({max_num_imprecise_acc}) must be at most the depth, {depth}")
+    return fp8_values(input._data, input.dtype), fp8_values(other._data, other.dtype)
+
+
 def from_memory(data: Any, dtype: Any) -> Any:
     """What was loaded, as a tensor of this dtype holds it."""
     if dtype is BFLOAT16:

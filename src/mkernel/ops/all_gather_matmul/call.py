@@ -15,6 +15,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import check_out, check_product, check_tensor
 from mkernel.runtime.operands import layout, matmul_precision
+from mkernel.runtime.scaling import Scaling
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -81,20 +82,21 @@ def choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None)
 
 def prepare(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
-    config: Config | None,
+    config: Config | None, scaling: Scaling | None = None, gathered_scales: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = choose(group, a, b, config)
     plain = group.heap.find(a) is None
-    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
+    scales = None if scaling is None else scaling.key
+    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype), scales)
+    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config, scaling))
     memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype)
     if decided.few_rows:
         from mkernel.ops.all_gather_matmul import few_rows
 
-        return few_rows.launch(group, decided, memory, a, b, out)
+        return few_rows.launch(group, decided, memory, a, b, out, scaling)
     if decided.hopper:
         from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
 
         return hopper.launch(group, decided, memory, a, b, out)
-    return kernel.launch(group, decided, memory, a, b, out, gathered)
+    return kernel.launch(group, decided, memory, a, b, out, gathered, scaling, gathered_scales)
