@@ -63,6 +63,30 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     return (x.to(wide) * _spread(scale.to(wide), x.shape)).to(dtype)
 
 
+def quantize_operands(
+    a: torch.Tensor, w: torch.Tensor, *, tensorwise: bool = False, blockwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """a [m, k] and w [n, k] as operands of a product: (a, b, scale_a, scale_b), where b is w.t(). Scales are those of
+    rows and columns, unless others are asked for."""
+    if tensorwise and blockwise:
+        raise ArgumentError("scales cannot be tensorwise and blockwise at once")
+    of_a, of_w = ("BlockWise1x128", "BlockWise128x128") if blockwise else ("RowWise", "RowWise")
+    a, scale_a = quantize(a, "TensorWise" if tensorwise else of_a)
+    w, scale_w = quantize(w, "TensorWise" if tensorwise else of_w)
+    return a, w.t(), scale_a, scale_w if tensorwise else scale_w.t()
+
+
+def empty_operands(
+    a: torch.Tensor, w: torch.Tensor, *, tensorwise: bool = False, blockwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `quantize_operands` would return, with any values: for calls that are only compiled."""
+    (m, k), n = a.shape, w.shape[0]
+    of_a, of_w = ((m, blocks_of(k)), (blocks_of(n), blocks_of(k))) if blockwise else ((m, 1), (n, 1))
+    scales = [a.new_empty(() if tensorwise else shape, dtype=torch.float32) for shape in (of_a, of_w)]
+    b = w.new_empty(n, k, dtype=torch.float8_e4m3fn).t()
+    return a.new_empty(m, k, dtype=torch.float8_e4m3fn), b, scales[0], scales[1] if tensorwise else scales[1].t()
+
+
 def _largest_of_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     """The largest absolute value of each block of so many rows and SIDE columns."""
     columns, height = x.shape[-1], x.shape[-2] if rows > 1 else 1

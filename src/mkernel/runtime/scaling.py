@@ -131,6 +131,11 @@ def check_out_dtype(out_dtype: Any, out: torch.Tensor | None) -> torch.dtype:
     return out_dtype
 
 
+def for_library(scale: torch.Tensor, blockwise: bool) -> torch.Tensor:
+    """Scales as torch._scaled_mm wants them on GPUs: those of blocks column-major, others row-major."""
+    return scale.t().contiguous().t() if blockwise else scale.contiguous()
+
+
 def check_tile_k(scaling: Scaling, tile_k: int) -> None:
     """Refuse a depth of the steps of a tile that has no fp8 product, or reaches over several blocks."""
     most = SIDE if scaling.blockwise else None

@@ -21,6 +21,7 @@ from mkernel.runtime.world import Launch
 
 OP = "all_gather_matmul"
 TUNABLE = Tunable(OP, agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
+SCALED_TUNABLE = Tunable("all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n",), shared=("chunk_rows",))
 
 
 @collective
@@ -72,9 +73,17 @@ def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | No
         check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
 
 
-def choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration."""
-    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+def choose(
+    group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None, dtype: torch.dtype | None = None,
+    scaling: Scaling | None = None,
+) -> Config | None:  # fmt: skip
+    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration.
+    dtype: that of the result, if it is not that of a."""
+    sizes = dict(m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if scaling is None:
+        config = TUNABLE.choose(group, a.dtype, given, **sizes)
+    else:
+        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes, blockwise=scaling.blockwise)
     if given is None and config is not None and config.chunk_rows is None:
         return replace(config, chunk_rows=chunk_rows(group, a, None))
     return config
@@ -85,7 +94,7 @@ def prepare(
     config: Config | None, scaling: Scaling | None = None, gathered_scales: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(group, a, b, config)
+    config = choose(group, a, b, config, out.dtype, scaling)
     plain = group.heap.find(a) is None
     scales = None if scaling is None else scaling.key
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype), scales)

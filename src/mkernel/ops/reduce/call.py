@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
@@ -115,8 +116,19 @@ def group_m_of(group: Group, call: Sum) -> int:
 def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
     """The call with the configuration that was passed, or else with the one that tuning found."""
     a, b = call.a, call.b
-    config = tunable.choose(group, a.dtype, call.config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    sizes = dict(m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if call.scaling is None:
+        config = tunable.choose(group, a.dtype, call.config, **sizes)
+    else:
+        blockwise = call.scaling.blockwise
+        config = scaled_tunable(tunable).choose(group, call.out.dtype, call.config, **sizes, blockwise=blockwise)
     return replace(call, config=config)
+
+
+@functools.cache
+def scaled_tunable(tunable: Tunable) -> Tunable:
+    """How the configurations of the operator with scales are stored. Its dtype is that of the result."""
+    return replace(tunable, op=f"scaled_{tunable.op}", agreed=(*tunable.agreed, "blockwise"))
 
 
 def _check_added(

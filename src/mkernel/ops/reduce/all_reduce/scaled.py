@@ -15,15 +15,18 @@ import torch
 from mkernel.ops import library
 from mkernel.ops.reduce import registration
 from mkernel.ops.reduce.all_reduce import call, plan, shape_of
-from mkernel.ops.reduce.call import Plan, Scaled
+from mkernel.ops.reduce.call import Plan, Scaled, scaled_tunable
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 OP = "scaled_matmul_all_reduce"
+TUNABLE = scaled_tunable(call.TUNABLE)
 
-__all__ = ["explain", "scaled_matmul_all_reduce"]
+__all__ = ["TUNABLE", "explain", "prepare", "scaled_matmul_all_reduce"]
+
+prepare = call.prepare
 
 
 @collective
@@ -169,4 +172,4 @@ def explain(
     asked = call.sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order, scaled)
     decided = plan.decide(group, asked)
     head = decided.head.replace(plan.OP, OP, 1)
-    return replace(decided, head=head, reasons=(*decided.reasons, call.TUNABLE.origin(config, asked.config)))
+    return replace(decided, head=head, reasons=(*decided.reasons, TUNABLE.origin(config, asked.config)))

@@ -14,7 +14,7 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.reduce import registration
-from mkernel.ops.reduce.call import Plan, Scaled, call_of
+from mkernel.ops.reduce.call import Plan, Scaled, call_of, scaled_tunable
 from mkernel.ops.reduce.reduce_scatter import call, check_scatter, plan
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
@@ -22,8 +22,11 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 OP = "scaled_matmul_reduce_scatter"
+TUNABLE = scaled_tunable(call.TUNABLE)
 
-__all__ = ["explain", "scaled_matmul_reduce_scatter"]
+__all__ = ["TUNABLE", "explain", "prepare", "scaled_matmul_reduce_scatter"]
+
+prepare = call.prepare
 
 
 @collective
@@ -172,4 +175,4 @@ def explain(
     )  # fmt: skip
     decided = plan.decide(group, asked)
     head = decided.head.replace(plan.OP, OP, 1)
-    return replace(decided, head=head, reasons=(*decided.reasons, call.TUNABLE.origin(config, asked.config)))
+    return replace(decided, head=head, reasons=(*decided.reasons, TUNABLE.origin(config, asked.config)))

@@ -38,9 +38,10 @@ from mkernel.runtime.scaling import Scaling, check_operands, check_out_dtype, sc
 OP = "all_gather_scaled_matmul"
 Gathered = tuple[torch.Tensor, torch.Tensor]  # rows of all ranks, and their scales
 
-__all__ = ["all_gather_scaled_matmul", "explain", "prepare"]
+__all__ = ["TUNABLE", "all_gather_scaled_matmul", "explain", "prepare"]
 
 prepare = call.prepare
+TUNABLE = call.SCALED_TUNABLE
 
 
 def _check(
@@ -77,7 +78,7 @@ def _call(
     if made is not None:
         return made[0] if out is None else out, (made[-2], made[-1]) if return_gathered else None
     scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config)
-    config = call.choose(group, a, b, config)
+    config = call.choose(group, a, b, config, dtype, scaling)
     (m, k), rows = a.shape, group.size * a.shape[0]
     group.agree(OP, m=m, k=k, dtype=a.dtype, scales=scaling.count, chunk_rows=chunk_rows(group, a, config))
     empty, rank = group.world.memory.empty, group.world_rank
@@ -224,9 +225,9 @@ def explain(
     check_bias(bias, a, b, out, dtype)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
-    chosen = call.choose(group, a, b, config)
+    chosen = call.choose(group, a, b, config, dtype, scaling)
     decided = plan(group, a, b, out, return_gathered, chosen, scaling)
-    return replace(decided, op=OP, reasons=(*decided.reasons, call.TUNABLE.origin(config, chosen)))
+    return replace(decided, op=OP, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
 
 
 # -- torch.ops.mkernel.all_gather_scaled_matmul and its variants
