@@ -36,10 +36,8 @@ def assert_right(program, ranks):
         assert f"right on rank {rank}" in output, output
 
 
-@pytest.mark.parametrize(
-    ("nodes", "gpus_per_node"),
-    [(1, 2), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, 2),))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(1, 2), (2, 2)])
 def test_calls(nodes, gpus_per_node):
     ranks = nodes * gpus_per_node
     program = CALLS.format(ranks=ranks, nodes=nodes, gpus_per_node=gpus_per_node if nodes > 1 else None)

@@ -35,7 +35,7 @@ from mkernel.ops.all_gather_matmul import kernel, transfer
 from mkernel.ops.all_gather_matmul.protocol import notify_chunk, wait_rows
 from mkernel.ops.all_gather_matmul.transfer import copy_scales
 
-TILES = mk.Config(tile_m=16, tile_n=32, tile_k=32, chunk_rows=8)
+TILES = mk.Config(tile_m=16, tile_n=64, tile_k=64, chunk_rows=8)
 WIDE = mk.Config(tile_m=16, tile_n=256, tile_k=64, chunk_rows=3)  # columns of several blocks
 # which recipe, kinds, result and configuration go together
 CASES = [

@@ -22,7 +22,7 @@ from support.scaled_reference import (
 
 import mkernel as mk
 
-TILES = mk.Config(tile_m=16, tile_n=32, tile_k=32)
+TILES = mk.Config(tile_m=16, tile_n=64, tile_k=64)
 WIDE = mk.Config(tile_m=16, tile_n=256, tile_k=64)  # columns of several blocks
 TEAMS = mk.Config(tile_m=16, tile_n=16, tile_k=32, team_ctas=2)
 # which recipe, kinds, result, what travels, and configuration go together: each in several places
