@@ -21,8 +21,11 @@ SPEED = Speed(tile=0.01, step=0.001)
 EXACT = (
     "all_gather_matmul",
     "all_gather_matmul_weight_grad",
+    "all_gather_scaled_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
     "ring_attention",
     "ring_attention_backward",
 )

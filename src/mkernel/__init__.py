@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from mkernel.doctor import diagnose
     from mkernel.operators import Operator, register
     from mkernel.ops.all_gather_matmul import all_gather_matmul
+    from mkernel.ops.all_gather_matmul.scaled import all_gather_scaled_matmul
     from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
     from mkernel.ops.attention import ring_attention
     from mkernel.ops.attention.backward import ring_attention_backward
     from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
     from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
-    from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
+    from mkernel.ops.reduce import (
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        scaled_matmul_all_reduce,
+        scaled_matmul_reduce_scatter,
+    )
     from mkernel.runtime.config import Config
     from mkernel.runtime.errors import (
         ArgumentError,
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
         TransportError,
     )
     from mkernel.runtime.group import Group
+    from mkernel.runtime.quantization import dequantize, quantize
     from mkernel.runtime.records import WaitRecord
     from mkernel.runtime.spawn import spawn
     from mkernel.runtime.world import Links
@@ -55,6 +62,7 @@ _MODULES = {
     "register": "operators",
     "all_gather_matmul": "ops.all_gather_matmul",
     "all_gather_matmul_weight_grad": "ops.all_gather_matmul.weight_grad",
+    "all_gather_scaled_matmul": "ops.all_gather_matmul.scaled",
     "ring_attention": "ops.attention",
     "ring_attention_backward": "ops.attention.backward",
     "from_zigzag": "ops.attention.sequences",
@@ -64,6 +72,8 @@ _MODULES = {
     "moe_ffn": "ops.moe",
     "matmul_all_reduce": "ops.reduce",
     "matmul_reduce_scatter": "ops.reduce",
+    "scaled_matmul_all_reduce": "ops.reduce",
+    "scaled_matmul_reduce_scatter": "ops.reduce",
     "Config": "runtime.config",
     "ArgumentError": "runtime.errors",
     "CapacityError": "runtime.errors",
@@ -76,6 +86,8 @@ _MODULES = {
     "SimulatorError": "runtime.errors",
     "TransportError": "runtime.errors",
     "Group": "runtime.group",
+    "dequantize": "runtime.quantization",
+    "quantize": "runtime.quantization",
     "WaitRecord": "runtime.records",
     "spawn": "runtime.spawn",
     "Links": "runtime.world",
@@ -104,6 +116,8 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "all_gather_matmul_weight_grad",
+    "all_gather_scaled_matmul",
+    "dequantize",
     "diagnose",
     "empty",
     "explain",
@@ -114,9 +128,12 @@ __all__ = [
     "moe_combine",
     "moe_dispatch_matmul",
     "moe_ffn",
+    "quantize",
     "register",
     "ring_attention",
     "ring_attention_backward",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
     "spawn",
     "to_zigzag",
     "trace",

@@ -72,6 +72,12 @@ class Option:
 
 BACKWARD = Option("backward", "Measure the backward pass: the gradients of both operands.", bench=True, calls=False)
 
+SCALING = (
+    Option("tensorwise", "fp8: one scale for each operand, instead of one for each row and column.", bench=True),
+    Option("blockwise", "fp8: scales for blocks of 1x128 and 128x128.", bench=True),
+    Option("fast_accum", "fp8: fast accumulation. Not with --blockwise.", bench=True),
+)
+
 
 @dataclass(frozen=True)
 class Operator:

@@ -17,6 +17,7 @@ from mkernel import operators
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
+from mkernel.runtime.quantization import empty_operands, quantize_operands
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -110,6 +111,15 @@ def randn(group: Group, *shape: int, dtype: torch.dtype, seed: int, scale: float
         return empty(group, *shape, dtype=dtype)
     generator = torch.Generator(group.device).manual_seed(1000 * seed + group.rank)
     return torch.randn(*shape, device=group.device, generator=generator).to(dtype).mul_(scale)
+
+
+def quantized(
+    group: Group, m: int, n: int, k: int, *, tensorwise: bool = False, blockwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """This rank's random operands in fp8: (a [m, k], b [k, n], scale_a, scale_b)."""
+    a, w = (randn(group, rows, k, dtype=torch.float32, seed=seed) for seed, rows in enumerate((m, n)))
+    make = empty_operands if is_only_compiled(group) else quantize_operands
+    return make(a, w, tensorwise=tensorwise, blockwise=blockwise)
 
 
 # -- costs in the simulator; tiles are those of planning.default_tiles for the CPU

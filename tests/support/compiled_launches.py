@@ -7,6 +7,7 @@ from mkernel.ops import all_gather_matmul
 from mkernel.ops.all_gather_matmul import weight_grad
 from mkernel.ops.reduce import all_reduce, reduce_scatter
 from mkernel.ops.reduce.call import Sum
+from mkernel.runtime.scaling import Scaling, blocks_of
 from mkernel.runtime.world import Links
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -78,3 +79,47 @@ def reduces(
         return (module or REDUCTIONS[op]).prepare(group, call)
 
     return launched(prepare, cluster, capability, links=paced_links(paced), multicast=multicast)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def scales(m, n, k, recipe, fast=False):
+    """The scales of a product of this size."""
+    if recipe == "blocks":
+        return Scaling(torch.empty(m, blocks_of(k)), torch.empty(blocks_of(n), blocks_of(k)).t(), True, False)
+    rows, columns = (m, n) if recipe == "rows" else (1, 1)
+    return Scaling(torch.empty(rows, 1), torch.empty(1, columns), False, fast)
+
+
+def scaled_gathers(cluster, recipe, config=None, m=4096, n=2048, k=2048, gathered=False, fast=False):
+    """The launch of a call of all_gather_scaled_matmul."""
+
+    def prepare(group):
+        scaling = scales(m, n, k, recipe, fast)
+        rows = m * group.size
+        everyone = torch.empty(rows, k, dtype=E4M3) if gathered else None
+        its_scales = torch.empty(rows, scaling.count) if gathered else None
+        operands = torch.empty(m, k, dtype=E4M3), torch.empty(n, k, dtype=E4M3).t()
+        out = torch.empty(rows, n, dtype=torch.bfloat16)
+        return all_gather_matmul.prepare(group, *operands, out, everyone, config, scaling, its_scales)
+
+    return launched(prepare, cluster, 90)
+
+
+def scaled_reduces(
+    op, cluster, recipe, config=None, m=4096, n=4096, k=1024, kind=E4M3, described=True, transposed=True, fast=False
+):  # fmt: skip
+    """The launch of a sum over ranks of products of fp8. described: TMA can read and write all tensors."""
+
+    def tensor(rows, columns, dtype=E4M3):
+        return torch.empty(rows, columns + 3 * (not described), dtype=dtype)[:, :columns]
+
+    def prepare(group):
+        rows = m // group.size if op == "reduce_scatter" else m
+        b = tensor(n, k).t() if transposed else tensor(k, n)
+        out, bias = tensor(rows, n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
+        call = Sum(tensor(m, k, kind), b, out, bias, config=config, scaling=scales(m, n, k, recipe, fast))
+        return REDUCTIONS[op].prepare(group, call)
+
+    return launched(prepare, cluster, 90)

@@ -97,6 +97,48 @@ def matmul_all_reduce(group):
         assert all(torch.equal(y.cpu(), other) for other in group.exchange("results", y.cpu())), "bits differ"
 
 
+def quantized(group, m, n, k, recipe, seed):
+    """Operands in fp8 with scales, and the numbers that they stand for."""
+    of_w = "BlockWise128x128" if recipe == "BlockWise1x128" else recipe
+    a, scale_a = mk.quantize(randn(group, m, k, seed=seed), recipe)
+    w, scale_w = mk.quantize(randn(group, n, k, seed=10 + seed), of_w)
+    numbers = [mk.dequantize(*each, torch.float64) for each in ((a, scale_a), (w, scale_w))]
+    return (a, w.t(), scale_a, scale_w.t() if scale_w.dim() else scale_w), numbers[0], numbers[1].t()
+
+
+RECIPES = ("TensorWise", "RowWise", "BlockWise1x128")
+
+
+def all_gather_scaled_matmul(group):
+    m, n, k = on_gpu(group, (300, 384, 400), (13, 150, 140))
+    for seed, recipe in enumerate(RECIPES):
+        operands, a, b = quantized(group, m, n, k, recipe, seed)
+        y = done(group, mk.all_gather_scaled_matmul(*operands))
+        gathered = torch.cat([theirs for (theirs,) in everyones(group, a)])
+        error = (y.double() - gathered @ b).abs().max().item()
+        assert error <= 4 * k**0.5 * torch.finfo(BF16).eps, error
+
+
+def scaled_matmul_reduce_scatter(group):
+    m, n, k = on_gpu(group, (512, 384, 400), (36, 150, 140))
+    for seed, recipe in enumerate(RECIPES):
+        operands, a, b = quantized(group, m, n, k, recipe, seed)
+        bias = torch.full((n,), 2.0, dtype=BF16, device=group.device)
+        y = done(group, mk.scaled_matmul_reduce_scatter(*operands, bias=bias))
+        share = m // group.size
+        check_sum(group, y, a, b, bias, slice(group.rank * share, (group.rank + 1) * share))
+
+
+def scaled_matmul_all_reduce(group):
+    shapes = on_gpu(group, [(64, 128, 144), (512, 1024, 400)], [(37, 150, 140)])
+    for seed, recipe in enumerate(RECIPES):
+        for m, n, k in shapes:
+            operands, a, b = quantized(group, m, n, k, recipe, seed)
+            bias = torch.full((n,), 2.0, dtype=BF16, device=group.device)
+            y = done(group, mk.scaled_matmul_all_reduce(*operands, bias=bias))
+            check_sum(group, y, a, b, bias, slice(None))
+
+
 def ring_attention(group):
     length, dim = on_gpu(group, (256, 128), (16, 64))
     for turn, (causal, layout) in enumerate([(False, "contiguous"), (True, "contiguous"), (True, "zigzag")]):
@@ -204,7 +246,8 @@ OPERATORS = {
     operator.__name__: operator
     for operator in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_ffn,
+        ring_attention_backward, moe_dispatch_matmul, moe_ffn, all_gather_scaled_matmul,
+        scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip
 

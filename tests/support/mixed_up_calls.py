@@ -75,11 +75,30 @@ def moe_ffn(group, large):
     return lambda: mk.moe_ffn(x, ids, weights, w13, w2, group=group)
 
 
+def _scaled(group, function, m, n, k):
+    a, scale_a = mk.quantize(_randn(group, m, k))
+    w, scale_w = mk.quantize(_randn(group, n, k))
+    return lambda: function(a, w.t(), scale_a, scale_w.t(), group=group)
+
+
+def all_gather_scaled_matmul(group, large):
+    return _scaled(group, mk.all_gather_scaled_matmul, 32 if large else 16, 8, 16)
+
+
+def scaled_matmul_reduce_scatter(group, large):
+    return _scaled(group, mk.scaled_matmul_reduce_scatter, (32 if large else 16) * group.size, 8, 16)
+
+
+def scaled_matmul_all_reduce(group, large):
+    return _scaled(group, mk.scaled_matmul_all_reduce, 32 if large else 16, 8, 16)
+
+
 CALLS = {
     call.__name__: call
     for call in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_combine, moe_ffn,
+        ring_attention_backward, moe_dispatch_matmul, moe_combine, moe_ffn, all_gather_scaled_matmul,
+        scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip
 

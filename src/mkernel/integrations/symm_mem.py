@@ -1,6 +1,7 @@
-"""mkernel behind `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter`.
+"""mkernel behind `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, and the same for fp8
+(symm_mem_scaled.py).
 
-Inductor's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), TorchTitan and vLLM emit these two
+Inductor's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), TorchTitan and vLLM emit these
 operators. `enable()` registers an implementation of each over that of PyTorch, for tensors on GPUs and, where PyTorch
 has none, on CPUs. Results have the values, shapes and strides that PyTorch's have: Inductor relies on the strides.
 
@@ -46,12 +47,15 @@ TORCH = "torch.distributed._symmetric_memory"  # it has PyTorch's implementation
 _lock = threading.Lock()
 _library: torch.library.Library | None = None  # with our implementations, while they are enabled
 
-for _name in (GATHER, SCATTER):
+SCALED = ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")  # symm_mem_scaled.py has them
+
+for _name in (GATHER, SCATTER, *SCALED):
     calls.add(f"symm_mem.{_name}")
 
 
 def enable() -> Enabled:
-    """Serve `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter` with mkernel.
+    """Serve `torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter` with mkernel, and for fp8
+    `fused_all_gather_scaled_matmul` and `fused_scaled_matmul_reduce_scatter`.
 
     The operators then take the names of process groups of any number of nodes, and those of mkernel's groups. The group
     of a process group is made at its first use, which is collective over its ranks; `mk.init(process_group, ...)` makes
@@ -66,15 +70,18 @@ def enable() -> Enabled:
         if _library is not None:
             return Enabled(None)
         module = importlib.import_module(TORCH)  # defines the operators
-        for name in (GATHER, SCATTER):
+        for name in (GATHER, SCATTER, *SCALED):
             if not all(hasattr(module, each) for each in (f"_{name}", f"_{name}_fallback")):
                 raise MKernelError(f"PyTorch {torch.__version__} has no {TORCH}._{name}: it is too old or too new")
+        scaled = importlib.import_module("mkernel.integrations.symm_mem_scaled")
         library = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for key in KEYS:
                 library.impl(GATHER, fused_all_gather_matmul, key, allow_override=True)
                 library.impl(SCATTER, fused_matmul_reduce_scatter, key, allow_override=True)
+                for name in SCALED:
+                    library.impl(name, getattr(scaled, name), key, allow_override=True)
         _library = library
     return Enabled(disable)
 
@@ -97,16 +104,16 @@ def fused_all_gather_matmul(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The all-gather of A along a dimension, if it is asked for, and its products with all Bs."""
-    _check_dimension("gather_dim", gather_dim, "A_shard", A_shard)
+    check_dimension("gather_dim", gather_dim, "A_shard", A_shard)
     why = _why_not(A_shard, group_name)
     if not Bs:
         why = "Bs is empty: there is nothing to multiply"
     elif gather_dim == A_shard.dim() - 1:
         why = "gather_dim is the last dimension of A: each rank's columns meet other rows of B"
     if why:
-        return _fall_back(GATHER, why, A_shard.device)(A_shard, Bs, gather_dim, group_name, return_A=return_A)
+        return fall_back(GATHER, why, A_shard.device)(A_shard, Bs, gather_dim, group_name, return_A=return_A)
     group = named(group_name)
-    rows, leading = _as_rows(A_shard, gather_dim)
+    rows, leading = as_rows(A_shard, gather_dim)
     largest = max(range(len(Bs)), key=lambda index: Bs[index].numel())
     gathered: torch.Tensor | None = None
     with _without_autocast(A_shard.device):
@@ -117,15 +124,15 @@ def fused_all_gather_matmul(
         products = [product if index == largest else torch.mm(gathered, B) for index, B in enumerate(Bs)]  # type: ignore[arg-type]
     calls.count_fused(f"symm_mem.{GATHER}")
     leading[0] *= group.size
-    results = [_from_rows(product, leading, gather_dim) for product in products]
-    return _from_rows(gathered, leading, gather_dim) if return_A and gathered is not None else None, results
+    results = [from_rows(product, leading, gather_dim) for product in products]
+    return from_rows(gathered, leading, gather_dim) if return_A and gathered is not None else None, results
 
 
 def fused_matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
     """The sum, or the average, of all ranks' A @ B, of which this rank gets its part of a dimension."""
-    _check_dimension("scatter_dim", scatter_dim, "A", A)
+    check_dimension("scatter_dim", scatter_dim, "A", A)
     why = _why_not(A, group_name)
     if reduce_op not in ("sum", "avg"):
         why = f"reduce_op is {reduce_op!r}: sum and avg are fused"
@@ -134,7 +141,7 @@ def fused_matmul_reduce_scatter(
     elif B.dim() != 2:
         why = f"B has {B.dim()} dimensions: it must be a matrix"
     if why:
-        return _fall_back(SCATTER, why, A.device)(A, B, reduce_op, scatter_dim, group_name)
+        return fall_back(SCATTER, why, A.device)(A, B, reduce_op, scatter_dim, group_name)
     group = named(group_name)
     _check_divisible(group, A, B, scatter_dim)
     with _without_autocast(A.device):
@@ -142,9 +149,9 @@ def fused_matmul_reduce_scatter(
             columns = matmul_reduce_scatter(B.t(), A.flatten(0, -2).t(), group=group)
             result = columns.t().reshape(*A.shape[:-1], columns.shape[0])
         else:
-            rows, leading = _as_rows(A, scatter_dim)
+            rows, leading = as_rows(A, scatter_dim)
             leading[0] //= group.size
-            result = _from_rows(matmul_reduce_scatter(rows, B, group=group), leading, scatter_dim)
+            result = from_rows(matmul_reduce_scatter(rows, B, group=group), leading, scatter_dim)
         if reduce_op == "avg":
             result = result.div_(group.size)
     calls.count_fused(f"symm_mem.{SCATTER}")
@@ -155,20 +162,25 @@ def _why_not(tensor: torch.Tensor, group_name: str) -> str:
     """Why mkernel has no kernel for a call with this A, or "". Only by what is the same on all ranks."""
     if tensor.dtype not in DTYPES:
         return f"A is {tensor.dtype}: {', '.join(map(str, DTYPES))} are fused"
+    return why_not_here(tensor, group_name)
+
+
+def why_not_here(tensor: torch.Tensor, group_name: str) -> str:
+    """Why mkernel multiplies no tensor that is where this A is, or ""."""
     place = named(group_name).device.type
     if tensor.device.type != place:
         return f"A is on a {tensor.device.type} device, and the group is on {place}"
     return ""
 
 
-def _fall_back(name: str, why: str, device: torch.device) -> Callable[..., Any]:
+def fall_back(name: str, why: str, device: torch.device) -> Callable[..., Any]:
     """PyTorch's implementation of an operator. Counts the call."""
     calls.count_fallback(f"symm_mem.{name}", why)
     module = importlib.import_module(TORCH)
     return getattr(module, f"_{name}" if device.type == "cuda" else f"_{name}_fallback")
 
 
-def _check_dimension(argument: str, dimension: int, name: str, tensor: torch.Tensor) -> None:
+def check_dimension(argument: str, dimension: int, name: str, tensor: torch.Tensor) -> None:
     if tensor.dim() < 2:
         raise ArgumentError(f"{name} must have 2 dimensions or more, got shape {tuple(tensor.shape)}")
     if not 0 <= dimension < tensor.dim():
@@ -187,15 +199,15 @@ def _check_divisible(group: Group, A: torch.Tensor, B: torch.Tensor, dimension: 
         )
 
 
-def _as_rows(tensor: torch.Tensor, dimension: int) -> tuple[torch.Tensor, list[int]]:
+def as_rows(tensor: torch.Tensor, dimension: int) -> tuple[torch.Tensor, list[int]]:
     """The tensor as a matrix with this dimension first, and the sizes of which its rows are made. No copy if the tensor
     lies in memory in this order, as Inductor arranges it."""
     moved = tensor.movedim(dimension, 0)
     return moved.flatten(0, -2), list(moved.shape[:-1])
 
 
-def _from_rows(matrix: torch.Tensor, leading: list[int], dimension: int) -> torch.Tensor:
-    """What `_as_rows` would turn into this matrix."""
+def from_rows(matrix: torch.Tensor, leading: list[int], dimension: int) -> torch.Tensor:
+    """What `as_rows` would turn into this matrix."""
     return matrix.view(*leading, matrix.shape[1]).movedim(0, dimension)
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block
+from mkernel.lang.scaling import multiply_scaled_step, scale_tile
 
 
 @triton.jit
@@ -34,13 +35,13 @@ def multiply_tile(a, b, tile, k, tiling):
     accumulator = tl.zeros((tiling.M, tiling.N), tl.float32)
     for step in range(tl.cdiv(k, tiling.K)):
         accumulator = multiply_step(accumulator, a, b, tile, step * tiling.K, k, tiling)
-    return accumulator
+    return scale_tile(accumulator, a, b, tile)
 
 
 @triton.jit
 def multiply_step(accumulator, a, b, tile, depth, k, tiling):
     """One step of `multiply_tile`: the accumulator plus the product of K columns of a and K rows of b, from `depth` on.
-    Operators that run tiles and steps in a single loop call it directly."""
+    Operators that run tiles and steps in a single loop call it directly, and `scale_tile` after the last step."""
     if a.strides.USES_TMA:
         used_below(a.data, tile.rows)
         x = a.data.load([tile.part, tile.row, depth]).reshape(tiling.M, tiling.K)
@@ -56,7 +57,11 @@ def multiply_step(accumulator, a, b, tile, depth, k, tiling):
     else:
         block = Block(b.data, b.strides.row, b.strides.column)
         y = masked_block(block, depth, tile.column, k, tile.columns, tiling.K, tiling.N)
-    return tl.dot(x, y, accumulator, input_precision=tiling.PRECISION)
+    if a.strides.SCALED:
+        accumulator = multiply_scaled_step(accumulator, x, y, a, b, tile, depth, tiling)
+    else:
+        accumulator = tl.dot(x, y, accumulator, input_precision=tiling.PRECISION)
+    return accumulator
 
 
 @triton.jit

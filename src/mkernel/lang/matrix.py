@@ -10,6 +10,8 @@ parameter of the kernel itself, and the kernel's entry point puts it into a `Mat
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
+
 
 class Block(NamedTuple):
     """A strided block of elements.
@@ -34,6 +36,8 @@ class Strides(NamedTuple):
         column: elements from one column to the next.
         USES_TMA: the matrix is read through a tensor descriptor, and the strides above are unused; a constant.
         TRANSPOSED: the descriptor describes the [n, k] tensor that the [k, n] matrix is a view of; a constant.
+        scales: the `Scales` of an fp8 matrix (lang/scaling.py); None unless SCALED.
+        SCALED: the matrix has scales; a constant.
     """
 
     part: Any
@@ -41,6 +45,8 @@ class Strides(NamedTuple):
     column: Any
     USES_TMA: Any
     TRANSPOSED: Any
+    scales: Any = None
+    SCALED: Any = tl.constexpr(False)
 
 
 class Matrix(NamedTuple):

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from mkernel.lang.gemm import multiply_step, multiply_tile
 from mkernel.lang.roles import COMPUTE
+from mkernel.lang.scaling import scale_tile
 from mkernel.lang.signals import PARTIAL_SUM, wait_all
 
 
@@ -67,7 +68,7 @@ def _multiply_part(a, b, tile, k, tiling, part, PARTS: tl.constexpr):
     accumulator = tl.zeros((tiling.M, tiling.N), tl.float32)
     for step in range(part * share, tl.minimum((part + 1) * share, steps)):
         accumulator = multiply_step(accumulator, a, b, tile, step * tiling.K, k, tiling)
-    return accumulator
+    return scale_tile(accumulator, a, b, tile)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.matmul import check_product
 from mkernel.runtime.operands import refuse_dual
 from mkernel.runtime.prepared import PLAIN
+from mkernel.runtime.scaling import FP8
 
 NAMESPACE = "mkernel"
 DEVICES = ("cpu", "cuda")
@@ -153,7 +154,7 @@ def are_operands(a: Any, b: Any, *others: Any) -> bool:
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
     """For operators without a backward pass."""
     for name, tensor in tensors.items():
-        if needs_gradients(tensor):
+        if isinstance(tensor, torch.Tensor) and needs_gradients(tensor):
             raise ArgumentError(
                 f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), or pass "
                 f"{name}.detach()"
@@ -215,6 +216,25 @@ def as_rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def rows_of(tensor: torch.Tensor) -> int:
     """How many rows a tensor [..., columns] has, also if it has no columns."""
     return math.prod(tensor.shape[:-1])
+
+
+def scale_as_rows(scale: Any, a: torch.Tensor, dim: int = 0) -> Any:
+    """The scales of a [..., k] for its `as_rows`; those that are not laid out like a as they are."""
+    if not isinstance(scale, torch.Tensor) or scale.dim() != a.dim() or scale.numel() == 1:
+        return scale
+    return as_rows(scale, dim) if scale.shape[:-1] == a.shape[:-1] else scale
+
+
+def check_scaled_fake(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`check_fake` for fp8 matrices."""
+    if torch._guards.TracingContext.try_get() is None:
+        for name, tensor in (("a", a), ("b", b)):
+            if tensor.dim() != 2:
+                raise ArgumentError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+            if tensor.dtype not in FP8:
+                raise ArgumentError(f"{name} has dtype {tensor.dtype}, it must be one of {', '.join(map(str, FP8))}")
+        if a.shape[1] != b.shape[0]:
+            raise ArgumentError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: a's columns must be b's rows")
 
 
 def from_rows(matrix: torch.Tensor, leading: Sequence[int], dim: int, size: int) -> torch.Tensor:

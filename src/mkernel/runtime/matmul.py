@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from mkernel.lang.matrix import Strides
+from mkernel.lang.scaling import Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES, check_plain, constants, describable, descriptor, overlap, overlaps_itself
+from mkernel.runtime.scaling import with_scales
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
@@ -90,6 +92,7 @@ class RhsLayout:
             return descriptor(b, [n, k], [b.stride(1), 1], [tile_n, tile_k])
         return descriptor(b, [k, n], [b.stride(0), 1], [tile_k, tile_n])
 
-    def strides(self, b: torch.Tensor) -> Strides:
+    def strides(self, b: torch.Tensor, scales: Scales | None = None) -> Strides:
         """How the kernel reads b."""
-        return Strides(0, b.stride(0), b.stride(1), *constants(self.uses_tma, self.transposed))
+        read = Strides(0, b.stride(0), b.stride(1), *constants(self.uses_tma, self.transposed))
+        return with_scales(read, scales)

@@ -16,8 +16,11 @@ from mkernel.runtime.errors import ArgumentError
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
-# For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs; fp32 is a guess.
-CTA_RATE = {torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12}  # FLOP/s
+# For an H200. 6.1e12 is cuBLAS's measured 802 TFLOP/s over 132 SMs, 9.5e12 its 1258 in fp8; fp32 is a guess.
+CTA_RATE = {
+    torch.bfloat16: 6.1e12, torch.float16: 6.1e12, torch.float32: 0.3e12, torch.float8_e4m3fn: 9.5e12,
+    torch.float8_e5m2: 9.5e12,
+}  # FLOP/s  # fmt: skip
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
 NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
@@ -59,6 +62,8 @@ def default_tiles(device: torch.device, dtype: torch.dtype, n: int, uses_tma: bo
         return TileDefaults(32, 32, 32, group_m=2, stages=1, warps=4, copy_bytes=1024)
     if dtype == torch.float32:
         return TileDefaults(64, 64, 32, group_m=8, stages=3, warps=8, copy_bytes=16384)
+    if dtype.itemsize == 1:  # sums outside of the tensor cores take the registers of a second tile
+        return TileDefaults(128, 128, 128 if uses_tma else 64, group_m=8, stages=4, warps=8, copy_bytes=32768)
     if uses_tma and n > 128:
         return TileDefaults(128, 256, 64, group_m=8, stages=3, warps=8, copy_bytes=65536)
     # pointers for a 128 x 256 tile do not fit into the registers

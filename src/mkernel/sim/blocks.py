@@ -19,6 +19,7 @@ from mkernel.sim.dtypes import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    FP8,
     INT1,
     INT32,
     INT64,
@@ -29,6 +30,7 @@ from mkernel.sim.dtypes import (
     PointerType,
     constant,
     describe,
+    factors_of_fp8,
     info,
     rounded_to_bf16,
     same_dtype,
@@ -559,9 +561,12 @@ def dot(
     input: Tensor, other: Tensor, acc: Any = None, input_precision: str | None = None, allow_tf32: Any = None,
     max_num_imprecise_acc: Any = None, out_dtype: Any = FLOAT32,
 ) -> Tensor:  # fmt: skip
-    """Products and their sum are exact, like a tensor core's; the accumulator is rounded once."""
+    """Products and their sum are exact, like a tensor core's; the accumulator is rounded once. (Hopper's tensor cores
+    keep fewer bits of sums of fp8 products, unless max_num_imprecise_acc says how many: not modelled.)"""
     a, b = input._data, other._data
-    if input.dtype is not other.dtype or not any(input.dtype is each for each in _DOT_TYPES):
+    if input.dtype.name in FP8 and other.dtype.name in FP8:
+        a, b = factors_of_fp8(input, other, max_num_imprecise_acc)
+    elif input.dtype is not other.dtype or not any(input.dtype is each for each in _DOT_TYPES):
         raise KernelError(f"tl.dot needs two blocks of one 8-bit integer or float type, got {input} and {other}")
     if a.ndim < 2 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise KernelError(f"the shapes {list(a.shape)} and {list(b.shape)} are not those of a product of matrices")
@@ -573,7 +578,7 @@ def dot(
         raise KernelError("out_dtype=tl.bfloat16 is not supported: use tl.float32 and cast the result")
     if info(input.dtype).kind == INTEGER:
         dtype = INT32
-    elif input.dtype is FLOAT16:
+    elif input.dtype is FLOAT16 or input.dtype.name in FP8:
         dtype = wanted
     else:
         dtype = FLOAT64 if input.dtype is FLOAT64 else FLOAT32

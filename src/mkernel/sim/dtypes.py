@@ -1,10 +1,12 @@
-"""Triton's dtypes for numpy: what a dtype is in a tensor and in memory, bf16 as fp32, errors of kernels."""
+"""Triton's dtypes for numpy: what a dtype is in a tensor and in memory, bf16 as fp32, fp8 as bits; errors."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 
@@ -14,7 +16,8 @@ from mkernel.runtime.errors import SimulatorError
 # it, as arithmetic always has, and no function widens bf16 to fp32 beforehand.
 TRITON_3_9 = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
-BOOLEAN, INTEGER, FLOAT, POINTER, RAW = range(5)  # in the order of promotion; RAW is fp8, which is only moved
+# in the order of promotion; RAW is fp8: bits, which are moved, cast and multiplied by tl.dot, and nothing else
+BOOLEAN, INTEGER, FLOAT, POINTER, RAW = range(5)
 
 
 class KernelError(SimulatorError):
@@ -124,6 +127,42 @@ def bf16_values(bits: Any) -> Any:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+# -- fp8
+
+FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # those of NVIDIA's GPUs, as PyTorch has them
+
+
+@functools.cache
+def _all_of_fp8(name: str) -> np.ndarray:
+    """The number that each of the 256 bit patterns stands for, in fp32."""
+    return torch.arange(256, dtype=torch.uint8).view(FP8[name]).float().numpy()
+
+
+def fp8_values(bits: Any, dtype: Any) -> Any:
+    """What bits of an fp8 dtype stand for, in fp32."""
+    return _all_of_fp8(dtype.name)[bits]
+
+
+def fp8_bits(values: Any, dtype: Any) -> Any:
+    """Numbers rounded to the nearest of an fp8 dtype. Like a GPU's, the conversion saturates: what is too large, and
+    infinity, becomes the largest finite number."""
+    kind = FP8[dtype.name]
+    plain = torch.from_numpy(np.array(values, dtype=np.float32, ndmin=1))
+    most = torch.finfo(kind).max
+    bits = plain.clamp(-most, most).to(kind).view(torch.uint8).numpy()
+    return bits.reshape(np.shape(values))[()]
+
+
+def factors_of_fp8(input: Any, other: Any, max_num_imprecise_acc: Any) -> tuple[Any, Any]:
+    """The numbers of two blocks of fp8, of either kind, for tl.dot."""
+    depth = input.shape[-1] if input.shape else 0
+    if 0 < depth < 32:
+        raise KernelError(f"tl.dot of fp8 needs blocks of 32 columns or more, got {input} and {other}")
+    if max_num_imprecise_acc is not None and max_num_imprecise_acc > depth:
+        raise KernelError(f"max_num_imprecise_acc ({max_num_imprecise_acc}) must be at most the depth, {depth}")
+    return fp8_values(input._data, input.dtype), fp8_values(other._data, other.dtype)
+
+
 def from_memory(data: Any, dtype: Any) -> Any:
     """What was loaded, as a tensor of this dtype holds it."""
     if dtype is BFLOAT16:
@@ -146,5 +185,7 @@ def to_memory(data: Any, dtype: Any) -> Any:
 
 def constant(value: Any, dtype: Any) -> Any:
     """A Python number as the data of a scalar."""
+    if dtype.name in FP8:
+        return fp8_bits(float(value), dtype)
     data = info(dtype).data.type(value)
     return rounded_to_bf16(data) if dtype is BFLOAT16 else data

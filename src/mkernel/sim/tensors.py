@@ -6,6 +6,7 @@ beside them, take a short path; everything else goes through `operands`, which h
 
 - Scalars are numpy scalars, blocks are arrays. Nothing is ever changed in place, so arrays may be shared.
 - bf16 is held as fp32 that was rounded to nearest even. Loads, stores and bitcasts convert.
+- fp8 is held as bits. Casts and tl.dot know which numbers they stand for; there is no arithmetic.
 - Integers wrap, `//` truncates and `%` has the sign of the dividend, as on a GPU.
 - numpy must not warn of overflow or NaN while a kernel runs: whoever runs one sets its error state (interpreter.py).
 """
@@ -29,6 +30,7 @@ from mkernel.sim.dtypes import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    FP8,
     INT1,
     INT32,
     INT64,
@@ -43,6 +45,8 @@ from mkernel.sim.dtypes import (
     PointerType,
     constant,
     describe,
+    fp8_bits,
+    fp8_values,
     from_memory,
     info,
     rounded_to_bf16,
@@ -84,7 +88,11 @@ def convert(data: Any, source: Any, target: Any) -> Any:
     """The data of a tensor, cast to another dtype."""
     if source is target:
         return data
+    if source.name in FP8:
+        data, source = fp8_values(data, source), FLOAT32
     old, new = info(source), info(target)
+    if target.name in FP8 and old.kind in (INTEGER, FLOAT):
+        return fp8_bits(data, target)
     if new.kind == BOOLEAN:
         return data != 0
     if old.kind == RAW or new.kind == RAW or (old.kind == POINTER and new.kind == FLOAT):
@@ -555,7 +563,8 @@ class Tensor:
         target = same_dtype(dtype)
         if bitcast:
             return _bitcast(self, target)
-        if RAW in (info(self.dtype).kind, info(target).kind):
+        raw = [each for each in (self.dtype, target) if info(each).kind == RAW]
+        if raw and (fp_downcast_rounding is not None or any(each.name not in FP8 for each in raw)):
             return methods["cast_fp8"](self, target, fp_downcast_rounding)
         return cast(self, target, fp_downcast_rounding)
 

@@ -127,7 +127,7 @@ def _one(
         if out is not None:
             shape = (*a.shape[:dim], library.size_of(group) * a.shape[dim], *a.shape[dim + 1 : -1], b.shape[-1])
             matrix = library.out_as_rows(out, shape, dim)
-    _check_bias(bias, rows, b, out)
+    check_bias(bias, rows, b, out)
     library.refuse_forward_mode(a=a, b=b, bias=bias)
     y, gathered = _run(rows, b, group, matrix, return_gathered, save, config)
     if bias is not None:
@@ -191,16 +191,16 @@ def _check_save(save: str) -> None:
         raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
 
 
-def _check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor, out: Any) -> None:
+def check_bias(bias: Any, a: torch.Tensor, b: torch.Tensor, out: Any, dtype: torch.dtype | None = None) -> None:
+    """Refuse a bias that cannot be added to the result, whose dtype is that of a unless it is given."""
     if bias is None or not library.are_operands(a, b):
         return  # the call refuses a and b
     if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.shape[0] != b.shape[1]:
         got = f"shape {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
         raise ArgumentError(f"bias must be a vector of {b.shape[1]} elements, one for each column of b; got {got}")
-    if bias.dtype != a.dtype or bias.device != a.device:
-        raise ArgumentError(
-            f"bias is {bias.dtype} on {bias.device}, but a is {a.dtype} on {a.device}: they must be the same"
-        )
+    if bias.dtype != (dtype or a.dtype) or bias.device != a.device:
+        right = f"{'a' if dtype is None else 'the result'} is {dtype or a.dtype} on {a.device}"
+        raise ArgumentError(f"bias is {bias.dtype} on {bias.device}, but {right}: they must be the same")
     if isinstance(out, torch.Tensor):
         library.refuse_out_with_gradients(out, bias)
         if not library.needs_dispatcher(a, b, bias, out) and overlap(out, bias):
@@ -230,7 +230,7 @@ def explain(
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, out = library.as_rows(a, dim), None
     call.check(group, a, one, out, config)
-    _check_bias(bias, a, one, out)
+    check_bias(bias, a, one, out)
     if out is None:
         out = torch.empty((group.size * a.shape[0], one.shape[1]), dtype=a.dtype, device=a.device)
     chosen = call.choose(group, a, one, config)

@@ -33,6 +33,7 @@ class Gathering:
     a, out: its first operand, and the result. multiply: computes the result from the gathered a, by the library.
     prepare: the launch of the fused call. call: makes it. explain: its plan.
     exact: the result in float64, from the gathered a in float64. depth: how many products an element is the sum of.
+    more_bytes: of a row that travel besides its elements.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Gathering:
     explain: Callable[[], object]
     exact: Callable[[torch.Tensor], torch.Tensor]
     depth: int
+    more_bytes: int = 0
 
 
 def sent_from(group: Group, a: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,7 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
 
     links = world.links
     rate = links.nvlink
-    row_bytes = rows * k * a.element_size()
+    row_bytes = rows * (k * a.element_size() + measured.more_bytes)
     wire_ms = (group.gpus_per_node - 1) * group.nodes * row_bytes / (rate * 1e6) if rate else 0.0
     crossing = (group.nodes - 1) * row_bytes  # bytes that a rank must send to other nodes
     network_ms = crossing / (links.network * 1e6) + links.network_latency * 1e3 if links.network else 0.0
@@ -98,14 +100,14 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
     sent = after.bytes - before.bytes if after is not None and before is not None else 0
     exact = measured.exact(torch.cat([part.to(device) for part in parts]).double())
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))
-    bound = product_bound(measured.depth, dtype)
+    bound = product_bound(measured.depth, out.dtype)
     floor_ms = max(times["library"], wire_ms, network_ms)
     return {
         "op": measured.op,
         "m_total": m_total,
         "n": n,
         "k": k,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(out.dtype).removeprefix("torch."),
         "ranks": group.size,
         "nodes": group.nodes,
         "gpus": torch.cuda.device_count(),

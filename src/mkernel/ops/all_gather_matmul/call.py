@@ -15,11 +15,13 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import check_out, check_product, check_tensor
 from mkernel.runtime.operands import layout, matmul_precision
+from mkernel.runtime.scaling import Scaling
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 OP = "all_gather_matmul"
 TUNABLE = Tunable(OP, agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
+SCALED_TUNABLE = Tunable("all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n",), shared=("chunk_rows",))
 
 
 @collective
@@ -71,9 +73,17 @@ def check(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | No
         check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", a.dtype, {"a": a, "b": b})
 
 
-def choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None) -> Config | None:
-    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration."""
-    config = TUNABLE.choose(group, a.dtype, given, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+def choose(
+    group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None, dtype: torch.dtype | None = None,
+    scaling: Scaling | None = None,
+) -> Config | None:  # fmt: skip
+    """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration.
+    dtype: that of the result, if it is not that of a."""
+    sizes = dict(m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if scaling is None:
+        config = TUNABLE.choose(group, a.dtype, given, **sizes)
+    else:
+        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes, blockwise=scaling.blockwise)
     if given is None and config is not None and config.chunk_rows is None:
         return replace(config, chunk_rows=chunk_rows(group, a, None))
     return config
@@ -81,20 +91,21 @@ def choose(group: Group, a: torch.Tensor, b: torch.Tensor, given: Config | None)
 
 def prepare(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None,
-    config: Config | None,
+    config: Config | None, scaling: Scaling | None = None, gathered_scales: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(group, a, b, config)
+    config = choose(group, a, b, config, out.dtype, scaling)
     plain = group.heap.find(a) is None
-    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype))
-    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config))
+    scales = None if scaling is None else scaling.key
+    key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype), scales)
+    decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config, scaling))
     memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype)
     if decided.few_rows:
         from mkernel.ops.all_gather_matmul import few_rows
 
-        return few_rows.launch(group, decided, memory, a, b, out)
+        return few_rows.launch(group, decided, memory, a, b, out, scaling)
     if decided.hopper:
         from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
 
         return hopper.launch(group, decided, memory, a, b, out)
-    return kernel.launch(group, decided, memory, a, b, out, gathered)
+    return kernel.launch(group, decided, memory, a, b, out, gathered, scaling, gathered_scales)

@@ -29,4 +29,4 @@ def case(group: Group, shape: Shape, seed: int, large: bool) -> Case:
     )
 
 
-DEMO = Demo(case, simulated=lambda ranks: (64 * ranks, 64, 128), large=lambda ranks: (1024 * ranks, 2048, 4096))
+DEMO = Demo(case, simulated=lambda ranks: (64 * ranks, 32, 128), large=lambda ranks: (1024 * ranks, 2048, 4096))

@@ -1,6 +1,6 @@
-"""The registry entries of all_gather_matmul and of the gradient of its weight."""
+"""The registry entries of all_gather_matmul, of the gradient of its weight, and of the same for fp8."""
 
-from mkernel.operators import BACKWARD, Operator, register
+from mkernel.operators import BACKWARD, SCALING, Operator, register
 
 PACKAGE = "mkernel.ops.all_gather_matmul"
 
@@ -38,5 +38,23 @@ register(
         demo=f"{PACKAGE}.weight_grad.demo:DEMO",
         bench=f"{PACKAGE}.weight_grad.bench:BENCHMARK",
         co_resident=True,
+    )
+)
+
+register(
+    Operator(
+        name="all_gather_scaled_matmul",
+        summary="gathers every rank's fp8 rows and their scales, and multiplies them by this rank's matrix",
+        function=f"{PACKAGE}.scaled:all_gather_scaled_matmul",
+        explain=f"{PACKAGE}.scaled:explain",
+        dimensions=("m_total", "n", "k"),
+        shared=("m_total",),
+        shapes=((16384, 2048, 8192), (8192, 8192, 8192)),
+        small=((4096, 1024, 2048),),
+        options=SCALING,
+        workload=f"{PACKAGE}.scaled.workload:WORKLOAD",
+        space=f"{PACKAGE}.scaled.tuning:space",
+        demo=f"{PACKAGE}.scaled.demo:DEMO",
+        bench=f"{PACKAGE}.scaled.bench:BENCHMARK",
     )
 )

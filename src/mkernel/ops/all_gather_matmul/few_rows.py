@@ -36,10 +36,11 @@ from mkernel.lang.team import first_row_in_team, multiply_in_team
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import Chunk, Gather, notify_chunk
-from mkernel.ops.all_gather_matmul.transfer import copy_chunk
+from mkernel.ops.all_gather_matmul.transfer import OF_SCALES, copy_chunk, scales_in_workspace, scales_of
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor, named_constants
+from mkernel.runtime.scaling import Scaling, with_scales
 from mkernel.runtime.teams import scratch_of, team_of
 from mkernel.runtime.world import Launch
 
@@ -52,7 +53,9 @@ class Call(NamedTuple):
     n: Any
     tiling: Any  # Tiling
     team: Any  # Team
+    scales: Any  # GatheredScales; None unless SCALED
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
+    SCALED: Any  # rows are fp8, and have scales
     COPY_ROWS: Any  # rows that a CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a CTA has in flight
 
@@ -153,7 +156,8 @@ def few_rows_kernel(context, ranks, rows, b, c, strides, call):
 
 
 def launch(
-    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    scaling: Scaling | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that executes a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -161,11 +165,15 @@ def launch(
     c, size, access = plan.config, group.size, plan.access
     rows = memory.buffer_in(workspace, "rows")
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
+    scale_at = access.rows.scale_at
+    gathered = scales_in_workspace(scaling, workspace, rows, scale_at) if scaling is not None else None
     of_rows = Strides(rows.half, rows.row_stride, 1, *constants(access.rows.descriptors, False))
     operand: Any = data
     if size == 1:
         operand = a
         of_rows = Strides(0, a.stride(0), a.stride(1), *constants(plan.rows_use_tma, False))
+        gathered = scaling.of_a(0) if scaling is not None else None
+    of_rows = with_scales(of_rows, gathered)
     if plan.rows_use_tma:
         block = [1, c.tile_m, c.tile_k]
         operand = (
@@ -184,7 +192,11 @@ def launch(
         n=b.shape[1],
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         team=team,
-        **named_constants(FLAT=access.rows.flat, COPY_ROWS=1, COPY_ELEMENTS=c.copy_bytes // a.element_size()),
+        scales=scales_of(scaling, scale_at, None),
+        **named_constants(
+            FLAT=access.rows.flat, SCALED=scaling is not None, COPY_ROWS=1,
+            COPY_ELEMENTS=c.copy_bytes // a.element_size(),
+        ),
     )  # fmt: skip
     others = ((0, group.rank * m), ((group.rank + 1) * m, size * m))
     return Launch(
@@ -200,7 +212,7 @@ def launch(
             c=out,
             strides=Operands(
                 rows=of_rows,
-                b=access.right.strides(b),
+                b=access.right.strides(b, scaling.of_b() if scaling is not None else None),
                 c=Strides(0, out.stride(0), out.stride(1), *constants(False, False)),
             ),
             call=call,
@@ -209,7 +221,7 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(plan, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace, free={"rows": others}),
-        inputs=("call.a.data", "rows", "b") if size == 1 else ("call.a.data", "b"),
+        inputs=("call.a.data", "b", *OF_SCALES, *(("rows", "strides.rows.scales.data") if size == 1 else ())),
         results=("c",),
         scratch=scratch_of(team),
     )

@@ -23,10 +23,20 @@ from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import wait_rows
-from mkernel.ops.all_gather_matmul.transfer import InHeap, gather_of, in_heap, send_rows, spread_rows
+from mkernel.ops.all_gather_matmul.transfer import (
+    OF_SCALES,
+    InHeap,
+    gather_of,
+    in_heap,
+    scales_in_workspace,
+    scales_of,
+    send_rows,
+    spread_rows,
+)
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, descriptor, named_constants
+from mkernel.runtime.scaling import Scaling, with_scales
 from mkernel.runtime.world import Launch
 
 
@@ -39,12 +49,14 @@ class Call(NamedTuple):
     n: Any
     join_tiles: Any  # tiles that each send or intra CTA computes when its transfers are done
     tiling: Any  # Tiling
+    scales: Any  # GatheredScales; None unless SCALED
     SENDERS: Any  # number of send CTAs
     INTRAS: Any  # number of intra CTAs
     STAGED: Any  # own rows are copied into the workspace and read there
     DIRECT: Any  # the network reads own rows directly from the symmetric heap
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
     GATHERED_OUT: Any
+    SCALED: Any  # rows are fp8, and have scales
     COPY_ROWS: Any  # rows that a copying CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a copying CTA has in flight
 
@@ -77,6 +89,32 @@ def _copy_out(call, origin, source, row):
 
 
 @triton.jit
+def _copy_scales_out(comm, call, source, row, OWN: tl.constexpr):
+    """The same for the scales of a row block."""
+    gather = call.gather
+    ROWS: tl.constexpr = call.scales.ROWS
+    COLUMNS: tl.constexpr = call.scales.COLUMNS
+    if OWN:
+        start = call.scales.own.data + row.to(tl.int64) * call.scales.own.row_stride
+        row_stride = tl.cast(call.scales.own.row_stride, tl.int64)
+        column_stride = tl.cast(call.scales.own.column_stride, tl.int64)
+    else:
+        workspace = segment_of(comm.context, rank_of(comm.context), tl.float32)
+        start = workspace + (row_of(gather.rows, comm.epoch, source * gather.m + row) + call.scales.AT) // 4
+        row_stride = tl.cast(gather.rows.row_stride, tl.int64) // 4
+        column_stride = tl.cast(1, tl.int64)
+    target = call.scales.out.data + (source * gather.m + row).to(tl.int64) * call.scales.out.row_stride
+    rows = tl.minimum(gather.m - row, call.tiling.M)
+    for first in range(0, rows, ROWS):
+        for column in range(0, call.scales.COUNT, COLUMNS):
+            i = first + tl.arange(0, ROWS)[:, None]
+            j = column + tl.arange(0, COLUMNS)[None, :]
+            inside = (i < rows) & (j < call.scales.COUNT)
+            block = tl.load(start + i.to(tl.int64) * row_stride + j * column_stride, mask=inside)
+            tl.store(target + i.to(tl.int64) * call.scales.out.row_stride + j, block, mask=inside)
+
+
+@triton.jit
 def _rows_at(comm, call, source, row, OWN: tl.constexpr):
     """The rows of `source` starting at `row`, as a `Block`: OWN in the caller's tensor, otherwise in the workspace."""
     if OWN:
@@ -87,6 +125,14 @@ def _rows_at(comm, call, source, row, OWN: tl.constexpr):
         start = workspace + row_of(call.gather.rows, comm.epoch, source * call.gather.m + row)
         stride = tl.cast(call.gather.rows.row_stride, tl.int64)
     return Block(start, stride, tl.cast(1, tl.int64))
+
+
+@triton.jit
+def _copy_out_at(comm, call, source, row, OWN: tl.constexpr):
+    """Copy a row block of `source`, and its scales if it has any, to the caller's tensors for what is gathered."""
+    _copy_out(call, _rows_at(comm, call, source, row, OWN), source, row)
+    if call.SCALED:
+        _copy_scales_out(comm, call, source, row, OWN)
 
 
 @triton.jit
@@ -102,10 +148,10 @@ def _gather_only(comm, call, worker, workers):
             if call.STAGED or source != rank:
                 wait_rows(comm, call.gather, source, row, call.tiling.M)
                 if call.GATHERED_OUT:
-                    _copy_out(call, _rows_at(comm, call, source, row, False), source, row)
+                    _copy_out_at(comm, call, source, row, False)
             else:
                 if call.GATHERED_OUT:
-                    _copy_out(call, _rows_at(comm, call, source, row, True), source, row)
+                    _copy_out_at(comm, call, source, row, True)
 
 
 @triton.jit
@@ -137,7 +183,7 @@ def _compute(comm, call, operands, share, OWN: tl.constexpr):
         since = trace_time(comm.context)
         if call.GATHERED_OUT:
             if column_block == 0:
-                _copy_out(call, _rows_at(comm, call, source, row, OWN), source, row)
+                _copy_out_at(comm, call, source, row, OWN)
         if OWN:
             total = multiply_tile(operands.own, operands.b, Tile(0, row, m, column, call.n), gather.k, call.tiling)
         else:
@@ -193,9 +239,10 @@ def all_gather_matmul_kernel(context, ranks, own, gathered, b, c, strides, call,
 
 def launch(
     group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
-    gathered_out: torch.Tensor | None,
+    gathered_out: torch.Tensor | None, scaling: Scaling | None = None, scales_out: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch that executes a plan. Collective if the workspace must grow."""
+    """The launch that executes a plan. Collective if the workspace must grow. scales_out: the caller's tensor for the
+    scales of the gathered rows, if he wants both."""
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]
@@ -218,16 +265,23 @@ def launch(
         n=n,
         join_tiles=c.join_tiles,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
+        scales=scales_of(scaling, plan.access.rows.scale_at, scales_out),
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.rows.staged, DIRECT=plan.access.rows.direct,
-            FLAT=plan.access.rows.flat, GATHERED_OUT=gathered_out is not None,
+            FLAT=plan.access.rows.flat, GATHERED_OUT=gathered_out is not None, SCALED=scaling is not None,
             COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // element,
         ),
     )  # fmt: skip
+    of_own = of_gathered = of_b = None
+    if scaling is not None:
+        of_own, of_b = scaling.of_a(0), scaling.of_b()
+        of_gathered = scales_in_workspace(scaling, workspace, rows, plan.access.rows.scale_at)
+    of_own_rows = Strides(0, a.stride(0), a.stride(1), *constants(plan.access.rows.descriptors, False))
+    of_all_rows = Strides(rows.half, rows.row_stride, 1, *constants(plan.access.rows.descriptors, False))
     strides = Operands(
-        own=Strides(0, a.stride(0), a.stride(1), *constants(plan.access.rows.descriptors, False)),
-        gathered=Strides(rows.half, rows.row_stride, 1, *constants(plan.access.rows.descriptors, False)),
-        b=plan.access.right.strides(b),
+        own=with_scales(of_own_rows, of_own),
+        gathered=with_scales(of_all_rows, of_gathered),
+        b=plan.access.right.strides(b, of_b),
         c=Strides(m * out.stride(0), out.stride(0), out.stride(1), *constants(plan.access.out_uses_tma, False)),
     )
     others = ((0, group.rank * m), ((group.rank + 1) * m, size * m))
@@ -251,6 +305,6 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace, free={"rows": others}),
-        inputs=("call.a.data", "own", "b"),
-        results=("c", "call.gathered_out.data"),
+        inputs=("call.a.data", "own", "b", "strides.own.scales.data", *OF_SCALES),
+        results=("c", "call.gathered_out.data", "call.scales.out.data"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -13,8 +13,10 @@ from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import RhsLayout
 from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
+from mkernel.runtime.scaling import Scaling, check_tile_k
 
 FEW_GATHERED = 256  # rows of all ranks
+LINE = 128  # bytes of a cache line: rows with scales begin with one, so that a block of a row is no more lines
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,17 @@ class RowAccess:
     row_stride: int  # of rows in the workspace
     flat: bool  # chunks are contiguous, both in a and in the workspace
     direct: bool  # the network reads a directly, without staging
+    scale_at: int = 0  # where the scales of a row of fp8 begin in a row of the workspace, in bytes
 
     @staticmethod
-    def of(group: Group, a: torch.Tensor) -> RowAccess:
+    def of(group: Group, a: torch.Tensor, scaling: Scaling | None = None) -> RowAccess:
         k, element = a.shape[1], a.element_size()
         descriptors = has_descriptors(group.device)
         staged = not describable(a) if descriptors else a.stride(1) != 1
         row_stride = -(-k * element // 16) * 16 // element
+        if scaling is not None:
+            pitch = -(-(row_stride + 4 * scaling.count) // LINE) * LINE
+            return RowAccess(descriptors, staged, pitch, False, False, row_stride)
         flat = a.is_contiguous() and row_stride == k
         direct = group.nodes > 1 and flat and not staged and group.heap.find(a) is not None
         return RowAccess(descriptors, staged, row_stride, flat, direct)
@@ -43,6 +49,8 @@ class RowAccess:
             reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
         if nodes > 1:
             where = "is staged in the workspace for the network (mk.empty would save that)"
+            if self.scale_at:
+                where = "is staged in the workspace for the network, with its scales"
             if self.direct:
                 where = "is in the symmetric heap: the network reads it directly"
             reasons.append(f"a {where}")
@@ -58,8 +66,10 @@ class Access:
     out_uses_tma: bool
 
     @staticmethod
-    def of(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Access:
-        rows = RowAccess.of(group, a)
+    def of(
+        group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scaling: Scaling | None = None
+    ) -> Access:  # fmt: skip
+        rows = RowAccess.of(group, a, scaling)
         return Access(rows, RhsLayout.of(b, rows.descriptors), rows.descriptors and describable(out))
 
     def reasons(self, nodes: int) -> list[str]:
@@ -79,6 +89,7 @@ class Plan:
     reasons: tuple[str, ...]
     few_rows: bool = False  # runs the kernel for few rows (few_rows.py)
     rows_use_tma: bool = False  # it reads rows through a descriptor
+    op: str = "all_gather_matmul"  # the public function
 
     def __str__(self) -> str:
         c = self.config
@@ -86,18 +97,30 @@ class Plan:
         if self.few_rows:
             roles = f"{c.team_ctas} for each tile"
         head = (
-            f"all_gather_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({roles}), "
+            f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({roles}), "
             f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
 def plan(
-    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None
-) -> Plan:
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None,
+    scaling: Scaling | None = None,
+) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
+    decided = _plan(group, a, b, out, return_gathered, config, Access.of(group, a, b, out, scaling))
+    if scaling is None:
+        return decided
+    check_tile_k(scaling, decided.config.tile_k)
+    return replace(decided, reasons=(f"fp8: {scaling}", *decided.reasons))
+
+
+def _plan(
+    group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None,
+    access: Access,
+) -> Plan:  # fmt: skip
+    """`plan`, but for the scales."""
     m, n = a.shape[0], b.shape[1]
-    access = Access.of(group, a, b, out)
     few = _few_rows(group, a, n, access, config) if not return_gathered else None
     if few is not None:
         return few

@@ -22,7 +22,7 @@ def layout(
     """The workspace of a call: m rows of each rank, in chunks; they are `row_stride` elements apart.
 
     arrived[source, chunk]: this chunk of the source's rows is in this workspace. It holds the epoch.
-    rows: the rows of all ranks, in rank order.
+    rows: the rows of all ranks, in rank order. Rows of fp8 have their scales behind them, within the same row.
     """
     memory = Layout(op)
     memory.signals("arrived", size, chunks)
@@ -45,6 +45,18 @@ class Gather(NamedTuple):
     rows: Any
     nanoseconds_per_mib: Any
     PACED: Any
+
+
+class GatheredScales(NamedTuple):
+    """The scales of rows that are gathered (lang/scaling.py). They travel with the rows, in the same chunk and under
+    the same signal: in the workspace, and for the network, each row is followed by its scales."""
+
+    own: Any  # Block: those of this rank's rows, in the caller's tensor; strides of 0 if rows have the same
+    out: Any  # Block: the caller's tensor for those of all rows; not used unless GATHERED_OUT
+    AT: Any  # where they begin in a row of the workspace, in bytes
+    COUNT: Any  # how many a row has
+    ROWS: Any  # rows and columns of them that are copied at once
+    COLUMNS: Any
 
 
 class Chunk(NamedTuple):

@@ -1,7 +1,7 @@
 """How rows travel: the roles `send` and `intra`, which both Triton kernels that gather rows have.
 
-`call` is the `Call` of either kernel. These functions read its fields `a`, `gather`, DIRECT, FLAT, COPY_ROWS and
-COPY_ELEMENTS.
+`call` is the `Call` of either kernel. These functions read its fields `a`, `gather`, DIRECT, FLAT, SCALED, COPY_ROWS,
+COPY_ELEMENTS and, if SCALED, `scales`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,29 @@ import triton.language as tl
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
 from mkernel.lang.copy import Peers, pace, push_rows
 from mkernel.lang.device import clock
-from mkernel.lang.layout import row_of, word_of
+from mkernel.lang.layout import Buffer, row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.requests import Transfer, wait_sent
 from mkernel.lang.roles import INTRA, SEND
+from mkernel.lang.scaling import Scales
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
-from mkernel.ops.all_gather_matmul.protocol import Chunk, Gather, notify_chunk, post_chunk, wait_chunk
+from mkernel.ops.all_gather_matmul.protocol import (
+    Chunk,
+    Gather,
+    GatheredScales,
+    notify_chunk,
+    post_chunk,
+    wait_chunk,
+)
 from mkernel.runtime.config import Settings
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants
+from mkernel.runtime.scaling import Scaling
+
+# For the simulator: scales, which kernels only read.
+OF_SCALES = ("call.scales.own.data", "strides.b.scales.data")
 
 
 class InHeap(NamedTuple):
@@ -47,6 +59,38 @@ def copy_chunk(comm, call, chunk, origin, peers):
         target = Block(chunk.offset, call.gather.rows.row_stride, 1)
         COLUMNS: tl.constexpr = call.COPY_ELEMENTS // call.COPY_ROWS
         push_rows(comm.context, origin, target, chunk.rows, call.gather.k, peers, call.COPY_ROWS, COLUMNS)
+    if call.SCALED:
+        copy_scales(comm, call, chunk, peers)
+
+
+@triton.jit
+def copy_scales(comm, call, chunk, peers):
+    """Copy the scales of a `Chunk` to behind its rows: this rank's from the caller's tensor, others' from the
+    workspace, where they came with their rows."""
+    rank = rank_of(comm.context)
+    target = (chunk.offset + call.scales.AT) // 4  # in fp32
+    pitch = tl.cast(call.gather.rows.row_stride, tl.int64) // 4
+    source = call.scales.own.data + (chunk.index * call.gather.chunk_rows).to(tl.int64) * call.scales.own.row_stride
+    row_stride = tl.cast(call.scales.own.row_stride, tl.int64)
+    column_stride = tl.cast(call.scales.own.column_stride, tl.int64)
+    if chunk.source != rank:
+        source = segment_of(comm.context, rank, tl.float32) + target
+        row_stride = pitch
+        column_stride = tl.cast(1, tl.int64)
+    push_rows(
+        comm.context, Block(source, row_stride, column_stride), Block(target, pitch, 1), chunk.rows, call.scales.COUNT,
+        peers, call.scales.ROWS, call.scales.COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def row_bytes(call):
+    """Bytes of a row that travel: its elements and, with what may lie between them, its scales."""
+    if call.SCALED:
+        size = call.scales.AT + call.scales.COUNT * 4
+    else:
+        size = call.gather.k * (call.a.data.dtype.element_ty.primitive_bitwidth // 8)
+    return size
 
 
 @triton.jit
@@ -77,7 +121,10 @@ def send_rows(comm, call, in_heap, first, step):
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
             node_offset = destination_at(i, comm.WORLD_SIZE // comm.RANKS_PER_NODE)
             peer = (rank + node_offset * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-            size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
+            if call.SCALED:
+                size = (rows - 1).to(tl.int64) * gather.rows.row_stride * element + row_bytes(call)
+            else:
+                size = ((rows - 1).to(tl.int64) * gather.rows.row_stride + gather.k) * element
             transfer = Transfer(peer, source_segment, source, segment, offset * element, size)
             ticket = post_chunk(comm, transfer, signal)
         trace(comm.context, SEND, SEND_CHUNK, rank, chunk, since)
@@ -120,7 +167,10 @@ def spread_rows(comm, call, first, step):
             Peers(base, local + 1, comm.RANKS_PER_NODE, PEERS),
         )  # fmt: skip
         if call.gather.PACED:
-            sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
+            if call.SCALED:
+                sent += rows.to(tl.int64) * row_bytes(call) * PEERS
+            else:
+                sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
         for i in range(1, comm.RANKS_PER_NODE):
@@ -137,6 +187,25 @@ def gather_of(group: Group, memory: Layout, workspace: Workspace, a: torch.Tenso
         m, k, config.chunk_rows, -(-m // config.chunk_rows), memory.words_in(workspace, "arrived"),
         memory.buffer_in(workspace, "rows"), round(2**20 / rate) if paced else 0, *constants(paced),
     )  # fmt: skip
+
+
+def scales_of(scaling: Scaling | None, scale_at: int, out: torch.Tensor | None) -> GatheredScales | None:
+    """The scales of rows that are gathered, for the kernel. out: the caller's tensor for those of all rows, if any."""
+    if scaling is None:
+        return None
+    columns = min(1 << (scaling.count - 1).bit_length(), 128)
+    own = scaling.of_a(0)
+    return GatheredScales(
+        Block(own.data, own.row, own.block), Block(out, out.stride(0) if out is not None else 0, 1),
+        *constants(scale_at, scaling.count, max(512 // columns, 4), columns),
+    )  # fmt: skip
+
+
+def scales_in_workspace(scaling: Scaling, workspace: Workspace, rows: Buffer, scale_at: int) -> Scales:
+    """The scales of the rows in the workspace, for the kernel. One part for each half."""
+    memory = workspace.segment.memory[workspace.data_start + scale_at :]
+    data = memory[: memory.numel() // 4 * 4].view(torch.float32)
+    return scaling.of_gathered(data, rows.half // 4, rows.row_stride // 4)
 
 
 def in_heap(group: Group, a: torch.Tensor, direct: bool) -> dict[str, int]:

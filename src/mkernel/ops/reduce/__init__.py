@@ -29,6 +29,13 @@ kernels.
 """
 
 from mkernel.ops.reduce.all_reduce import matmul_all_reduce
+from mkernel.ops.reduce.all_reduce.scaled import scaled_matmul_all_reduce
 from mkernel.ops.reduce.reduce_scatter import matmul_reduce_scatter
+from mkernel.ops.reduce.reduce_scatter.scaled import scaled_matmul_reduce_scatter
 
-__all__ = ["matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
+]

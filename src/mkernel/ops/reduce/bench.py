@@ -8,7 +8,7 @@ would take on the link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,12 @@ from mkernel.bench.benchmark import Latency
 from mkernel.bench.problems import draw
 from mkernel.bench.timing import Stopwatch, Wires
 from mkernel.operators import Shape
+from mkernel.ops.reduce.call import Sum
+from mkernel.runtime.config import Config
 from mkernel.runtime.cuda_threads import CudaThreads
 from mkernel.runtime.group import Group
+from mkernel.runtime.quantization import dequantize, quantize_operands
+from mkernel.runtime.scaling import Scaling, for_library, scaling_of
 from mkernel.runtime.world import Launch
 
 BLOCK = 4096
@@ -42,6 +46,57 @@ def add_up(parts: torch.Tensor, size: int, out: torch.Tensor, offset: int, dtype
     """Sum the elements from `offset` on of all ranks' products, whose addresses are `parts`, into the flat `out`."""
     ctas = torch.cuda.get_device_properties(out.device).multi_processor_count * 4
     _add_up[(ctas,)](parts, out, offset, out.numel(), size, dtype, BLOCK, num_warps=8)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An operator, and this rank's part of a problem.
+
+    operands: what it takes; scaling: their scales, if they are fp8. numbers: a [m, k] and w [n, k] as what they stand
+    for. multiply: the library's product, into a given tensor.
+    """
+
+    op: str
+    call: Callable[..., torch.Tensor]
+    explain: Callable[..., object]
+    operands: tuple[torch.Tensor, ...]
+    numbers: tuple[torch.Tensor, torch.Tensor]
+    multiply: Callable[[torch.Tensor], object]
+    options: dict[str, Any] = field(default_factory=dict)
+    scaling: Scaling | None = None
+
+    def sum(self, out: torch.Tensor, config: Config | None) -> Sum:
+        """The call of which the launch is prepared."""
+        return Sum(self.operands[0], self.operands[1], out, config=config, scaling=self.scaling)
+
+
+def plain(group: Group, op: Any, shape: Shape, dtype: torch.dtype) -> Measured:
+    """The operator of a package, on numbers of this dtype. k is the total over all ranks."""
+    m, n, k = shape
+    a, w = draw(group.rank, m, n, k // group.size, dtype, group.device)
+    name = op.plan.OP
+    return Measured(
+        name, getattr(op, name), op.explain, (a, w.t()), (a, w), lambda out: torch.mm(a, w.t(), out=out)
+    )  # fmt: skip
+
+
+def quantized(
+    group: Group, op: Any, shape: Shape, *, tensorwise: bool, blockwise: bool, fast_accum: bool
+) -> Measured:  # fmt: skip
+    """The operator of a module, on fp8."""
+    m, n, k = shape
+    drawn = draw(group.rank, m, n, k // group.size, torch.float32, group.device)
+    operands = quantize_operands(*drawn, tensorwise=tensorwise, blockwise=blockwise)
+    a, b, scale_a, scale_b = operands
+    of_a, of_b = for_library(scale_a, blockwise), for_library(scale_b, blockwise)
+
+    def multiply(out: torch.Tensor) -> object:
+        return torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
+
+    return Measured(
+        op.OP, getattr(op, op.OP), op.explain, operands, (dequantize(a, scale_a), dequantize(b, scale_b).t()),
+        multiply, dict(use_fast_accum=fast_accum), scaling_of(group, *operands, fast_accum),
+    )  # fmt: skip
 
 
 Step = Callable[[], None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import RhsLayout, check_out, check_product, check_tensor
 from mkernel.runtime.operands import describable, has_descriptors, layout, matmul_precision, same_elements
+from mkernel.runtime.scaling import Scaling, check_operands, check_out_dtype, check_tile_k, scaling_of
 from mkernel.runtime.tuned import Tunable
 
 
@@ -29,53 +32,78 @@ class Sum:
     reduce_dtype: torch.dtype | None = None
     config: Config | None = None
     fixed_order: bool = True  # partials are added in rank order, not in whatever order the switch uses
+    scaling: Scaling | None = None  # of a and b, which are fp8
 
     @property
     def wire_dtype(self) -> torch.dtype:
         """The dtype of partials and sums that travel between ranks."""
-        return self.reduce_dtype or self.a.dtype
+        return self.reduce_dtype or self.out.dtype
 
     @property
     def key(self) -> Hashable:
         """Everything that a plan depends on."""
         tensors = (self.a, self.b, self.out, self.bias, self.residual)
         layouts = tuple(layout(tensor) if tensor is not None else None for tensor in tensors)
-        return layouts, self.wire_dtype, self.config, self.fixed_order, matmul_precision(self.a.dtype)
+        scales = None if self.scaling is None else self.scaling.key
+        return layouts, self.wire_dtype, self.config, self.fixed_order, matmul_precision(self.a.dtype), scales
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What calls with scales have besides: see `mkernel.runtime.scaling`. None of it has been checked."""
+
+    scale_a: Any
+    scale_b: Any
+    out_dtype: Any
+    use_fast_accum: Any
 
 
 def call_of(
     tunable: Tunable, group: Group, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None,
     bias: torch.Tensor | None, residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None,
-    scatter: bool,
+    scatter: bool, scaled: Scaled | None = None,
 ) -> Sum:  # fmt: skip
     """Check the arguments and make a `Sum` of them, with defaults filled in. `scatter`: each rank keeps its share of
     the rows."""
-    op = tunable.op
+    op = tunable.op if scaled is None else f"scaled_{tunable.op}"
     planning.check_given(config)
     planning.check_without_helpers(op, config)
     for name, tensor in (("a", a), ("b", b), ("out", out), ("residual", residual)):
         if tensor is not None or name in ("a", "b"):
             check_tensor(op, group, name, tensor)
-    check_product(a, b)
+    scaling, dtype = None, a.dtype
+    if scaled is None:
+        check_product(a, b)
+    else:
+        check_operands(op, group, a, b)
+        dtype = check_out_dtype(scaled.out_dtype, out)
+        scaling = scaling_of(group, a, b, scaled.scale_a, scaled.scale_b, scaled.use_fast_accum)
     m, n = a.shape[0], b.shape[1]
     if scatter and m % group.size:
+        other = op.replace("reduce_scatter", "all_reduce")
         raise ArgumentError(
             f"a has {m} rows, which cannot be divided evenly among {group.size} ranks: pad a to "
-            f"{-(-m // group.size) * group.size} rows, or use matmul_all_reduce, which takes any number of rows"
+            f"{-(-m // group.size) * group.size} rows, or use {other}, which takes any number of rows"
         )
     shape, meaning = ((m // group.size, n), "m/world, n") if scatter else ((m, n), "m, n")
-    _check_added(op, group, a, bias, residual, n, shape, meaning)
-    if reduce_dtype not in (None, a.dtype, torch.float32):
-        raise ArgumentError(f"reduce_dtype must be torch.float32 or a's dtype, {a.dtype}; got {reduce_dtype}")
+    whose = "a" if scaling is None else "the result"
+    _check_added(op, group, bias, residual, n, shape, meaning)
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.dtype != dtype:
+            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but {whose} has {dtype}: they must be the same")
+    if reduce_dtype not in (None, dtype, torch.float32):
+        raise ArgumentError(f"reduce_dtype must be torch.float32 or {whose}'s dtype, {dtype}; got {reduce_dtype}")
     if out is None:
-        out = group.world.memory.empty(group.world_rank, shape, a.dtype)
+        out = group.world.memory.empty(group.world_rank, shape, dtype)
     else:
         inputs = {"a": a, "b": b} | ({"bias": bias} if bias is not None else {})
+        if scaling is not None:
+            inputs |= {"scale_a": scaling.a, "scale_b": scaling.b}
         # out may be the residual: each element is read before it is written
         if residual is not None and not same_elements(out, residual):
             inputs["residual"] = residual
-        check_out(out, shape, meaning, a.dtype, inputs)
-    return tuned(tunable, group, Sum(a, b, out, bias, residual, reduce_dtype, config))
+        check_out(out, shape, meaning, dtype, inputs)
+    return tuned(tunable, group, Sum(a, b, out, bias, residual, reduce_dtype, config, scaling=scaling))
 
 
 def group_m_of(group: Group, call: Sum) -> int:
@@ -88,13 +116,24 @@ def group_m_of(group: Group, call: Sum) -> int:
 def tuned(tunable: Tunable, group: Group, call: Sum) -> Sum:
     """The call with the configuration that was passed, or else with the one that tuning found."""
     a, b = call.a, call.b
-    config = tunable.choose(group, a.dtype, call.config, m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    sizes = dict(m=a.shape[0], n=b.shape[1], k=a.shape[1])
+    if call.scaling is None:
+        config = tunable.choose(group, a.dtype, call.config, **sizes)
+    else:
+        blockwise = call.scaling.blockwise
+        config = scaled_tunable(tunable).choose(group, call.out.dtype, call.config, **sizes, blockwise=blockwise)
     return replace(call, config=config)
 
 
+@functools.cache
+def scaled_tunable(tunable: Tunable) -> Tunable:
+    """How the configurations of the operator with scales are stored. Its dtype is that of the result."""
+    return replace(tunable, op=f"scaled_{tunable.op}", agreed=(*tunable.agreed, "blockwise"))
+
+
 def _check_added(
-    op: str, group: Group, a: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, n: int,
-    shape: tuple[int, int], meaning: str,
+    op: str, group: Group, bias: torch.Tensor | None, residual: torch.Tensor | None, n: int, shape: tuple[int, int],
+    meaning: str,
 ) -> None:  # fmt: skip
     """Reject a bias or a residual that cannot be added to a result of this shape."""
     if bias is not None:
@@ -103,9 +142,6 @@ def _check_added(
             raise ArgumentError(f"bias has {bias.shape[0]} elements, but b has {n} columns")
     if residual is not None and tuple(residual.shape) != shape:
         raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape} ({meaning})")
-    for name, tensor in (("bias", bias), ("residual", residual)):
-        if tensor is not None and tensor.dtype != a.dtype:
-            raise ArgumentError(f"{name} has dtype {tensor.dtype}, but a has {a.dtype}: they must be the same")
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +245,9 @@ def plan_of(
         group.device, a.dtype, *tile, uses_tma["a"] and right.uses_tma, ctas, call.config
     )
     planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
+    if call.scaling is not None:
+        check_tile_k(call.scaling, settings.tile_k)
+        reasons = (f"fp8: {call.scaling}", *reasons)
     planning.check(settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
     dtype = str(call.wire_dtype).removeprefix("torch.")

@@ -25,6 +25,7 @@ import triton.language as tl
 from mkernel.lang.copy import pace
 from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_step
+from mkernel.lang.scaling import scale_tile
 from mkernel.ops.reduce.operands import count_steps
 from mkernel.ops.reduce.protocol import notify_partial
 
@@ -86,6 +87,7 @@ def for_each_tile(
         if step == 0:
             PREFETCH(comm, call, taken)
         if step == steps - 1:
+            total = scale_tile(total, call.product.a, call.product.b, LOCATE(call, taken))
             progress = END(comm, call, sequence, total, taken, progress)
             total = tl.zeros((M, N), tl.float32)
     return progress

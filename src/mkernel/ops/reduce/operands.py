@@ -19,6 +19,7 @@ from mkernel.lang.order import swizzle_tile
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.operands import constants, descriptor
+from mkernel.runtime.scaling import with_scales
 
 
 class Product(NamedTuple):
@@ -105,10 +106,11 @@ def call_of(group: Group, plan: Plan, call: Sum, parts: int, exchange: Any) -> C
     a, b, out, residual, c = call.a, call.b, call.out, call.residual, plan.config
     rows = a.shape[0] // parts
     strides = residual.stride() if residual is not None else (0, 0)
+    scales_a, scales_b = (None, None) if call.scaling is None else (call.scaling.of_a(rows), call.scaling.of_b())
     return Call(
         Product(
-            a=Strides(rows * a.stride(0), *a.stride(), *constants(plan.a_uses_tma, False)),
-            b=plan.right.strides(b),
+            a=with_scales(Strides(rows * a.stride(0), *a.stride(), *constants(plan.a_uses_tma, False)), scales_a),
+            b=plan.right.strides(b, scales_b),
             rows=rows,
             n=b.shape[1],
             k=a.shape[1],
@@ -159,5 +161,7 @@ def variant_of(plan: Plan, workspace: Workspace) -> Hashable:
 
 
 # For the simulator: which tensors kernels only read, and which they write.
-INPUTS = ("a", "b", "residual", "call.result.bias")
+INPUTS = (
+    "a", "b", "residual", "call.result.bias", "call.product.a.scales.data", "call.product.b.scales.data",
+)  # fmt: skip
 RESULTS = ("c",)

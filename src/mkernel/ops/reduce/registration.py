@@ -20,6 +20,10 @@ from mkernel.runtime.group_names import size_of
 
 Numbers = Sequence[int] | None  # an encoded configuration
 ADDED = "Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, ScalarType? reduce_dtype"
+SCALED = (
+    "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, Tensor? residual, str group, "
+    "ScalarType? out_dtype, ScalarType? reduce_dtype, bool use_fast_accum"
+)
 
 
 def _bias_gradient(rows: torch.Tensor) -> torch.Tensor:
@@ -145,3 +149,65 @@ def define_all_reduce(function: Callable[..., torch.Tensor]) -> None:
         "matmul_all_reduce_each", "(Tensor x, str group) -> Tensor",
         lambda x, group: x.clone(), lambda x, group: torch.empty_like(x), save=_save_each, backward=_backward_each,
     )  # fmt: skip
+
+
+def define_scaled_reduce_scatter(function: Callable[..., torch.Tensor]) -> None:
+    """Register scaled_matmul_reduce_scatter, which `function` computes."""
+
+    def run(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
+        residual: torch.Tensor | None, group: str, out_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+        use_fast_accum: bool, config: Numbers = None, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return function(
+            a, b, scale_a, scale_b, bias=bias, residual=residual, out_dtype=out_dtype, reduce_dtype=reduce_dtype,
+            use_fast_accum=use_fast_accum, group=group, out=out, config=library.decoded(config),
+        )  # fmt: skip
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, bias: Any, residual: Any, group: str,
+        out_dtype: torch.dtype | None, *others: Any, **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        library.check_scaled_fake(a, b)
+        return a.new_empty(a.shape[0] // size_of(group), b.shape[-1], dtype=out_dtype or torch.bfloat16)
+
+    _define_scaled("scaled_matmul_reduce_scatter", "", run, fake)
+
+
+def define_scaled_all_reduce(function: Callable[..., torch.Tensor]) -> None:
+    """Register scaled_matmul_all_reduce, which `function` computes."""
+
+    def run(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
+        residual: torch.Tensor | None, group: str, out_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+        use_fast_accum: bool, fixed_order: bool = True, config: Numbers = None, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return function(
+            a, b, scale_a, scale_b, bias=bias, residual=residual, out_dtype=out_dtype, reduce_dtype=reduce_dtype,
+            use_fast_accum=use_fast_accum, fixed_order=fixed_order, group=group, out=out,
+            config=library.decoded(config),
+        )  # fmt: skip
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, bias: Any, residual: Any, group: str,
+        out_dtype: torch.dtype | None, *others: Any, **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        library.check_scaled_fake(a, b)
+        return a.new_empty(a.shape[0], b.shape[-1], dtype=out_dtype or torch.bfloat16)
+
+    _define_scaled("scaled_matmul_all_reduce", ", bool fixed_order", run, fake)
+
+
+def _define_scaled(name: str, more: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator with scales, which has no gradients, and its variant that writes to a given result. more:
+    the arguments before the configuration."""
+
+    def run_into(*arguments: Any) -> None:
+        run(*arguments)
+
+    optional = f"{more}=True" if more else ""
+    library.define(
+        name, f"({SCALED}{optional}, int[]? config=None) -> Tensor", run, fake,
+        backward=library.no_backward(name),
+    )  # fmt: skip
+    library.define(f"{name}_out", f"({SCALED}{more}, int[]? config, Tensor(a!) out) -> ()", run_into, lambda *_: None)

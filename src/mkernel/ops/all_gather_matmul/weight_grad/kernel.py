@@ -54,6 +54,7 @@ class Call(NamedTuple):
     DIRECT: Any  # the network reads own rows directly from the symmetric heap
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
     TRANSPOSED: Any  # the tile is a tile of the transposed result
+    SCALED: Any  # always false: there is no such operator for fp8
     COPY_ROWS: Any  # rows that a copying CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a copying CTA has in flight
 
@@ -332,7 +333,7 @@ def launch(
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PASSES=c.passes, STAGED=access.rows.staged,
-            DIRECT=access.rows.direct, FLAT=access.rows.flat, TRANSPOSED=access.transposed,
+            DIRECT=access.rows.direct, FLAT=access.rows.flat, TRANSPOSED=access.transposed, SCALED=False,
             COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // a.element_size(),
         ),
     )  # fmt: skip

@@ -127,7 +127,7 @@ def matmul_all_reduce(
     a, b, bias, residual = library.autocast(a, b, bias, residual)
     if not library.are_operands(a, b, bias, residual, out) or a.dim() == 2:
         return _run(a, b, bias, residual, reduce_dtype, group, out, fixed_order, config)
-    shape = _shape_of(a, b)
+    shape = shape_of(a, b)
     if residual is not None and tuple(residual.shape) != shape:
         raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
     added = None if residual is None else library.as_rows(residual)
@@ -136,7 +136,7 @@ def matmul_all_reduce(
     return out if out is not None else y.view(shape)
 
 
-def _shape_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+def shape_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     """The shape of the result for an a that is no matrix."""
     if a.dim() == 0:
         raise ArgumentError("a is a scalar; it must have at least one dimension, [..., k]")
@@ -177,7 +177,7 @@ def explain(
     """The plan of a `matmul_all_reduce` call with these arguments."""
     group = current(group)
     if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
-        out = library.out_as_rows(out, _shape_of(a, b), 0)
+        out = library.out_as_rows(out, shape_of(a, b), 0)
         residual = None if residual is None else library.as_rows(residual)
         a = library.as_rows(a)
     asked = call.sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)

@@ -7,12 +7,22 @@ from typing import Any
 import torch
 
 from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Published
-from mkernel.bench.problems import draw
 from mkernel.bench.published import NODES, RANKS
 from mkernel.bench.timing import Link, wires
-from mkernel.ops.reduce.all_reduce import explain, matmul_all_reduce, prepare
-from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together
-from mkernel.ops.reduce.call import Sum
+from mkernel.operators import Shape
+from mkernel.ops.reduce import all_reduce
+from mkernel.ops.reduce.all_reduce import matmul_all_reduce, scaled
+from mkernel.ops.reduce.bench import (
+    Measured,
+    OnRank,
+    add_up,
+    bound_of,
+    figures,
+    latency_of,
+    measure_together,
+    plain,
+    quantized,
+)
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
@@ -22,15 +32,32 @@ def measure(
     group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int
 ) -> dict[str, Any]:
     """Measure one shape; k is the total over all ranks. Collective; returns the same figures on every rank."""
+    return _measure(group, (m, n, k), dtype, config, repeats, plain(group, all_reduce, (m, n, k), dtype))
+
+
+def measure_scaled(
+    group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int, *,
+    tensorwise: bool = False, blockwise: bool = False, fast_accum: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The same on fp8, beside torch._scaled_mm; dtype: that of the result, and of what travels."""
+    measured = quantized(
+        group, scaled, (m, n, k), tensorwise=tensorwise, blockwise=blockwise, fast_accum=fast_accum
+    )  # fmt: skip
+    return _measure(group, (m, n, k), dtype, config, repeats, measured)
+
+
+def _measure(
+    group: Group, shape: Shape, dtype: torch.dtype, config: Config | None, repeats: int, measured: Measured
+) -> dict[str, Any]:  # fmt: skip
+    m, n, k = shape
     device, size, gpus = group.device, group.size, group.gpus_per_node
     k_local = k // size
-    a, w = draw(group.rank, m, n, k_local, dtype, device)
     out = torch.empty(m, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
     results = group.exchange("results", out.view(-1))
-    nbytes = m * n * a.element_size()
+    nbytes = m * n * out.element_size()
     # reduce-scatter, then all-gather: every byte goes over NVLink twice
     wire = wires(group, 2 * (gpus - 1) * nbytes // gpus, (group.nodes - 1) * nbytes // gpus)
     share = -(-m * n // size // 8) * 8
@@ -38,7 +65,7 @@ def measure(
     link = Link(device)
 
     def multiply() -> None:
-        torch.mm(a, w.t(), out=product)
+        measured.multiply(product)
 
     def reduce_share() -> None:
         link.open()
@@ -57,15 +84,15 @@ def measure(
         add_up(parts, size, out.view(-1), 0, DTYPES[dtype])
         link.hold(int(wire.ms * 1e6 * gpus / 2))
 
-    launch = prepare(group, Sum(a, w.t(), out, config=config))
+    launch = all_reduce.prepare(group, measured.sum(out, config))
     stream = torch.cuda.current_stream(device)
     mine = OnRank(launch, stream, multiply, [[reduce_share, gather_shares], [reduce_all]])
     times, sustained = measure_together(group, mine, repeats)
 
     out.fill_(float("nan"))
-    matmul_all_reduce(a, w.t(), out=out, config=config)
+    measured.call(*measured.operands, out=out, config=config, **measured.options)
     group.synchronize()
-    everyone = group.exchange("inputs", (a, w))
+    everyone = group.exchange("inputs", measured.numbers)
     worst = 0.0
     for first in range(0, m, 4096):  # float64 takes a lot of memory
         some = slice(first, first + 4096)
@@ -75,8 +102,8 @@ def measure(
     same = all(torch.equal(out.view(-1), theirs.to(device)) for theirs in results)
     worst = max(group.exchange("errors", worst if same else float("inf")))
     bound = bound_of(k, k_local, size, dtype)
-    plan = explain(a, w.t(), out=out, config=config)
-    return figures("matmul_all_reduce", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
+    plan = measured.explain(*measured.operands, out=out, config=config, **measured.options)
+    return figures(measured.op, group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
 
 
 def _traffic(size: int) -> tuple[float, float]:
@@ -92,3 +119,4 @@ BENCHMARK = Benchmark(
     latency_shapes=FEW_ROWS,
     shared_gpu_shapes=SHARED_GPU_ROWS,
 )
+SCALED_BENCHMARK = Benchmark(measure_scaled)

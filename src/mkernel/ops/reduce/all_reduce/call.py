@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from mkernel.lang.context import Ranks
 from mkernel.ops.reduce import operands
 from mkernel.ops.reduce.all_reduce import plan, protocol
 from mkernel.ops.reduce.all_reduce.plan import OP
-from mkernel.ops.reduce.call import SHARED, Plan, Sum, call_of, group_m_of, tuned
+from mkernel.ops.reduce.call import SHARED, Plan, Scaled, Sum, call_of, group_m_of, tuned
 from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -44,18 +45,28 @@ def matmul_all_reduce(
     if made is not None:
         return made[0] if out is None else out
     call = sum_of(group, a, b, out, bias, residual, reduce_dtype, config, fixed_order)
+    agree(group, OP, call)
+    launch(group, call, key, passed, out)
+    return call.out
+
+
+def agree(group: Group, op: str, call: Sum, **more: Hashable) -> None:
+    """Raise on all ranks unless their calls go together. more: what else must be the same."""
     m, n = call.out.shape
-    tile_m, tile_n, ctas = plan.cut(group, m, n, a.dtype, call.config)
+    tile_m, tile_n, ctas = plan.cut(group, m, n, call.a.dtype, call.config)
     group.agree(
-        OP, m=m, n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, bias=bias is not None,
-        residual=residual is not None, tile_m=tile_m, tile_n=tile_n,
-        group_m=group_m_of(group, call), ctas=ctas, fixed_order=call.fixed_order,
+        op, m=m, n=n, dtype=call.a.dtype, reduce_dtype=call.wire_dtype, bias=call.bias is not None,
+        residual=call.residual is not None, tile_m=tile_m, tile_n=tile_n, group_m=group_m_of(group, call), ctas=ctas,
+        fixed_order=call.fixed_order, **more,
     )  # fmt: skip
+
+
+def launch(group: Group, call: Sum, key: Hashable | None, passed: Sequence[Any], out: torch.Tensor | None) -> None:
+    """Launch a call on which the ranks have agreed; key, passed: see `PreparedCalls`."""
     if call.out.numel():
         group.launch(prepare(group, call), key, passed, [call.out] * (out is None))
     else:
         group.confirm()
-    return call.out
 
 
 def repeat(
@@ -80,13 +91,14 @@ def repeat(
 def sum_of(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, reduce_dtype: torch.dtype | None, config: Config | None, fixed_order: bool,
+    scaled: Scaled | None = None,
 ) -> Sum:  # fmt: skip
     """Check the arguments and make a `Sum` of them."""
     if not isinstance(fixed_order, bool):
         raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
     call = call_of(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
-        scatter=False,
+        scatter=False, scaled=scaled,
     )  # fmt: skip
     return replace(call, fixed_order=fixed_order or torch.are_deterministic_algorithms_enabled())
 

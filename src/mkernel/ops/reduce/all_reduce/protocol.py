@@ -71,7 +71,7 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
         memory.signals("node_sum", nodes, owned)
         memory.buffer("node_sums", call.wire_dtype, nodes, owned, size)
     memory.signals("finished", gpus - 1, owned)
-    memory.buffer("finished_tiles", call.a.dtype, gpus if plan.multicast else min(gpus - 1, 1), owned, size)
+    memory.buffer("finished_tiles", call.out.dtype, gpus if plan.multicast else min(gpus - 1, 1), owned, size)
     return memory
 
 

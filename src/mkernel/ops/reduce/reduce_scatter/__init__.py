@@ -116,7 +116,7 @@ def matmul_reduce_scatter(
     a, b, bias, residual = library.autocast(a, b, bias, residual)
     if not library.are_operands(a, b, bias, residual, out) or (a.dim() == 2 and scatter_dim == 0):
         return _run(a, b, bias, residual, reduce_dtype, group, out, config)
-    dim, shape = _check_scatter(a, b, scatter_dim, group)
+    dim, shape = check_scatter(a, b, scatter_dim, group)
     if residual is not None and tuple(residual.shape) != shape:
         raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
     added = None if residual is None else library.as_rows(residual, dim)
@@ -125,7 +125,7 @@ def matmul_reduce_scatter(
     return out if out is not None else library.from_rows(y, a.shape[:-1], dim, shape[dim])
 
 
-def _check_scatter(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, group: Any) -> tuple[int, tuple[int, ...]]:
+def check_scatter(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, group: Any) -> tuple[int, tuple[int, ...]]:
     """The dimension that is divided, counted from 0, and the shape of the result."""
     dim = library.check_dim("scatter_dim", scatter_dim, a, "a")
     size = library.size_of(group)
@@ -170,7 +170,7 @@ def explain(
     """The plan of a `matmul_reduce_scatter` call with these arguments."""
     group = current(group)
     if library.are_operands(a, b, bias, residual, out) and (a.dim() != 2 or scatter_dim != 0):
-        dim, shape = _check_scatter(a, b, scatter_dim, group)
+        dim, shape = check_scatter(a, b, scatter_dim, group)
         a, out = library.as_rows(a, dim), library.out_as_rows(out, shape, dim)
         residual = None if residual is None else library.as_rows(residual, dim)
     asked = call_of(

@@ -13,10 +13,21 @@ from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Publis
 from mkernel.bench.problems import draw, product_bound, worst_of
 from mkernel.bench.published import GPUS, NODES, RANKS
 from mkernel.bench.timing import Link, wires
+from mkernel.operators import Shape
 from mkernel.ops import all_gather_matmul
-from mkernel.ops.reduce.bench import OnRank, add_up, bound_of, figures, latency_of, measure_together
-from mkernel.ops.reduce.call import Sum
-from mkernel.ops.reduce.reduce_scatter import explain, matmul_reduce_scatter, prepare
+from mkernel.ops.reduce import reduce_scatter
+from mkernel.ops.reduce.bench import (
+    Measured,
+    OnRank,
+    add_up,
+    bound_of,
+    figures,
+    latency_of,
+    measure_together,
+    plain,
+    quantized,
+)
+from mkernel.ops.reduce.reduce_scatter import matmul_reduce_scatter, scaled
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
@@ -29,41 +40,58 @@ def measure(
     """Measure one shape; k is the total over all ranks. Collective; returns the same figures on every rank."""
     if backward:
         return measure_backward(group, (m, n, k), dtype, repeats)
+    return _measure(group, (m, n, k), dtype, config, repeats, plain(group, reduce_scatter, (m, n, k), dtype))
+
+
+def measure_scaled(
+    group: Group, m: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int, *,
+    tensorwise: bool = False, blockwise: bool = False, fast_accum: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The same on fp8, beside torch._scaled_mm; dtype: that of the result, and of what travels."""
+    measured = quantized(
+        group, scaled, (m, n, k), tensorwise=tensorwise, blockwise=blockwise, fast_accum=fast_accum
+    )  # fmt: skip
+    return _measure(group, (m, n, k), dtype, config, repeats, measured)
+
+
+def _measure(
+    group: Group, shape: Shape, dtype: torch.dtype, config: Config | None, repeats: int, measured: Measured
+) -> dict[str, Any]:  # fmt: skip
+    m, n, k = shape
     device, size = group.device, group.size
     k_local, rows = k // size, m // size
-    a, w = draw(group.rank, m, n, k_local, dtype, device)
     out = torch.empty(rows, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
     parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
-    tile = rows * n * a.element_size()
+    tile = rows * n * out.element_size()
     wire = wires(group, group.nodes * (group.gpus_per_node - 1) * tile, (group.nodes - 1) * tile)
     link = Link(device)
 
     def multiply() -> None:
-        torch.mm(a, w.t(), out=product)
+        measured.multiply(product)
 
     def reduce() -> None:
         link.open()
         add_up(parts, size, out.view(-1), group.rank * rows * n, DTYPES[dtype])
         link.hold(int(wire.ms * 1e6))
 
-    launch = prepare(group, Sum(a, w.t(), out, config=config))
+    launch = reduce_scatter.prepare(group, measured.sum(out, config))
     stream = torch.cuda.current_stream(device)
     mine = OnRank(launch, stream, multiply, [[reduce]])
     times, sustained = measure_together(group, mine, repeats)
 
     out.fill_(float("nan"))
-    matmul_reduce_scatter(a, w.t(), out=out, config=config)
+    measured.call(*measured.operands, out=out, config=config, **measured.options)
     group.synchronize()
     own_rows = slice(group.rank * rows, (group.rank + 1) * rows)
-    everyone = group.exchange("inputs", (a, w))
+    everyone = group.exchange("inputs", measured.numbers)
     exact = sum(x[own_rows].to(device).double() @ y.to(device).double().t() for x, y in everyone)
     error = (out.double() - exact).abs().max().item()
     worst = worst_of(group.exchange("errors", error))
     bound = bound_of(k, k_local, size, dtype)
-    plan = explain(a, w.t(), out=out, config=config)
-    return figures("matmul_reduce_scatter", group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
+    plan = measured.explain(*measured.operands, out=out, config=config, **measured.options)
+    return figures(measured.op, group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
 
 
 def measure_backward(group: Group, shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
@@ -128,3 +156,4 @@ BENCHMARK = Benchmark(
     latency_shapes=FEW_ROWS,
     shared_gpu_shapes=(*((m, 8192, 8192) for m in (16384, 4096)), *SHARED_GPU_ROWS),
 )
+SCALED_BENCHMARK = Benchmark(measure_scaled)

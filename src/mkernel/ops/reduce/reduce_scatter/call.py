@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -39,17 +40,27 @@ def matmul_reduce_scatter(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
         scatter=True,
     )  # fmt: skip
+    agree(group, OP, call)
+    launch(group, call, key, passed, out)
+    return call.out
+
+
+def agree(group: Group, op: str, call: Sum, **more: Hashable) -> None:
+    """Raise on all ranks unless their calls go together. more: what else must be the same."""
     rows, n = call.out.shape
-    tile_m, tile_n, team = plan.tile_of(group, rows, n, a.dtype, call.config)
+    tile_m, tile_n, team = plan.tile_of(group, rows, n, call.a.dtype, call.config)
     group.agree(
-        OP, m=a.shape[0], n=n, dtype=a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n,
-        group_m=group_m_of(group, call), team_ctas=team,
+        op, m=call.a.shape[0], n=n, dtype=call.a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n,
+        group_m=group_m_of(group, call), team_ctas=team, **more,
     )  # fmt: skip
+
+
+def launch(group: Group, call: Sum, key: Hashable | None, passed: Sequence[Any], out: torch.Tensor | None) -> None:
+    """Launch a call on which the ranks have agreed; key, passed: see `PreparedCalls`."""
     if call.out.numel():
         group.launch(prepare(group, call), key, passed, [call.out] * (out is None))
     else:
         group.confirm()
-    return call.out
 
 
 def repeat(

@@ -1,0 +1,85 @@
+"""Products of fp8 matrices with scales.
+
+An element of an fp8 matrix stands for itself times its scale, a number in fp32. Either all elements of a row of a (of
+a column of b) have the same scale, and the finished sums are multiplied by both; or each BLOCK of k has scales of its
+own, and so the sum over each block is multiplied by them before it is added to the others.
+
+Hopper's tensor cores add products of fp8 numbers with fewer bits than fp32 has. Therefore their sums are added up in
+fp32 outside of the tensor cores, once every BLOCK of k or more often, unless a call asks for fast accumulation. That
+takes the registers for a second tile of sums.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(128)  # elements of k with a scale of their own, and rows of b [n, k] that share it
+
+
+class Scales(NamedTuple):
+    """The scales of a matrix: a [parts, rows, k], or b [k, columns].
+
+    Attributes:
+        data: pointer to the scales, in fp32.
+        part: scales from one part to the next.
+        row: from the scale of a row of a, or of a column of b, to that of the next; or of the next GROUP of them. 0 if
+            they all have the same.
+        block: from a scale to that of the next BLOCK of k.
+        GROUP: rows of a, or columns of b, that share a scale; a constant.
+        BLOCKWISE: each BLOCK of k has scales of its own; a constant, the same for a and b.
+        FAST: sums stay in the tensor cores; a constant, the same for a and b.
+    """
+
+    data: Any
+    part: Any
+    row: Any
+    block: Any
+    GROUP: Any
+    BLOCKWISE: Any
+    FAST: Any
+
+
+@triton.jit
+def load_scales(scales, part, first, end, block, SIZE: tl.constexpr):
+    """The scales of SIZE rows of a, or columns of b, from `first` on, in a block of k; zeros from `end` on."""
+    i = first + tl.arange(0, SIZE)
+    place = (i // scales.GROUP).to(tl.int64) * scales.row + tl.cast(part, tl.int64) * scales.part
+    return tl.load(scales.data + place + tl.cast(block, tl.int64) * scales.block, mask=i < end, other=0.0)
+
+
+@triton.jit
+def multiply_scaled_step(accumulator, x, y, a, b, tile, depth, tiling):
+    """The accumulator plus x @ y, which are blocks of a and b from `depth` of k on. With scales for each block of k,
+    all K columns of x must lie in the same one."""
+    if a.strides.scales.BLOCKWISE:
+        block = depth // BLOCK
+        factor = load_scales(a.strides.scales, tile.part, tile.row, tile.rows, block, tiling.M)
+        product = tl.dot(x, y)
+        if b.strides.scales.GROUP % tiling.N == 0:  # all columns of the tile have the same scale
+            group = (tile.column // b.strides.scales.GROUP).to(tl.int64)
+            offset = group * b.strides.scales.row + tl.cast(block, tl.int64) * b.strides.scales.block
+            factor *= tl.load(b.strides.scales.data + offset, mask=tile.column < tile.columns, other=0.0)
+            accumulator += product * factor[:, None]
+        else:
+            others = load_scales(b.strides.scales, 0, tile.column, tile.columns, block, tiling.N)
+            accumulator += product * (factor[:, None] * others[None, :])
+    elif a.strides.scales.FAST:
+        accumulator = tl.dot(x, y, accumulator)
+    elif tiling.K <= BLOCK:
+        # not max_num_imprecise_acc=K, which is the same: ptxas then serialized the products of one kernel
+        accumulator += tl.dot(x, y)
+    else:
+        accumulator = tl.dot(x, y, accumulator, max_num_imprecise_acc=BLOCK)
+    return accumulator
+
+
+@triton.jit
+def scale_tile(total, a, b, tile):
+    """The finished sums of a tile, times the scales that are the same for all of k."""
+    if a.strides.SCALED:
+        if not a.strides.scales.BLOCKWISE:
+            of_rows = load_scales(a.strides.scales, tile.part, tile.row, tile.rows, 0, total.shape[0])
+            of_columns = load_scales(b.strides.scales, 0, tile.column, tile.columns, 0, total.shape[1])
+            total *= of_rows[:, None] * of_columns[None, :]
+    return total

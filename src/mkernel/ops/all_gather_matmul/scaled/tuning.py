@@ -1,0 +1,14 @@
+"""The search space for tuning all_gather_scaled_matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkernel.ops.all_gather_matmul.tuning import portable_space
+from mkernel.runtime.group import Group
+from mkernel.tuning.spaces import Space
+
+
+def space(group: Group, plan: Any) -> Space:
+    """There is no kernel for Hopper yet. With scales of blocks, a step lies in one of 128."""
+    return Space(portable_space(group, plan) | dict(tile_k=(64, 128)))

@@ -1,0 +1,71 @@
+"""Operators with scales as machine code, with no GPU: fp8 tensor cores, fed by TMA, and nothing spilled."""
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from support.compiled_launches import scaled_gathers, scaled_reduces
+
+import mkernel as mk
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
+
+GATHERS = {
+    "rows": dict(cluster=(1, 4), recipe="rows"),
+    "blocks, two nodes": dict(cluster=(2, 2), recipe="blocks"),
+    "fast, one rank": dict(cluster=(1, 1), recipe="tensors", fast=True),
+    "blocks, with what is gathered": dict(cluster=(1, 4), recipe="blocks", gathered=True),
+}
+SUMS = {
+    "scatter, rows": dict(op="reduce_scatter", cluster=(1, 4), recipe="rows"),
+    "scatter, blocks, two nodes": dict(op="reduce_scatter", cluster=(2, 2), recipe="blocks"),
+    "scatter, fast, e5m2": dict(op="reduce_scatter", cluster=(1, 4), recipe="rows", fast=True, kind=torch.float8_e5m2),
+    "reduce, rows": dict(op="all_reduce", cluster=(1, 4), recipe="rows"),
+    "reduce, blocks, in slices": dict(op="all_reduce", cluster=(1, 4), recipe="blocks", m=128, n=8192),
+}
+
+
+@cache
+def gather(name):
+    return compile_launch(scaled_gathers(**GATHERS[name]), 90)
+
+
+@cache
+def total(name):
+    return compile_launch(scaled_reduces(**SUMS[name]), 90)
+
+
+def assert_good(made, kind="e4m3"):
+    assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kind}.e4m3" in made.ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared::(cluster|cta)\.global", made.ptx), "no TMA load"
+    assert not made.warnings, "the multiplication waits for itself"
+    assert made.spilled == 0
+    assert made.shared <= SHARED_MEMORY
+    assert made.registers * 8 * 32 <= REGISTERS
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.thorough
+def test_gathers(name):
+    assert_good(gather(name))
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.thorough
+def test_sums(name):
+    assert_good(total(name), "e5m2" if "e5m2" in name else "e4m3")
+
+
+@pytest.mark.thorough
+def test_rows_of_fp8_are_copied_in_16_bytes():
+    made = gather("rows")
+    assert "st.global.v4.b32" in made.ptx
+    for narrow in ("st.global.b8", "ld.global.b8"):
+        assert narrow not in made.ptx, narrow
+
+
+@pytest.mark.parametrize("calls", [dict(described=False), dict(transposed=False), dict(config=mk.Config(tile_k=256))])
+@pytest.mark.thorough
+def test_what_is_slower_compiles(calls):
+    made = compile_launch(scaled_reduces("reduce_scatter", (1, 4), "rows", **calls), 90)
+    assert "f32.e4m3.e4m3" in made.ptx
