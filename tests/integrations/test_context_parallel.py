@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.forked_processes import run_ranks
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import mkernel as mk
 from mkernel import integrations
@@ -174,6 +175,19 @@ def test_enable_and_disable():
     assert F.scaled_dot_product_attention is plain
     context_parallel.disable()
     assert NAME in integrations.report().operators
+
+
+def test_biases_of_pytorch():
+    """They look for the function by its place."""
+    query, key = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 6, 16)
+    calls = [
+        ((query, key, key, causal_lower_right(4, 6)), {}),
+        ((query, key, key), {"attn_mask": causal_upper_left(4, 6)}),
+    ]
+    expected = [F.scaled_dot_product_attention(*given, **more) for given, more in calls]
+    with context_parallel.enable():
+        for (given, more), out in zip(calls, expected):
+            assert torch.equal(F.scaled_dot_product_attention(*given, **more), out)
 
 
 def test_a_pytorch_without_it_is_refused_in_words(monkeypatch):

@@ -1,6 +1,7 @@
 """The functions of ring-flash-attn: right, differentiable, and clear about what they do not take."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -83,6 +84,10 @@ def test_arguments_are_those_of_the_package():
         for packed, names in first.items():
             function = getattr(ring_flash_attn, f"{prefix}_flash_attn{packed}_func")
             assert list(inspect.signature(function).parameters) == names + rest
+    made = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride", "local_k_slice"]
+    for packed, names in first.items():
+        function = getattr(ring_flash_attn, f"llama3_flash_attn_varlen{packed}_func")
+        assert list(inspect.signature(function).parameters) == names + made + rest
 
 
 @pytest.mark.parametrize("given_out", [False, True])
@@ -99,3 +104,61 @@ def test_the_order_of_dimensions(given_out):
             mk.ring_attention(query, key, value, input_layout="sbhd")
 
     run(work, cluster=(1, 2))
+
+
+DOCUMENTS = (0, 5, 20, 20, 32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", ["", "_kvpacked", "_qkvpacked"])
+def test_packed_documents(packed, causal):
+    """Of which each rank holds an equal part, with gradients."""
+    function = getattr(ring_flash_attn, f"llama3_flash_attn_varlen{packed}_func")
+    case = Case(16, heads=2, kv_heads=2, causal=causal, documents=DOCUMENTS)
+
+    def work(group):
+        query, key, value = (part[0].requires_grad_() for part in parts_of(case, group.rank))
+        made = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            torch.tensor(DOCUMENTS, dtype=torch.int32), causal, group.rank, group.size
+        )
+        given = {
+            "": (query, key, value),
+            "_kvpacked": (query, torch.stack([key, value], 1)),
+            "_qkvpacked": (torch.stack([query, key, value], 1),),
+        }[packed]
+        *others, documents = made
+        arguments = (*given, *others, 1, documents)
+        assert isinstance(function(*arguments, causal=causal, group=group), torch.Tensor)
+        out, lse, nothing = function(*arguments, causal=causal, return_attn_probs=True, group=group)
+        assert nothing is None
+        expected = exact(case, group.rank, group.size)
+        assert_attention(out.transpose(0, 1)[None], lse[None], expected, case)
+        (dq,) = torch.autograd.grad(out.sum(), [query])
+        assert dq.abs().sum() > 0
+        with pytest.raises(
+            mk.ArgumentError, match=r"local_k_slice must be the last value of.*got slice\(0, 16, None\)"
+        ):
+            function(*given, *others, 1, slice(0, 16), group=group)
+
+    run(work, cluster=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "causal", "rank", "queries", "keys"),
+    [
+        ((0, 5, 20, 32), True, 0, [0, 5, 16], [0, 5, 16]),
+        ((0, 5, 20, 32), False, 0, [0, 5, 16], [0, 5, 20]),
+        ((0, 5, 20, 32), True, 1, [0, 4, 16], [0, 15, 27]),
+        ((0, 16, 32), True, 1, [0, 16], [0, 16]),
+        ((0, 32), True, 1, [0, 16], [0, 32]),
+        ((0, 32), False, 0, [0, 16], [0, 32]),
+    ],
+)
+def test_prepared_documents(bounds, causal, rank, queries, keys):
+    """What ring-flash-attn returns for them, but for the slice."""
+    made = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor(bounds), causal, rank, 2)
+    assert [each.tolist() for each in made[:2]] == [queries, keys]
+    assert made[2:4] == tuple(max(b - a for a, b in itertools.pairwise(each)) for each in (queries, keys))
+    assert made[4].bounds == bounds
+    with pytest.raises(mk.ArgumentError, match="must end at a multiple of the 3 ranks, got 32"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 32]), causal, rank, 3)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
 
 from mkernel.integrations import calls
 from mkernel.integrations.enabled import Enabled
@@ -122,6 +123,10 @@ def _attend(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """`F.scaled_dot_product_attention`."""
+    if isinstance(attn_mask, CausalBias):
+        # It handles calls of what has this name in F. That is not PyTorch's function now, which would ignore the bias.
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        return CausalBias.__torch_function__(getattr(F, NAME), (CausalBias,), given, options)
     if not isinstance(query, pytorch.DTensor) or not pytorch.is_active():
         return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
     why = _why_not(pytorch, (query, key, value), attn_mask, dropout_p, is_causal, options)
