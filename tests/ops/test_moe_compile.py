@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 from support.compiled_launches import paced_links
+from support.moe_backward_launches import backward_launch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, launched
-from mkernel.ops.moe import combine, dispatch_matmul, ffn, gradient_rows, grouped_matmul, redispatch, weight_grad
+from mkernel.ops.moe import combine, dispatch_matmul, ffn
 from mkernel.ops.moe.bench import _gemm_alone_kernel, gemm_alone
-from mkernel.ops.moe.grouped import empty_rows
 from mkernel.runtime.planning import default_tiles
 
 pytestmark = pytest.mark.thorough  # they take up to a minute each
@@ -159,40 +159,6 @@ def test_descriptors_are_parameters_of_their_own(op):
 # -- backward passes
 
 
-def backward_launch(step, dtype=torch.bfloat16):
-    """What rank 0 of two nodes launches in a step of the backward pass of moe_ffn."""
-
-    def prepare(group):
-        x, ids = torch.empty(TOKENS, SIZE, dtype=dtype), torch.empty(TOKENS, K, dtype=torch.int64)
-        weights, out = torch.empty(TOKENS, K), torch.empty(TOKENS, SIZE, dtype=dtype)
-        gate_up = torch.empty(EXPERTS, 2 * SIZE, SIZE, dtype=dtype).transpose(1, 2)
-        down = torch.empty(EXPERTS, SIZE, SIZE, dtype=dtype)
-        sizes = ffn.agree(group, x, ids, down, None, TOKENS, None)
-        given = (group, x, ids, weights, gate_up, down, out, sizes, None)
-        launch, handle, _ = ffn.prepare_kept(*given, "activations")
-        here = (group, launch.arguments["context"], handle)
-
-        def rows(columns):
-            return empty_rows(group, handle.capacity, columns, dtype, 128)
-
-        steps = {
-            "forward": lambda: launch,
-            "redispatch": lambda: redispatch.prepare(group, handle, x, down.transpose(1, 2), weights)[0],
-            "redispatch alone": lambda: redispatch.prepare(group, handle, x, None, weights)[0],
-            "swiglu": lambda: gradient_rows.swiglu_backward(*here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE))[
-                0
-            ],
-            "combine": lambda: gradient_rows.combine_backward(*here, weights, rows(SIZE), rows(SIZE))[0],
-            "weight grad": lambda: weight_grad.prepare(*here, rows(SIZE), rows(2 * SIZE))[0],
-            "product": lambda: grouped_matmul.prepare(
-                *here, handle.tables.placed, rows(2 * SIZE), gate_up.transpose(1, 2)
-            )[0],
-        }
-        return steps[step]()
-
-    return launched(prepare, (2, 2))
-
-
 @pytest.mark.parametrize("step", ["redispatch", "weight grad", "product", "forward"])
 def test_products_of_the_backward_pass(step):
     """Tensor cores, fed by TMA, and no spills. The forward pass that keeps its activations is here, too."""
@@ -210,7 +176,3 @@ def test_rows_of_the_backward_pass(step):
     assert not compiled.spilled
     assert compiled.ptx.count("ld.global.v4") >= 2
     assert compiled.ptx.count("st.global.v4") >= 2
-
-
-def test_weight_gradient_in_fp32():
-    assert not compile_launch(backward_launch("weight grad", torch.float32)).spilled

@@ -9,6 +9,8 @@ from support.moe_gradients import ffn_gradients, halves_gradients
 from support.moe_reference import SMALL, Layer, layer_of
 from support.operator_calls import Guards, assert_same, cluster_name, run
 
+import mkernel as mk
+
 both = pytest.mark.parametrize("call", [ffn_gradients, halves_gradients])
 THOROUGH = pytest.mark.thorough
 CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
@@ -118,3 +120,18 @@ def test_a_token_crosses_to_a_node_once_in_each_direction():
             # whose rows are 64 bytes apart
             backward = 3 * (64 + weights) + (there + back) * width + max(64 * (back - 1) + layer.k * 4, 0)
             assert traffic[source][target] == forward + backward
+
+
+def test_a_trace_shows_the_launches_in_order():
+    """Those without communication, too, which complete no epoch."""
+
+    def work(group):
+        with mk.trace() as trace:
+            ffn_gradients(group, layer_of((1, 2), dtype=torch.float32))
+        return trace
+
+    launches = {event.call: event.op for event in run(work, cluster=(1, 2))[0].of(1, "launch")}
+    assert [launches[call] for call in sorted(launches)] == [
+        "moe_ffn", "moe_dispatch_matmul", "moe_dispatch_matmul", "moe_swiglu_backward", "moe_weight_grad",
+        "moe_weight_grad", "moe_grouped_matmul", "moe_combine", "moe_combine",
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from support import moe_backward_launches
 from support.operator_calls import cluster_name, run
 from support.workloads import workload_of
 
@@ -44,6 +45,16 @@ class Call:
         return launched(prepare, self.cluster, capability, multicast=self.multicast, **gpu)
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of the backward pass of moe_ffn."""
+
+    kernel: str
+
+    def launch(self, capability):
+        return moe_backward_launches.backward_launch(moe_backward_launches.STEPS[self.kernel], capability=capability)
+
+
 ONE_NODE = (1, 4)
 # Most are calls that other files look at more closely, so that Triton's cache has them.
 PORTABLE = {
@@ -63,6 +74,7 @@ SINCE_HOPPER = {
     "moe_dispatch_matmul_kernel": Call("moe_dispatch_matmul", (4096, 2048, 2048)),
     "moe_combine_kernel": Call("moe_combine", (4096, 2048)),
     "moe_ffn_kernel": Call("moe_ffn", (4096, 2048, 2048)),
+    **{kernel: Step(kernel) for kernel in moe_backward_launches.STEPS},
 }
 HOPPER = {
     "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (16384, 2048, 2048), ONE_NODE),

@@ -96,28 +96,30 @@ def assert_gradient(name, gradient, exact, size, dtype):
 def check_all(layer, rank, gradients, exact):
     found, sizes = exact
     for name, gradient in gradients.items():
-        assert_gradient(name, gradient, found[name][rank], sizes[name][rank], layer.dtype)
+        assert_gradient(name, gradient.cpu(), found[name][rank], sizes[name][rank], layer.dtype)
 
 
 # -- calls on one rank
 
 
-def leaf(tensor):
-    return tensor.requires_grad_()
+def leaf(group, tensor):
+    return tensor.to(group.device).requires_grad_()
 
 
 def ffn_gradients(group, layer, turn=0, *, transposed=False, **arguments):
     """Forward and backward pass of moe_ffn, with every gradient checked."""
     rank = group.rank
-    x, weights = leaf(layer.x(rank, turn)), leaf(layer.weights(rank, turn))
+    x, weights = leaf(group, layer.x(rank, turn)), leaf(group, layer.weights(rank, turn))
+    ids, dout = layer.ids(rank, turn).to(group.device), gradient_of(layer, rank, turn, layer.hidden).to(group.device)
     gate_up, down = layer.gate_up(rank, turn), layer.down(rank, turn)
     if transposed:
         gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
-    gate_up, down = leaf(gate_up), leaf(down)
-    out = mk.moe_ffn(x, layer.ids(rank, turn), weights, gate_up, down, group=group, **arguments)
+    gate_up, down = leaf(group, gate_up), leaf(group, down)
+    out = mk.moe_ffn(x, ids, weights, gate_up, down, group=group, **arguments)
+    out.backward(dout)
+    group.synchronize()
     if layer.tokens[rank]:
-        assert_sum(out.detach(), *layer.ffn(rank, turn), layer.hidden + layer.out)
-    out.backward(gradient_of(layer, rank, turn, layer.hidden))
+        assert_sum(out.detach().cpu(), *layer.ffn(rank, turn), layer.hidden + layer.out)
     gradients = dict(x=x.grad, weights=weights.grad, gate_up=gate_up.grad, down=down.grad)
     check_all(layer, rank, gradients, exact_ffn(layer, turn))
     for w in (gate_up, down):
@@ -128,13 +130,15 @@ def ffn_gradients(group, layer, turn=0, *, transposed=False, **arguments):
 def halves_gradients(group, layer, turn=0, **arguments):
     """The same of moe_dispatch_matmul and moe_combine."""
     rank = group.rank
-    x, weights, w = (leaf(each(rank, turn)) for each in (layer.x, layer.weights, layer.w))
-    y, handle = mk.moe_dispatch_matmul(x, layer.ids(rank, turn), w, group=group, **arguments)
+    x, weights, w = (leaf(group, each(rank, turn)) for each in (layer.x, layer.weights, layer.w))
+    ids, dout = layer.ids(rank, turn).to(group.device), gradient_of(layer, rank, turn, layer.out).to(group.device)
+    y, handle = mk.moe_dispatch_matmul(x, ids, w, group=group, **arguments)
     y.retain_grad()
     out = mk.moe_combine(y, handle, weights, group=group)
+    out.backward(dout)
+    group.synchronize()
     if layer.tokens[rank]:
-        assert_sum(out.detach(), *layer.combined(rank, turn), layer.hidden)
-    out.backward(gradient_of(layer, rank, turn, layer.out))
+        assert_sum(out.detach().cpu(), *layer.combined(rank, turn), layer.hidden)
     assert not y.grad[int(handle.counts.sum()) :].any()
     check_all(layer, rank, dict(x=x.grad, weights=weights.grad, w=w.grad), exact_halves(layer, turn))
     return [out.detach(), x.grad, weights.grad, w.grad]

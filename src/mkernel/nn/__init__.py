@@ -10,8 +10,9 @@ from mkernel.nn import functional
 from mkernel.nn.attention import ContextParallelAttention
 from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts, TopKRouter
+from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts
 from mkernel.nn.replicated import check_replicated, sum_gradients
+from mkernel.nn.router import TopKRouter
 from mkernel.nn.shards import ParallelModule, full_state_dict
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,62 +9,11 @@ from torch import nn
 
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.replicated import with_summed_gradient
+from mkernel.nn.router import TopKRouter
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.ops.moe import moe_ffn
-from mkernel.ops.moe.arguments import MOST_SLOTS, check_save
-from mkernel.runtime.errors import ArgumentError
+from mkernel.ops.moe.arguments import check_save
 from mkernel.runtime.group import current
-
-
-class TopKRouter(nn.Module):
-    """Chooses the experts of each token: the `top_k` largest of softmax(x @ weight.t()), computed in fp32.
-
-    Args:
-        hidden_size: features of a token.
-        num_experts: experts of the whole layer.
-        top_k: experts per token.
-        normalize: divide the weights of a token's experts by their sum, as Mixtral does.
-        generator: what the initial values are drawn from. None is torch's default generator.
-
-    `forward(x)`, x [tokens, hidden_size], returns (ids [tokens, top_k], weights [tokens, top_k] in fp32).
-    """
-
-    def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        generator: torch.Generator | None = None,
-    ):  # fmt: skip
-        super().__init__()
-        check_positive(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
-        if top_k > min(num_experts, MOST_SLOTS):
-            raise ArgumentError(
-                f"top_k is {top_k}; it must be at most num_experts ({num_experts}) and at most {MOST_SLOTS}"
-            )
-        self.hidden_size, self.num_experts, self.top_k, self.normalize = hidden_size, num_experts, top_k, normalize
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters(generator)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As `nn.Linear`."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.route(x, self.weight)
-
-    def route(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` with another weight in place of the module's."""
-        with torch.autocast(x.device.type, enabled=False):
-            scores = torch.softmax(x.float() @ weight.float().t(), dim=-1)
-        weights, ids = torch.topk(scores, self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights
-
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"normalize={self.normalize}"
-        )
 
 
 class ParallelExperts(ParallelModule):
@@ -126,7 +74,7 @@ class ParallelExperts(ParallelModule):
 
 
 class ExpertParallelMoE(nn.Module):
-    """A mixture-of-experts layer: a softmax top-k router, and SwiGLU experts that are divided among the ranks, in one
+    """A mixture-of-experts layer: a top-k router, and SwiGLU experts that are divided among the ranks, in one
     kernel (`mk.moe_ffn`).
 
     The loss is the sum of all ranks' losses: each rank calls `backward` on that of its own tokens. The gradients of the
@@ -143,7 +91,7 @@ class ExpertParallelMoE(nn.Module):
         intermediate_size: inner features of an expert.
         num_experts: experts of the whole layer; divisible by the number of ranks.
         top_k: experts per token.
-        normalize: divide the weights of a token's experts by their sum.
+        normalize, scores, scale, groups, top_groups, correction_bias: of the router, see `TopKRouter`.
         group: the group whose ranks share the experts; None is the current group.
         capacity, max_tokens, save: as in `mk.moe_ffn`.
         generator: as in `ColumnParallelLinear`.
@@ -153,8 +101,9 @@ class ExpertParallelMoE(nn.Module):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
-        group: Any = None, capacity: int | None = None, max_tokens: int | None = None, save: str = "inputs",
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        scores: str = "softmax", scale: float = 1.0, groups: int = 1, top_groups: int = 1,
+        correction_bias: bool = False, group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
+        save: str = "inputs", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -162,7 +111,10 @@ class ExpertParallelMoE(nn.Module):
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         with agreed_generator(group, torch.empty(0, **like).device, generator) as generator:
             like["generator"] = generator
-            self.gate = TopKRouter(hidden_size, num_experts, top_k, normalize=normalize, **like)
+            self.gate = TopKRouter(
+                hidden_size, num_experts, top_k, normalize=normalize, scores=scores, scale=scale, groups=groups,
+                top_groups=top_groups, correction_bias=correction_bias, **like,
+            )  # fmt: skip
             self.experts = ParallelExperts(
                 hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
                 save=save, **like,
