@@ -237,10 +237,19 @@ def _team(work: _Work, ctas: int) -> int:
     return planning.largest_team(max(most, 1))
 
 
-def pairs_keep_busy(group: Group, tiles: int, window: int, ctas: int) -> bool:
-    """Whether the tiles of as many units as there is room for keep all CTAs busy if each takes two of them. tiles: of a
-    unit. With fewer nodes than MANY_NODES, it is taken to be so: pairs are what was measured."""
-    return group.nodes < MANY_NODES or window * (tiles // 2) >= ctas
+def pairs_pay(group: Group, costs: list[int], window: int, ctas: int) -> bool:
+    """Whether CTAs should take the tiles of a unit in pairs. costs: of all of them. Pairs occupy half as many CTAs for
+    as long as two tiles take, and there is room for `window` units at a time. With fewer nodes than MANY_NODES they do:
+    that is what was measured."""
+    if group.nodes < MANY_NODES or len(costs) < 2:
+        return True
+    ordered = sorted(costs)
+    pairs = [short + long for short, long in zip(ordered, reversed(ordered))]
+
+    def rate(tiles: int, longest: int) -> float:
+        return min(window, ctas / tiles) / max(longest, 1)
+
+    return rate(-(-len(costs) // 2), max(pairs)) >= 0.95 * rate(len(costs), ordered[-1])
 
 
 def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
@@ -330,12 +339,12 @@ def plan(
     helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
     unit_bytes = size * length * 2 * dim * element
     syncs_grid = hopper and not pattern.has_spans and sync_pays(unit_bytes)
-    in_pairs = pairs_keep_busy(group, heads // max(kv_heads, 1) * len(work.costs) * team, window, resolved.ctas)
+    costs, group_heads = [-(-cost // team) for cost in work.costs for _ in range(team)], heads // max(kv_heads, 1)
+    in_pairs = pairs_pay(group, costs * group_heads, window, resolved.ctas)
     if not in_pairs:
         reasons.append(f"many nodes: the tiles of {window} heads in pairs would leave CTAs without work: one by one")
     schedule = scheduled(
-        [-(-cost // team) for cost in work.costs for _ in range(team)],
-        heads // max(kv_heads, 1), units, parts, resolved.ctas,
+        costs, group_heads, units, parts, resolved.ctas,
         Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid, in_pairs,
     )  # fmt: skip
     if max(schedule, default=0) >= SYNC_MARK:
