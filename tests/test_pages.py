@@ -6,8 +6,9 @@ import time
 import pytest
 from support import browser as browsers
 from support.bench_figures import MACHINE, result
+from typer.testing import CliRunner
 
-from mkernel import demo, report
+from mkernel import cli, demo, report
 from mkernel.bench import page as bench_page
 from mkernel.demo import page as demo_page
 
@@ -277,3 +278,16 @@ def test_hostile_names_on_the_page_of_the_demo(tmp_path, browser, name):
     assert browsers.texts(browser, "h2") == [name]
     assert f"Wrong: {name}: {name}" in browsers.texts(browser, "p.wrong")
     assert spaces(name) in spaces(drawn_texts(browser))
+
+
+def test_a_plan_loads_without_errors_and_without_the_network(browser, tmp_path):
+    path = tmp_path / "plan.html"
+    options = ["matmul_reduce_scatter", "65536x8192x32768", "--nodes", "2,4", "--html", str(path)]
+    assert CliRunner().invoke(cli.main, ["plan", *options]).exit_code == 0
+    browser.get(path.as_uri())
+    assert browsers.messages(browser) == []
+    assert browsers.requested(browser) == []
+    results = data_of(browser)["results"]
+    assert plotted(browser, "times")["fused"] == [one["fused_ms"] for one in results]
+    assert set(plotted(browser, "timeline-4")) >= {"multiply"}
+    assert "All figures are modelled" in browser.find_element("tag name", "body").text

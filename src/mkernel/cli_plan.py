@@ -54,7 +54,7 @@ def plan(
     ] = Scaling.weak,
     search: Annotated[bool, typer.Option("--search", help="Look for the best split of CTAs, and chunks.")] = False,
     layer: Annotated[
-        str | None, typer.Option(help="A whole layer instead of an operator: mlp, attention or moe.")
+        str | None, typer.Option(help="A whole layer instead of an operator, such as mlp; the shape is the layer's.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

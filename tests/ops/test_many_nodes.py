@@ -54,7 +54,7 @@ def reduce_scatter(group, turn):
 @pytest.mark.parametrize("call", [all_gather, weight_grad, reduce_scatter])
 @pytest.mark.parametrize(("shape_of_cluster", "seeds"), [
     ((4, 2), 1), ((5, 1), 1),
-    pytest.param((4, 2), 12, marks=pytest.mark.thorough), pytest.param((4, 4), 1, marks=pytest.mark.thorough),
+    pytest.param((4, 2), 8, marks=pytest.mark.thorough), pytest.param((4, 4), 1, marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_results(call, shape_of_cluster, seeds):
     def on_rank(group):
@@ -91,7 +91,7 @@ SCENARIOS = {
 @pytest.mark.parametrize("size", [(4, 2), (8, 1)])
 @pytest.mark.parametrize("op", SCENARIOS)
 def test_other_operators(op, size):
-    for seed in range(4):
+    for seed in range(2):
         SCENARIOS[op](size).run(seed=seed)
 
 

@@ -75,7 +75,7 @@ def layer_on(
                 )  # fmt: skip
                 times = (one.seconds, one.floor, one.host)
             else:
-                local = part.flops / machine.library_flops
+                local = part.flops / machine.library_flops["gemm"]
                 times = (local + machine.launch_seconds, local, local + machine.launch_seconds)
             parts.append({"name": part.name, "op": part.op, "fused_ms": times[0] * 1e3, "floor_ms": times[1] * 1e3,
                           "host_driven_ms": times[2] * 1e3})  # fmt: skip

@@ -21,11 +21,11 @@ class Machine:
     """A GPU, its share of its node and its network. Rates are per second, times in seconds, for one GPU.
 
     sms, capability: SMs, and the compute capability as a number: 90 for Hopper.
-    sm_flops: of an SM while it multiplies a tile. tile_seconds: what a tile takes besides, mostly to store it.
+    sm_flops: of an SM while it works on a tile, by kind of work. tile_seconds: what a tile of a GEMM takes besides,
+        mostly to store it.
     pushed_seconds: how much more a tile takes that is stored in a peer's memory. partial_seconds: to add a peer's tile.
-    attention_sm_flops: as sm_flops, of attention. grouped, gated: how much longer a tile of a grouped GEMM takes, and
-        one of two with an activation in between (factors).
-    library_flops, library_attention_flops, library_grouped_flops: of cuBLAS, cuDNN and the grouped GEMM; the floor.
+    grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
+    library_flops: of the GPU with the library, by kind of work; the floor.
     memory: bytes read from memory. copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
     place: bytes that a CTA of a mixture-of-experts operator places.
     nvlink: bytes sent to the node. nvlink_seconds: from a store until a peer that polls sees its signal.
@@ -42,16 +42,13 @@ class Machine:
     about: str
     sms: int
     capability: int
-    sm_flops: float
+    sm_flops: dict[str, float]
     tile_seconds: float
     pushed_seconds: float
     partial_seconds: float
-    attention_sm_flops: float
     grouped: float
     gated: float
-    library_flops: float
-    library_attention_flops: float
-    library_grouped_flops: float
+    library_flops: dict[str, float]
     memory: float
     copy: float
     warp_copy: float
@@ -71,13 +68,13 @@ class Machine:
     pod_nodes: int = 0  # 0: all nodes
     oversubscription: float = 1.0
     paced: bool = False
-    sharing: dict[str, float] = field(default_factory=dict)  # ranks on the GPU: how much longer a tile takes
-    attention_sharing: dict[str, float] = field(default_factory=dict)
+    # by kind of work and number of ranks on the GPU: how much longer a tile takes than the ranks' share of SMs explains
+    sharing: dict[str, dict[str, float]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     def tile(self, rows: int, columns: int, depth: int) -> float:
         """Seconds of an SM for a tile of a GEMM."""
-        return 2 * rows * columns * depth / self.sm_flops + self.tile_seconds
+        return 2 * rows * columns * depth / self.sm_flops["gemm"] + self.tile_seconds
 
 
 def names() -> list[str]:
@@ -113,18 +110,16 @@ def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
     """The part of one GPU that each of `ranks` ranks has which share it, with links paced to the same part: how
     emulated figures are measured."""
     if ranks == 1:
-        return replace(machine, paced=True, sharing={}, attention_sharing={})
-    slower = _factor(machine.sharing, ranks)
+        return replace(machine, paced=True, sharing={})
     return replace(
         machine,
         name=f"{machine.name}, shared by {ranks}",
         # the transport copies on 4 SMs, which the ranks of several nodes leave to it
         sms=(machine.sms - (4 if nodes > 1 else 0)) // ranks,
-        sm_flops=machine.sm_flops / slower,
-        attention_sm_flops=machine.attention_sm_flops / _factor(machine.attention_sharing, ranks),
-        library_flops=machine.library_flops / ranks,
-        library_attention_flops=machine.library_attention_flops / ranks,
-        library_grouped_flops=machine.library_grouped_flops / ranks,
+        sm_flops={
+            kind: rate / _factor(machine.sharing.get(kind, {}), ranks) for kind, rate in machine.sm_flops.items()
+        },
+        library_flops={kind: rate / ranks for kind, rate in machine.library_flops.items()},
         memory=machine.memory / ranks,
         nvlink=machine.nvlink / ranks,
         network=machine.network / ranks,

@@ -28,8 +28,8 @@ class Problem:
 class Work:
     """What one rank computes and sends.
 
-    flops: of the library's call; library: which one, "gemm", "attention", "grouped" or "gated". memory: bytes that it
-    reads and writes. nvlink, network: bytes sent to the node, and to other nodes. collectives: how many the host would
+    flops: of the library's call; library: of which kind, as in a machine's `library_flops`. memory: bytes that it reads
+    and writes. nvlink, network: bytes sent to the node, and to other nodes. collectives: how many the host would
     launch.
     """
 

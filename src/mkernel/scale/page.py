@@ -42,7 +42,7 @@ def page(title: str, found: Sequence[Prediction], timelines: Sequence[Prediction
     ]  # fmt: skip
     parts += [_timeline(one) for one in timelines]
     for one in found:
-        parts += [report.heading(f"{one.nodes} nodes"), report.text(one.plan), _spent(one)]
+        parts += [report.heading(f"{one.nodes} nodes"), *map(report.text, one.plan.splitlines()), _spent(one)]
     data = {"title": title, "results": [one.to_dict() for one in found]}
     return report.page("mkernel plan", [report.heading(title), *parts], data)
 

@@ -72,13 +72,7 @@ class Prediction:
 
 
 def library_seconds(work: Work, machine: Machine) -> float:
-    rate = {
-        "gemm": machine.library_flops,
-        "attention": machine.library_attention_flops,
-        "grouped": machine.library_grouped_flops,
-        "gated": machine.library_grouped_flops / machine.gated,
-    }[work.library]
-    return max(work.flops / rate, work.memory / machine.memory)
+    return max(work.flops / machine.library_flops[work.library], work.memory / machine.memory)
 
 
 def floor_of(work: Work, machine: Machine) -> float:

@@ -182,7 +182,7 @@ def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes) -> 
         ctas.wait(link.carry(ctas.clock, size / plan.config.ctas), "NVLink")
         ctas.wait(ctas.clock + machine.nvlink_seconds, "NVLink")
     read = (m_total * k + n * k + m_total * n) * problem.element / machine.memory
-    multiplied = 2 * m_total * n * k / machine.sm_flops / plan.config.ctas
+    multiplied = 2 * m_total * n * k / machine.sm_flops["gemm"] / plan.config.ctas
     ctas.work(max(read, multiplied) + machine.tile_seconds, "multiply")
 
 

@@ -26,7 +26,7 @@ class _Ring:
         self.rate = machine.warp_copy if plan.hopper else machine.copy
         rows = np.minimum(plan.part_rows - np.arange(plan.chunks) * c.chunk_rows, c.chunk_rows)
         self.sizes = rows * 2 * dim * problem.element
-        self.block_seconds = 4 * c.tile_m * c.tile_n * dim / machine.attention_sm_flops
+        self.block_seconds = 4 * c.tile_m * c.tile_n * dim / machine.sm_flops["attention"]
         self.freed = np.zeros(plan.rounds)
         sequences, ranks = plan.sequences, engine.ranks
         self.costs = np.repeat(sequences.key_blocks(engine.rank, c.tile_m, c.tile_n) / c.team_ctas, c.team_ctas)

@@ -351,13 +351,12 @@ def plan(
     helpers = resolved.send_ctas + (0 if hopper else resolved.intra_ctas)
     unit_bytes = size * length * 2 * dim * element
     syncs_grid = hopper and not pattern.has_spans and sync_pays(unit_bytes)
-    costs = [-(-cost // team) for cost in work.costs for _ in range(team)]
-    in_pairs = pairs_pay(group, costs * (heads // max(kv_heads, 1)), window, resolved.ctas)
+    costs, group_heads = [-(-cost // team) for cost in work.costs for _ in range(team)], heads // max(kv_heads, 1)
+    in_pairs = pairs_pay(group, costs * group_heads, window, resolved.ctas)
     if not in_pairs:
         reasons.append(f"many nodes: the tiles of {window} heads in pairs would leave CTAs without work: one by one")
     schedule = scheduled(
-        costs,
-        heads // max(kv_heads, 1), units, parts, resolved.ctas,
+        costs, group_heads, units, parts, resolved.ctas,
         Helpers(helpers, ready, max(rounds - window, 0)), syncs_grid, in_pairs,
     )  # fmt: skip
     if max(schedule, default=0) >= SYNC_MARK:

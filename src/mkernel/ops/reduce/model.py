@@ -24,7 +24,7 @@ def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, bot
     machine, ranks, c = engine.machine, engine.ranks, plan.config
     k = k_total // ranks
     read = (m * k + k * n) * problem.element / machine.memory
-    multiplied = 2 * m * n * k / machine.sm_flops / c.ctas
+    multiplied = 2 * m * n * k / machine.sm_flops["gemm"] / c.ctas
     ctas.work(max(read, multiplied) + machine.tile_seconds, "multiply")
     moved = m * n * problem.element * (ranks - 1) / ranks / c.ctas
     link = engine.link(c.ctas)
