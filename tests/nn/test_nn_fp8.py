@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.forked_processes import run_ranks
 
 import mkernel as mk
 from mkernel import nn
@@ -95,3 +96,35 @@ def test_layers_are_made_and_shown():
                 nn.ColumnParallelLinear(IN, OUT, **(dict(fp8="RowWise") | wrong))
 
     mk.spawn(on_rank, gpus_per_node=2, device="cpu")
+
+
+COMPILED = """
+    from support.patience import WAIT
+    import torch
+    import mkernel as mk
+
+    group = mk.init(timeout=WAIT)
+    torch.manual_seed(0)
+    up, down = mk.nn.ColumnParallelLinear(64, 96, fp8="RowWise"), mk.nn.RowParallelLinear(96, 64, fp8="BlockWise")
+    x = torch.randn(4, 64, requires_grad=True)
+
+    def block(x):
+        return down(up(x).relu())
+
+    results = []
+    for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        y = function(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, up.weight, up.bias, down.weight, down.bias))])
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
+    group.close()
+    print("right on rank", group.rank)
+"""
+
+
+@pytest.mark.thorough
+def test_a_compiled_block():
+    """In one graph, with the same bits."""
+    for rank, (output, code) in enumerate(run_ranks(COMPILED, 2)):
+        assert code == 0, output
+        assert f"right on rank {rank}" in output, output

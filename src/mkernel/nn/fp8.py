@@ -13,10 +13,10 @@ import torch
 
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.all_gather_matmul.scaled import all_gather_scaled_matmul
-from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
 from mkernel.ops.library import as_rows, autocast, check_dim, dense
 from mkernel.ops.reduce import matmul_reduce_scatter, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group_names import name_in_graph
 from mkernel.runtime.quantization import dequantize, quantize
 
 # of the input and of the weight
@@ -90,7 +90,9 @@ class _Column(torch.autograd.Function):
         rows = dense(as_rows(grad, ctx.dim))
         if ctx.needs_input_grad[1]:
             own = as_rows(dequantize(x, scale, ctx.dtype), ctx.dim)
-            dweight = all_gather_matmul_weight_grad(own, rows, group=ctx.group).t()
+            # the registered operator, so that a graph can have it; laid out like the weight
+            name = name_in_graph(ctx.group)
+            dweight = torch.ops.mkernel.all_gather_matmul_weight_grad(own, rows, True, name, None).t()
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
         return dx, dweight, dbias, None, None, None
