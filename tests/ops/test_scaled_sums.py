@@ -228,6 +228,15 @@ def test_the_result_must_not_overlap_the_scales():
     run(work, cluster=(1, 1))
 
 
+def test_without_scales_fp8_is_refused():
+    def work(group):
+        for function in (mk.matmul_all_reduce, mk.matmul_reduce_scatter, mk.all_gather_matmul):
+            with pytest.raises(mk.ArgumentError, match="multiplied by the operators with scales"):
+                function(A, B)
+
+    run(work, cluster=(1, 1))
+
+
 def test_ranks_that_disagree():
     def work(group):
         with pytest.raises(mk.ArgumentError, match="out_dtype"):

@@ -39,7 +39,7 @@ def fused_all_gather_scaled_matmul(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """The all-gather of A along a dimension, and its products with all Bs."""
     check_dimension("gather_dim", gather_dim, "A_shard", A_shard)
-    given = (B_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    given: tuple[list[Any], ...] = (B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     for name, values in zip(("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum"), given):
         if len(values) != len(Bs):
             raise ArgumentError(f"{name} must have one entry for each of the {len(Bs)} Bs, got {len(values)}")

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mkernel.nn import fp8 as in_fp8
 from mkernel.nn import functional
+from mkernel.nn.fp8 import check_recipe
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.runtime.errors import ArgumentError
@@ -124,6 +126,8 @@ class ColumnParallelLinear(ParallelLinear):
             for [batch, seq, features].
         save: what sequence_parallel keeps for the backward pass: "sharded", the input of this rank, which is gathered
             again for the gradient of the weight; or "gathered", all ranks' input.
+        fp8: multiply in fp8 what is quantized in each forward pass: "TensorWise", "RowWise" or "BlockWise", for what
+            shares a scale. None: no. Gradients are not in fp8. Only with sequence_parallel and save="sharded".
         gather_output: return all output features on every rank, by an all-gather of its own, with which nothing
             overlaps. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
             same loss.
@@ -140,26 +144,35 @@ class ColumnParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded", gather_output: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         if save not in ("sharded", "gathered"):
             raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
+        check_recipe(fp8)
+        if fp8 is not None and (not sequence_parallel or save != "sharded"):
+            raise ArgumentError("fp8 needs sequence_parallel=True and save='sharded'")
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
-        self.save, self.gather_output = save, gather_output
+        self.save, self.gather_output, self.fp8 = save, gather_output, fp8
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = functional.column_parallel_linear(
-            x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
-            sequence_dim=self.sequence_dim, save=self.save,
-        )  # fmt: skip
+        if self.fp8 is not None:
+            y = in_fp8.column_parallel_linear(
+                x, self.weight, self.bias, recipe=self.fp8, group=self.group, sequence_dim=self.sequence_dim
+            )
+        else:
+            y = functional.column_parallel_linear(
+                x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
+                sequence_dim=self.sequence_dim, save=self.save,
+            )  # fmt: skip
         return functional.gather_features(y, group=self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", gather_output=True" if self.gather_output else "")
+        shown = [", gather_output=True"] * self.gather_output + [f", fp8={self.fp8!r}"] * (self.fp8 is not None)
+        return super().extra_repr() + "".join(shown)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -175,6 +188,7 @@ class RowParallelLinear(ParallelLinear):
             same on every rank (`mk.matmul_all_reduce`).
         sequence_dim: as in `ColumnParallelLinear`. Its size must be divisible by the number of ranks.
         reduce_dtype: the dtype in which products travel between ranks: torch.float32, or that of the input (default).
+        fp8: as in `ColumnParallelLinear`; also without sequence_parallel.
 
     Input: [..., in_features/world], for the whole sequence: the output of a `ColumnParallelLinear`. Output:
     [..., out_features]. `forward(x, residual)` also adds a residual, which has the shape of the output, in the same
@@ -187,17 +201,27 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, reduce_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
+        check_recipe(fp8)
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype, self.fp8 = reduce_dtype, fp8
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if self.fp8 is not None:
+            return in_fp8.row_parallel_linear(
+                x, self.weight, self.bias, residual, recipe=self.fp8, group=self.group,
+                sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim,
+                reduce_dtype=self.reduce_dtype,
+            )  # fmt: skip
         return functional.row_parallel_linear(
             x, self.weight, self.bias, residual, group=self.group, sequence_parallel=self.sequence_parallel,
             sequence_dim=self.sequence_dim, reduce_dtype=self.reduce_dtype,
         )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", fp8={self.fp8!r}" if self.fp8 is not None else "")

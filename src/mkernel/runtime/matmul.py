@@ -13,7 +13,7 @@ from mkernel.lang.scaling import Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES, check_plain, constants, describable, descriptor, overlap, overlaps_itself
-from mkernel.runtime.scaling import with_scales
+from mkernel.runtime.scaling import FP8, with_scales
 
 
 def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int = 2) -> None:
@@ -36,7 +36,8 @@ def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int 
 def check_product(a: torch.Tensor, b: torch.Tensor) -> None:
     """Refuse matrices that cannot be multiplied."""
     if a.dtype not in DTYPES:
-        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+        hint = ". fp8 is multiplied by the operators with scales: see docs/how-to/fp8.md" if a.dtype in FP8 else ""
+        raise ArgumentError(f"a has dtype {a.dtype}; supported are {', '.join(str(d) for d in DTYPES)}{hint}")
     if b.dtype != a.dtype:
         raise ArgumentError(f"b has dtype {b.dtype}, but a has {a.dtype}: they must be the same")
     if a.shape[1] != b.shape[0]:

@@ -321,9 +321,7 @@ def plan(
     tile_m = HOPPER_TILE_M if hopper else tiles.tile_m
     work = _work(group, query, key, value, sequences, tile_m, tiles.tile_n)
     spans = padded // tiles.tile_n if parts == 1 and work.tiles <= MOST_SHARED_TILES else 1
-    resolved, push_seconds = _resolve(
-        group, dim, tiles, tile_m, work, units * chunks, hopper, config, spans=spans
-    )  # fmt: skip
+    resolved, push_seconds = _resolve(group, dim, tiles, tile_m, work, units * chunks, hopper, config, spans=spans)
     team = resolved.team_ctas
     if team > 1:
         reasons.append(f"{team} CTAs share the keys of each of the {work.tiles} tiles, and the last one merges")

@@ -17,6 +17,9 @@ Accumulation and rounding. Sums are accumulated in fp32, in a fixed order of ran
 bits on every run. What travels is rounded to `reduce_dtype` (by default the dtype of a): a partial once, a node's sum
 once more.
 
+fp8. scaled_matmul_reduce_scatter and scaled_matmul_all_reduce run the same kernels: a partial is multiplied by its
+scales before it travels (lang/scaling.py), so the other ranks need none of them.
+
 Why buffers can be reused. Slots and signals are double buffered; the parity of the epoch selects the half. A rank's
 result needs a partial from every rank. So a rank that begins epoch e knows that every rank has entered e-1, and thus
 has left e-2, the last epoch to use this half: its slots have been read, everything that was sent from it has arrived,

@@ -92,7 +92,7 @@ REDUCE_SCATTER = Demo(_scatter, simulated=lambda ranks: (32 * ranks, 64, 32 * ra
 ALL_REDUCE = Demo(
     _all_reduce, simulated=lambda ranks: (96, 64, 32 * ranks), large=lambda ranks: (4096, 2048, 1024 * ranks)
 )
-SCALED_REDUCE_SCATTER = Demo(_scaled_scatter, simulated=lambda ranks: (16 * ranks, 32, 32 * ranks), large=_large)
+SCALED_REDUCE_SCATTER = Demo(_scaled_scatter, simulated=lambda ranks: (32 * ranks, 32, 32 * ranks), large=_large)
 SCALED_ALL_REDUCE = Demo(
     _scaled_all_reduce, simulated=lambda ranks: (32, 32, 32 * ranks), large=lambda ranks: (4096, 2048, 1024 * ranks)
 )

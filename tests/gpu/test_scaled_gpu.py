@@ -1,0 +1,104 @@
+"""Operators with scales on a GPU: several ranks share it. All recipes, against float64 of what the fp8 stands for, and
+torch._scaled_mm beside them."""
+
+import pytest
+import torch
+from harness import randn
+
+import mkernel as mk
+
+RECIPES = [
+    ("TensorWise", "TensorWise"),
+    ("RowWise", "RowWise"),
+    ("TensorWise", "RowWise"),
+    ("BlockWise1x128", "BlockWise128x128"),
+]
+SHAPES = [(256, 512, 256), (129, 257, 65), (1, 1, 1), (7, 131, 8), (640, 384, 512), (37, 1000, 333), (300, 2560, 1024)]
+OPERATORS = (mk.all_gather_scaled_matmul, mk.scaled_matmul_reduce_scatter, mk.scaled_matmul_all_reduce)
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores"
+)
+
+
+def quantized(group, m, n, k, recipe, dtype=torch.float8_e4m3fn):
+    """Operands, and a and b in float64."""
+    a, scale_a = mk.quantize(randn(group, m, k, dtype=torch.float32), recipe[0], dtype=dtype)
+    w, scale_w = mk.quantize(randn(group, n, k, dtype=torch.float32, seed=1), recipe[1])
+    b, scale_b = w.t(), scale_w.t() if scale_w.dim() else scale_w
+    numbers = mk.dequantize(a, scale_a, torch.float64), mk.dequantize(b, scale_b, torch.float64)
+    return (a, b, scale_a, scale_b), numbers
+
+
+def exact_of(group, operator, numbers):
+    """The result in float64, and how far off it may be: partials and node sums are rounded to bf16, and Hopper's tensor
+    cores keep some 13 bits of sums within 128 of k."""
+    torch.cuda.current_stream().synchronize()
+    everyone = [[each.to(group.device) for each in pair] for pair in group.exchange("numbers", numbers)]
+    if operator is mk.all_gather_scaled_matmul:
+        parts = [(torch.cat([a for a, _ in everyone]), numbers[1])]
+    else:
+        parts = everyone
+    rows = slice(None)
+    if operator is mk.scaled_matmul_reduce_scatter:
+        share = len(numbers[0]) // group.size
+        rows = slice(group.rank * share, (group.rank + 1) * share)
+    exact, travelled, size = (
+        sum(each(a[rows], b) for a, b in parts)
+        for each in (lambda a, b: a @ b, lambda a, b: (a @ b).abs(), lambda a, b: a.abs() @ b.abs())
+    )
+    group.synchronize()
+    return exact, 2**-8 * (2 * travelled + exact.abs()) + 2**-11 * size
+
+
+def call_all(group, shape, recipe, **more):
+    rows, n, k = shape
+    for operator in OPERATORS:
+        m = rows * group.size if operator is mk.scaled_matmul_reduce_scatter else rows
+        operands, numbers = quantized(group, m, n, k, recipe)
+        exact, bound = exact_of(group, operator, numbers)
+        results = [operator(*operands, **more) for _ in range(4)]  # the last ones are prepared
+        group.synchronize()
+        for y in results:
+            assert y.dtype == torch.bfloat16
+            error = (y.double() - exact).abs()
+            assert bool((error <= bound).all()), f"{operator.__name__}: {(error - bound).max().item()} over the bound"
+            assert torch.equal(y, results[0]), "bits differ"
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+def test_recipes(cluster, recipe):
+    def on_rank(group):
+        for shape in SHAPES:
+            call_all(group, shape, recipe)
+            if "Block" not in recipe[0]:
+                call_all(group, shape, recipe, use_fast_accum=True)
+
+    mk.spawn(on_rank, nodes=cluster[0], gpus_per_node=cluster[1], device="cuda", timeout=20.0)
+
+
+def test_e5m2_and_what_is_gathered():
+    def on_rank(group):
+        for recipe in RECIPES:
+            operands, (a, b) = quantized(group, 129, 257, 400, recipe, torch.float8_e5m2)
+            exact, bound = exact_of(group, mk.all_gather_scaled_matmul, (a, b))
+            y, rows, scales = mk.all_gather_scaled_matmul(*operands, return_gathered=True)
+            group.synchronize()
+            assert bool(((y.double() - exact).abs() <= bound).all())
+            everyone = torch.cat([each.to(group.device) for each in group.exchange("a", a)])
+            assert torch.equal(mk.dequantize(rows, scales, torch.float64), everyone)
+
+    mk.spawn(on_rank, gpus_per_node=4, device="cuda", timeout=20.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids="-".join)
+def test_beside_pytorch(recipe):
+    def on_rank(group):
+        operands, _ = quantized(group, 512, 768, 1024, recipe)
+        scales = [each.contiguous() for each in operands[2:]]
+        expected = torch._scaled_mm(*operands[:2], *scales, out_dtype=torch.bfloat16)
+        for operator in OPERATORS:
+            torch.testing.assert_close(operator(*operands), expected, rtol=2e-2, atol=1e-1)
+
+    mk.spawn(on_rank, gpus_per_node=1, device="cuda", timeout=20.0)
