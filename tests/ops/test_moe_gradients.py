@@ -84,8 +84,9 @@ def test_all_schedules_give_the_same_bits(cluster, call):
                 assert_same(one, other)
 
 
-@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
-@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, pytest.param({"late": {1: 3000}}, marks=THOROUGH)])
+@pytest.mark.thorough
+@both
+@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, {"late": {1: 3000}}])
 def test_stragglers(options, call):
     layer = layer_of((2, 1), dtype=torch.float32)
 
