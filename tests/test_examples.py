@@ -136,6 +136,7 @@ def test_training_over_the_network():
 MIXTURE = Path(__file__).parent.parent / "examples/09_train_moe.py"
 
 
+@pytest.mark.thorough
 def test_training_a_mixture_of_experts_in_one_node_of_the_simulator():
     output = forked_processes.run_python([str(MIXTURE), "cpu", "--nodes", "1", "--steps", "1"])
     assert_trained(output, 2, steps=1, losses="4.7736 -> 4.7736")

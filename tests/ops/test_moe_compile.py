@@ -170,7 +170,7 @@ def test_products_of_the_backward_pass(step):
     assert compiled.registers * 8 * 32 <= REGISTERS
 
 
-@pytest.mark.parametrize("step", ["redispatch alone", "swiglu", "combine"])
+@pytest.mark.parametrize("step", ["redispatch alone", "gated", "combine"])
 def test_rows_of_the_backward_pass(step):
     compiled = compile_launch(backward_launch(step))
     assert not compiled.spilled

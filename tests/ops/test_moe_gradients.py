@@ -53,6 +53,18 @@ def test_several_tiles_and_blocks(call):
     run(work, cluster=(1, 2), seed=4)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_activations(activation):
+    """Forward and backward pass; recomputed, and kept."""
+    layer = layer_of((1, 2), dtype=torch.float32, activation=activation)
+
+    def work(group):
+        for save in ("inputs", "activations"):
+            ffn_gradients(group, layer, save=save)
+
+    run(work, cluster=(1, 2))
+
+
 def test_matrices_that_are_transposed_views():
     """Their gradients are laid out as they are."""
     layer = layer_of((1, 2), dtype=torch.float32)
@@ -72,8 +84,9 @@ def test_all_schedules_give_the_same_bits(cluster, call):
                 assert_same(one, other)
 
 
-@pytest.mark.parametrize("call", [ffn_gradients, pytest.param(halves_gradients, marks=THOROUGH)])
-@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, pytest.param({"late": {1: 3000}}, marks=THOROUGH)])
+@pytest.mark.thorough
+@both
+@pytest.mark.parametrize("options", [{"slow": {0: 0.02}}, {"late": {1: 3000}}])
 def test_stragglers(options, call):
     layer = layer_of((2, 1), dtype=torch.float32)
 
@@ -132,6 +145,6 @@ def test_a_trace_shows_the_launches_in_order():
 
     launches = {event.call: event.op for event in run(work, cluster=(1, 2))[0].of(1, "launch")}
     assert [launches[call] for call in sorted(launches)] == [
-        "moe_ffn", "moe_dispatch_matmul", "moe_dispatch_matmul", "moe_swiglu_backward", "moe_weight_grad",
+        "moe_ffn", "moe_dispatch_matmul", "moe_dispatch_matmul", "moe_gated_backward", "moe_weight_grad",
         "moe_weight_grad", "moe_grouped_matmul", "moe_combine", "moe_combine",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ EXPERTS, K, TOKENS, SIZE = 16, 8, 1024, 2048  # of a rank, of a token, of a rank
 STEPS = {  # kernel -> step
     "moe_redispatch_matmul_kernel": "redispatch",
     "moe_redispatch_kernel": "redispatch alone",
-    "moe_swiglu_backward_kernel": "swiglu",
+    "moe_gated_backward_kernel": "gated",
     "moe_combine_backward_kernel": "combine",
     "moe_weight_grad_kernel": "weight grad",
     "moe_grouped_matmul_kernel": "product",
@@ -39,7 +39,7 @@ def backward_launch(step, dtype=torch.bfloat16, capability=90):
             "forward": lambda: launch,
             "redispatch": lambda: redispatch.prepare(group, handle, x, down.transpose(1, 2), weights)[0],
             "redispatch alone": lambda: redispatch.prepare(group, handle, x, None, weights)[0],
-            "swiglu": lambda: gradient_rows.swiglu_backward(*here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE))[
+            "gated": lambda: gradient_rows.gated_backward(*here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE))[
                 0
             ],
             "combine": lambda: gradient_rows.combine_backward(*here, weights, rows(SIZE), rows(SIZE))[0],

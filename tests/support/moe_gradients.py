@@ -7,9 +7,11 @@ import functools
 import torch
 
 import mkernel as mk
-from support.moe_reference import Layer, assert_sum
+from support.moe_reference import Layer, activation_of, assert_sum
 
-SILU_SLOPE = 1.1  # bound on the derivative of silu; that of its derivative is below 0.5
+SLOPE = (
+    1.2  # bound on the derivative of an activation; those of silu and gelu change by less than 1.2 of their argument
+)
 
 
 def gradient_of(layer: Layer, rank, turn, columns):
@@ -51,11 +53,11 @@ def exact_ffn(layer: Layer, turn=0):
         x, p = values["x"][source][token], values["weights"][source][token, slot]
         gate_up, down = values["gate_up"][owner][expert], values["down"][owner][expert]
         gate, up = (x @ gate_up).chunk(2)
-        loss = loss + p * (torch.nn.functional.silu(gate) * up) @ down @ dout
+        loss = loss + p * (activation_of(layer.activation)(gate) * up) @ down @ dout
         with torch.no_grad():
             gate, up = (x.abs() @ gate_up.abs()).chunk(2)
             d, inner = down.abs() @ dout.abs(), gate * up
-            dpre = p.abs() * torch.cat([d * up * (SILU_SLOPE + gate / 2), d * gate])
+            dpre = p.abs() * torch.cat([d * up * (SLOPE * (1 + gate)), d * gate])
             sizes["x"][source][token] += gate_up.abs() @ dpre
             sizes["weights"][source][token, slot] += d @ inner
             sizes["gate_up"][owner][expert] += torch.outer(x.abs(), dpre)
@@ -115,7 +117,7 @@ def ffn_gradients(group, layer, turn=0, *, transposed=False, **arguments):
     if transposed:
         gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
     gate_up, down = leaf(group, gate_up), leaf(group, down)
-    out = mk.moe_ffn(x, ids, weights, gate_up, down, group=group, **arguments)
+    out = mk.moe_ffn(x, ids, weights, gate_up, down, group=group, activation=layer.activation, **arguments)
     out.backward(dout)
     group.synchronize()
     if layer.tokens[rank]:

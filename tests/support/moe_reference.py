@@ -9,6 +9,13 @@ import torch
 import mkernel as mk
 from support.operator_calls import assert_close, assert_same
 
+
+def activation_of(name):
+    """In PyTorch."""
+    functional = torch.nn.functional
+    return {"silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh"), "relu": torch.relu}[name]
+
+
 SMALL = mk.Config(tile_m=16, tile_n=32, tile_k=16)
 
 
@@ -25,6 +32,7 @@ class Layer:
     out: int = 20
     dtype: torch.dtype = torch.bfloat16
     routing: str = "random"
+    activation: str = "silu"  # of moe_ffn
 
     @property
     def size(self):
@@ -129,7 +137,7 @@ class Layer:
             down = self.down(owner, turn)[expert].double()
 
             def apply(x):
-                inner = torch.nn.functional.silu(x @ gate) * (x @ up)
+                inner = activation_of(self.activation)(x @ gate) * (x @ up)
                 return inner @ down, inner.abs() @ down.abs()
 
             return apply
@@ -190,7 +198,7 @@ def ffn(group, layer, turn=0, **arguments):
     x = before.clone()
     y = mk.moe_ffn(
         x, layer.ids(rank, turn), layer.weights(rank, turn), layer.gate_up(rank, turn), layer.down(rank, turn),
-        group=group, **arguments,
+        group=group, activation=layer.activation, **arguments,
     )  # fmt: skip
     assert_same(x, before)
     if layer.tokens[rank]:

@@ -72,18 +72,20 @@ def calls(group):
     config, capacity = encoded(SMALL), group.size * TOKENS * K
     numbers = [K, EXPERTS, capacity, TOKENS, 8, 16]
     dout, out = torch.ones(len(x), HIDDEN), torch.zeros(len(x), HIDDEN)
-    _, tables, rows, pre = registered("moe_ffn", "_kept")(plain[0], ids, *plain[1:], name, numbers, True, config)
+    _, tables, rows, pre = registered("moe_ffn", "_kept")(
+        plain[0], ids, *plain[1:], name, numbers, "silu", True, config
+    )
     y, routed, _ = torch.ops.mkernel.moe_dispatch_matmul(plain[0], ids, w.detach(), name, numbers, False, config)
     y = torch.zeros_like(y)  # its rows beyond the counts are not written
     short = torch.zeros(len(x), INTER)
     return [
-        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, None, None)),
-        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, capacity, TOKENS, config)),
-        ("moe_ffn", "_out", (plain[0], ids, *plain[1:], name, None, TOKENS, None, out)),
-        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, False)),
-        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, True, config)),
-        ("moe_ffn", "_backward", (dout, *plain, tables, rows, pre, name, numbers, [True, False])),
-        ("moe_ffn", "_backward", (dout, *plain, tables, rows[:0], pre[:0], name, numbers, [True, True])),
+        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, None, None, "silu")),
+        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, capacity, TOKENS, "gelu", config)),
+        ("moe_ffn", "_out", (plain[0], ids, *plain[1:], name, None, TOKENS, "relu", None, out)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, "relu", False)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, "silu", True, config)),
+        ("moe_ffn", "_backward", (dout, *plain, tables, rows, pre, name, numbers, "silu", [True, False])),
+        ("moe_ffn", "_backward", (dout, *plain, tables, rows[:0], pre[:0], name, numbers, "gelu", [True, True])),
         ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, False)),
         ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, True, config)),
         ("moe_dispatch_matmul", "_backward", (y, plain[0], w.detach(), routed, rows[:0], name, numbers, [True])),

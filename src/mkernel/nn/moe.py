@@ -12,7 +12,7 @@ from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.router import TopKRouter
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.ops.moe import moe_ffn
-from mkernel.ops.moe.arguments import check_save
+from mkernel.ops.moe.arguments import check_activation, check_save
 from mkernel.runtime.group import current
 
 
@@ -28,16 +28,17 @@ class ParallelExperts(ParallelModule):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, *, group: Any = None,
-        capacity: int | None = None, max_tokens: int | None = None, save: str = "inputs",
+        capacity: int | None = None, max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__(group)
         check_save(save)
+        check_activation(activation)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         check_divisible("num_experts", num_experts, self.world_size)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
-        self.capacity, self.max_tokens, self.save = capacity, max_tokens, save
+        self.capacity, self.max_tokens, self.save, self.activation = capacity, max_tokens, save, activation
         mine = num_experts // self.world_size
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(torch.empty(mine, 2 * intermediate_size, hidden_size, **like))
@@ -63,7 +64,7 @@ class ParallelExperts(ParallelModule):
         """The weighted sums of the results of each token's experts. x: [tokens, hidden_size]."""
         return moe_ffn(
             x, ids, weights, self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2), group=self.group,
-            capacity=self.capacity, max_tokens=self.max_tokens, save=self.save,
+            capacity=self.capacity, max_tokens=self.max_tokens, activation=self.activation, save=self.save,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -93,7 +94,7 @@ class ExpertParallelMoE(nn.Module):
         top_k: experts per token.
         normalize, scores, scale, groups, top_groups, correction_bias: of the router, see `TopKRouter`.
         group: the group whose ranks share the experts; None is the current group.
-        capacity, max_tokens, save: as in `mk.moe_ffn`.
+        capacity, max_tokens, activation, save: as in `mk.moe_ffn`.
         generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
@@ -103,8 +104,8 @@ class ExpertParallelMoE(nn.Module):
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
         scores: str = "softmax", scale: float = 1.0, groups: int = 1, top_groups: int = 1,
         correction_bias: bool = False, group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
-        save: str = "inputs", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        generator: torch.Generator | None = None,
+        activation: str = "silu", save: str = "inputs", device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         group = current(group)
@@ -117,7 +118,7 @@ class ExpertParallelMoE(nn.Module):
             )  # fmt: skip
             self.experts = ParallelExperts(
                 hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
-                save=save, **like,
+                activation=activation, save=save, **like,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

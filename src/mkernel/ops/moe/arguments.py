@@ -15,6 +15,7 @@ from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
 
 MOST_SLOTS = 16
+ACTIVATIONS = ("silu", "gelu", "relu")
 MOST_RANKS_PER_NODE = 64  # reduction.py has one bit for each in a 64-bit word
 WEIGHT_DTYPES = (*DTYPES, torch.float64)  # dtypes of topk_weights, which are converted to fp32
 
@@ -118,3 +119,9 @@ def check_save(save: str) -> None:
     """Reject an unknown choice of what a forward pass keeps."""
     if save not in ("inputs", "activations"):
         raise ArgumentError(f"save must be 'inputs' or 'activations', got {save!r}")
+
+
+def check_activation(activation: str) -> None:
+    """Reject an activation that moe_ffn does not have."""
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")

@@ -4,7 +4,7 @@ What they compute. For row i, which is token t in slot s at expert e, the forwar
 
     gate, up = x[t] @ w_gate_up[e];  inner = silu(gate) * up;  y[i] = inner @ w_down[e];  out[t] += p[t, s] * y[i]
 
-With d for gradients, and D = dout[t] @ w_down[e].T, the backward pass is
+or another activation in the place of silu. With d for gradients, and D = dout[t] @ w_down[e].T, the backward pass is
 
     dp[t, s] = <D, inner>            dinner = p[t, s] * D            dw_down[e] = sum of (p * inner).T @ dout[t]
     dgate = dinner * up * silu'(gate)                  dup = dinner * silu(gate)
@@ -18,7 +18,7 @@ Who does what. A short sequence of launches, each made by every rank. What commu
    arrive: D, on the ranks of the experts (redispatch.py). The routing is that of the forward pass: no token is routed
    again.
 2. Unless the forward pass has kept its activations: `redispatch` of x, multiplied by w_gate_up: gate and up again.
-3. `moe_swiglu_backward`, local: dgate, dup, p * inner, and dp as a row [k] for every row (gradient_rows.py).
+3. `moe_gated_backward`, local: dgate, dup, p * inner, and dp as a row [k] for every row (gradient_rows.py).
 4. `moe_weight_grad`, local, twice: dw_down and dw_gate_up (weight_grad.py).
 5. `moe_grouped_matmul`, local: [dgate, dup] @ w_gate_up.T (grouped_matmul.py).
 6. `moe_combine` of these rows without weights: dx. And of the rows of dp: the gradient of topk_weights.
@@ -83,6 +83,7 @@ def moe_ffn_backward(
     handle: Handle,
     *,
     group: Group,
+    activation: str = "silu",
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     needed: Needed = (True, True),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -91,6 +92,7 @@ def moe_ffn_backward(
     Args:
         dout: the gradient of its result.
         handle: its routing.
+        activation: of gate.
         kept: the rows of x, and gate and up, [capacity, ...], if the forward pass has kept its activations.
         needed: whether this rank needs the gradients of w_gate_up and w_down. Those of x and topk_weights are computed
             on all ranks.
@@ -107,7 +109,9 @@ def moe_ffn_backward(
         rows, pre = kept
         dpre = empty_rows(group, pre.shape[0], pre.shape[1], pre.dtype, ROWS_BEFORE)
     context = _context(group, handle, x)
-    launch, weight_rows = gradient_rows.swiglu_backward(group, context, handle, moved.weights, pre, moved.y, dpre)
+    launch, weight_rows = gradient_rows.gated_backward(
+        group, context, handle, moved.weights, pre, moved.y, dpre, activation
+    )
     group.launch(launch)
     gate_up = _weight_gradient(group, context, handle, rows, dpre, w_gate_up) if needed[0] else None
     down = _weight_gradient(group, context, handle, moved.y, moved.rows, w_down) if needed[1] else None

@@ -70,20 +70,20 @@ from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.signals import finish, wait, wait_again, wait_all
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_ffn
+from mkernel.ops.moe.arguments import check_activation, check_ffn
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     WeightLayout,
     Weights,
     empty_rows,
+    gated,
     multiply_gated,
     multiply_rows,
     result_descriptor,
     rows_descriptor,
     store_rows,
     store_rows_through_pointers,
-    swiglu,
     wait_placed,
     whole_of,
 )
@@ -117,7 +117,7 @@ from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.operands import constants, layout, matmul_precision
+from mkernel.runtime.operands import constants, layout, matmul_precision, named_constants
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -150,6 +150,7 @@ class Gemms(NamedTuple):
     hidden: Any
     inter: Any
     tiling: Any  # Tiling
+    ACTIVATION: Any  # of gate, see `gated`
     HALF: Any  # columns of gate in a tile, and of up
 
 
@@ -222,9 +223,9 @@ def _compute(context, operands, gemms, tables, tile, phase):
             )  # fmt: skip
             if gemms.pre_rows is not None:
                 _keep(gemms, of_gate, gate, up)
-            gated = swiglu(gate, up)
-            gated += tl.where(ready, 0.0, float("nan"))
-            store_rows_through_pointers(gemms.inner_rows, of_gate, gated)
+            inner = gated(gate, up, gemms.ACTIVATION)
+            inner += tl.where(ready, 0.0, float("nan"))
+            store_rows_through_pointers(gemms.inner_rows, of_gate, inner)
             trace(context, TILES, TILE, -1, tile, since)
         _count_tile(counters + tl.where(second, DONE, GATED))
         tile = take(tables.summary + TILES_TAKEN)
@@ -396,6 +397,7 @@ def _allocate(group: Group, plan: FfnPlan, w_down: torch.Tensor, keep: str) -> M
 def _launch(
     group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
     w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor, own: Memory, handle: Handle,
+    activation: str,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -423,7 +425,7 @@ def _launch(
         hidden=hidden,
         inter=inter,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-        HALF=constants(c.tile_n // 2)[0],
+        **named_constants(ACTIVATION=activation, HALF=c.tile_n // 2),
     )
     combine = Combine(
         y=Block(y, y.stride(0), 1),
@@ -455,7 +457,7 @@ def _launch(
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # including the size of the workspace: Triton compiles another binary for 64-bit integers
-        variant=(plan, workspace.half_bytes, pre is not None),
+        variant=(plan, workspace.half_bytes, pre is not None, activation),
         uses=memory.uses(workspace),
         inputs=("dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down"),
         results=("combine.out.data",),
@@ -474,28 +476,30 @@ def moe_ffn(
     group: Any,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    activation: str = "silu",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """`mk.moe_ffn`, without PyTorch's dispatcher."""
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
-    key, made = _repeat(group, passed, capacity, max_tokens, config)
+    key, made = _repeat(group, passed, (capacity, max_tokens, activation, config))
     if made is not None:
         return made[0] if out is None else out
+    check_activation(activation)
     check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     result = group.world.memory.empty(group.world_rank, tuple(x.shape), x.dtype) if out is None else out
-    launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config)
+    launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config, activation)
     group.launch(launch, key, passed, [result] * (out is None))
     return result
 
 
 def _repeat(
-    group: Group, passed: tuple[Any, ...], capacity: int | None, max_tokens: int | None, config: Config | None
+    group: Group, passed: tuple[Any, ...], rest: tuple[Any, ...]
 ) -> tuple[Hashable | None, list[torch.Tensor] | None]:
-    if max_tokens is None and group.size > 1:
-        return None, None  # the ranks exchange their numbers of tokens at every call
-    return group.prepared.repeat("moe_ffn", passed, (capacity, max_tokens, config), out=5)
+    if rest[1] is None and group.size > 1:
+        return None, None  # without max_tokens, the ranks exchange their numbers of tokens at every call
+    return group.prepared.repeat("moe_ffn", passed, rest, out=5)
 
 
 def repeat(
@@ -508,12 +512,13 @@ def repeat(
     group: Group,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    activation: str = "silu",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.moe_ffn`; None for others."""
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
-    _, made = _repeat(group, passed, capacity, max_tokens, config)
+    _, made = _repeat(group, passed, (capacity, max_tokens, activation, config))
     return None if made is None else made[0] if out is None else out
 
 
@@ -541,15 +546,16 @@ def choose(
 
 def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None,
+    w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None, activation: str = "silu",
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    return prepare_kept(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, "")[0]
+    return prepare_kept(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, "", activation)[0]
 
 
 def prepare_kept(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None, keep: str,
+    activation: str = "silu",
 ) -> tuple[Launch, Handle, Memory]:  # fmt: skip
     """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
     config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
@@ -561,7 +567,7 @@ def prepare_kept(
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)
     own = _allocate(group, decided, w_down, keep)
     handle = new_handle(group, sizes, decided.config.tile_m)
-    launch = _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out, own, handle)
+    launch = _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out, own, handle, activation)
     return launch, handle, own
 
 
@@ -575,6 +581,7 @@ def explain(
     group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    activation: str = "silu",
     save: str = "inputs",
     out: torch.Tensor | None = None,
     config: Config | None = None,
@@ -582,6 +589,7 @@ def explain(
     """The plan that `moe_ffn` would carry out with these arguments, if no rank had more than max_tokens tokens (by
     default, more than this rank)."""
     group = current(group)
+    check_activation(activation)
     check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, w_down, most, config)

@@ -1,6 +1,6 @@
 """The steps of the backward passes that look at one row after the other: local kernels, bound by memory.
 
-- `moe_swiglu_backward_kernel`: the gradients of gate and up of each row, the weighted inner activations, which the
+- `moe_gated_backward_kernel`: the gradients of gate and up of each row, the weighted inner activations, which the
   gradient of w_down needs, and the gradient of the row's weight.
 - `moe_combine_backward_kernel`: the gradient of each row that was combined, and that of its weight.
 
@@ -20,6 +20,7 @@ import triton.language as tl
 from mkernel.lang.matrix import Block
 from mkernel.lang.signals import gave_up
 from mkernel.lang.trace import BEGUN, ENDED, LAUNCHES, trace, trace_time
+from mkernel.ops.moe.grouped import slope_of
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.protocol import decode, encode
 from mkernel.ops.moe.sizes import power_above
@@ -78,7 +79,7 @@ def _store_weight_gradients(rows, i, inside, gradients):
 
 
 @triton.jit
-def _swiglu_backward(context, rows, pre, dinner, dpre, inter):
+def _gated_backward(context, rows, pre, dinner, dpre, inter, ACTIVATION: tl.constexpr):
     total = _total(context, rows)
     for start in range(tl.program_id(0) * rows.ROWS, total, tl.num_programs(0) * rows.ROWS):
         i = start + tl.arange(0, rows.ROWS)
@@ -91,25 +92,24 @@ def _swiglu_backward(context, rows, pre, dinner, dpre, inter):
             gate = tl.load(_pointers(pre, i, j), mask=mask, other=0.0).to(tl.float32)
             up = tl.load(_pointers(pre, i, inter + j), mask=mask, other=0.0).to(tl.float32)
             gradient = tl.load(_pointers(dinner, i, j), mask=mask, other=0.0).to(tl.float32)
-            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-            silu = gate * sigmoid
-            sums += tl.sum(gradient * silu * up, axis=1)
+            value, slope = slope_of(gate, ACTIVATION)
+            sums += tl.sum(gradient * value * up, axis=1)
             weighted = gradient * weight
-            dgate = weighted * up * sigmoid * (1.0 + gate - silu)
+            dgate = weighted * up * slope
             DTYPE: tl.constexpr = pre.data.dtype.element_ty
             tl.store(_pointers(dpre, i, j), dgate.to(DTYPE), mask=mask)
-            tl.store(_pointers(dpre, i, inter + j), (weighted * silu).to(DTYPE), mask=mask)
-            tl.store(_pointers(dinner, i, j), (weight * silu * up).to(DTYPE), mask=mask)
+            tl.store(_pointers(dpre, i, inter + j), (weighted * value).to(DTYPE), mask=mask)
+            tl.store(_pointers(dinner, i, j), (weight * value * up).to(DTYPE), mask=mask)
         _store_weight_gradients(rows, i, inside, sums)
 
 
 @triton.jit
-def moe_swiglu_backward_kernel(context, rows, pre, dinner, dpre, inter):
+def moe_gated_backward_kernel(context, rows, pre, dinner, dpre, inter, ACTIVATION: tl.constexpr):
     """rows: `Rows`. pre: `Block` [row, 2*inter], gate, then up. dinner: `Block` [row, inter]: the gradient of the inner
     activations before weights; the inner activations times the weight of the row take its place. dpre: `Block` [row,
     2*inter]: the gradient of pre; may be pre."""
     trace(context, LAUNCHES, BEGUN, 0, 0, trace_time(context))
-    _swiglu_backward(context, rows, pre, dinner, dpre, inter)
+    _gated_backward(context, rows, pre, dinner, dpre, inter, ACTIVATION)
     trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
 
 
@@ -185,18 +185,18 @@ def empty_weight_gradients(group: Group, handle: Handle) -> torch.Tensor:
     return group.world.memory.empty(group.world_rank, shape, torch.float32)
 
 
-def swiglu_backward(
+def gated_backward(
     group: Group, context: torch.Tensor, handle: Handle, weights: torch.Tensor, pre: torch.Tensor,
-    dinner: torch.Tensor, dpre: torch.Tensor,
+    dinner: torch.Tensor, dpre: torch.Tensor, activation: str = "silu",
 ) -> tuple[Launch, torch.Tensor]:  # fmt: skip
-    """The launch of `moe_swiglu_backward_kernel`, and the gradients of the weights, [capacity, k]."""
+    """The launch of `moe_gated_backward_kernel`, and the gradients of the weights, [capacity, k]."""
     gradients, inter = empty_weight_gradients(group, handle), dinner.shape[1]
     arguments = dict(
         context=context, rows=_rows_of(group, handle, weights, gradients, inter), pre=_block(pre),
-        dinner=_block(dinner), dpre=_block(dpre), inter=inter,
+        dinner=_block(dinner), dpre=_block(dpre), inter=inter, ACTIVATION=activation,
     )  # fmt: skip
     read = () if pre.data_ptr() == dpre.data_ptr() else ("pre",)
-    return _launch(group, moe_swiglu_backward_kernel, handle, arguments, read, (inter,)), gradients
+    return _launch(group, moe_gated_backward_kernel, handle, arguments, read, (inter, activation)), gradients
 
 
 def combine_backward(

@@ -32,6 +32,7 @@ from mkernel.ops.moe.sizes import row_stride_of
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import BYTES, constants, describable, descriptor
 
+GELU, GELU_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)  # sqrt(2 / pi), and of the cubic term
 ROWS_BEFORE = 64  # extra rows before the first, of rows that a weight gradient is computed from (weight_grad.py)
 
 
@@ -187,9 +188,35 @@ def multiply_gated(rows, w, tile, k, tiling):
 
 
 @triton.jit
-def swiglu(gate, up):
-    """silu(gate) * up."""
-    return gate / (1.0 + tl.exp(-gate)) * up
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """The inner activations of a gated FFN: activation(gate) * up."""
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "relu")
+    if ACTIVATION == "silu":
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "gelu":
+        # the approximation with tanh: z * (1 + tanh(u)) / 2 is z * sigmoid(2 * u)
+        y = gate / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + GELU_CUBE * gate * gate))) * up
+    else:
+        y = tl.maximum(gate, 0.0) * up
+    return y
+
+
+@triton.jit
+def slope_of(gate, ACTIVATION: tl.constexpr):
+    """(activation(gate), its derivative)."""
+    if ACTIVATION == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + gate - value)
+    elif ACTIVATION == "gelu":
+        square = GELU_CUBE * gate * gate
+        sigmoid = 1.0 / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + square)))
+        value = gate * sigmoid
+        slope = sigmoid + 2.0 * GELU * value * (1.0 - sigmoid) * (1.0 + 3.0 * square)
+    else:
+        value = tl.maximum(gate, 0.0)
+        slope = tl.where(gate > 0.0, 1.0, 0.0)
+    return value, slope
 
 
 @triton.jit

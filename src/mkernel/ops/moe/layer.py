@@ -8,7 +8,7 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.moe import ffn, registration, training
-from mkernel.ops.moe.arguments import check_save
+from mkernel.ops.moe.arguments import check_activation, check_save
 from mkernel.ops.moe.handle import numbers_in_graph
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
@@ -25,6 +25,7 @@ def moe_ffn(
     group: Any = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    activation: str = "silu",
     save: str = "inputs",
     out: torch.Tensor | None = None,
     config: Config | None = None,
@@ -44,6 +45,7 @@ def moe_ffn(
         w_down: [experts, inter, hidden], likewise.
         group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
             expert on this rank.
+        activation: of gate: "silu" (SwiGLU), "gelu" (GeGLU, with tanh) or "relu" (ReGLU).
         save: what is kept for the backward pass, where there is one: "inputs", only what the caller passes and the
             tables of the routing; tokens are dispatched, and gate and up computed, once more. Or "activations": also
             the rows of the experts, and gate and up: capacity x (hidden + 2*inter) elements.
@@ -60,24 +62,25 @@ def moe_ffn(
         CommTimeout: a peer did not arrive within the group's timeout.
     """
     check_save(save)
+    check_activation(activation)
     x, w_gate_up, w_down = library.autocast(x, w_gate_up, w_down)
     tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     library.refuse_forward_mode(**tensors)
     if not library.needs_dispatcher(*tensors.values(), topk_ids, out):
         return ffn.moe_ffn(
             x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens,
-            out=out, config=config,
+            activation=activation, out=out, config=config,
         )  # fmt: skip
     library.refuse_out_with_gradients(out, *tensors.values())
     name, numbers = library.name_of(group), library.encoded(config)
     given = (x, topk_ids, topk_weights, w_gate_up, w_down)
     if out is not None:
-        torch.ops.mkernel.moe_ffn_out(*given, name, capacity, max_tokens, numbers, out)
+        torch.ops.mkernel.moe_ffn_out(*given, name, capacity, max_tokens, activation, numbers, out)
         return out
     if not library.needs_gradients(*tensors.values()):
-        return torch.ops.mkernel.moe_ffn(*given, name, capacity, max_tokens, numbers)
+        return torch.ops.mkernel.moe_ffn(*given, name, capacity, max_tokens, activation, numbers)
     if isinstance(group, str):
         sizes = numbers_in_graph("moe_ffn", group, x, topk_ids, w_down, capacity, max_tokens, config)
     else:
         sizes = training.ffn_numbers(group, *given, capacity, max_tokens, config)
-    return registration.kept_result(given, name, sizes, save == "activations", numbers)
+    return registration.kept_result(given, name, sizes, activation, save, numbers)

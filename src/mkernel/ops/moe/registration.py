@@ -61,12 +61,12 @@ def _given(gradient: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
 
 def _ffn(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, capacity: int | None, max_tokens: int | None, config: Numbers = None,
-    out: torch.Tensor | None = None,
+    w_down: torch.Tensor, group: str, capacity: int | None, max_tokens: int | None, activation: str,
+    config: Numbers = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return ffn.moe_ffn(
-        x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens, out=out,
-        config=library.decoded(config),
+        x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens,
+        activation=activation, out=out, config=library.decoded(config),
     )  # fmt: skip
 
 
@@ -76,11 +76,12 @@ def _ffn_into(*arguments: Any) -> None:
 
 def _ffn_kept(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, numbers: Sequence[int], activations: bool, config: Numbers = None,
+    w_down: torch.Tensor, group: str, numbers: Sequence[int], activation: str, activations: bool,
+    config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     out, handle, memory = training.moe_ffn_kept(
         x, topk_ids, topk_weights, w_gate_up, w_down, numbers, group=group, keep=_what(activations),
-        config=library.decoded(config),
+        config=library.decoded(config), activation=activation,
     )  # fmt: skip
     if memory.pre is None:
         return out, handle.memory, x.new_empty(0), x.new_empty(0)
@@ -88,15 +89,16 @@ def _ffn_kept(
 
 
 def kept_result(
-    given: tuple[torch.Tensor, ...], group: str, numbers: Sequence[int], activations: bool, config: Numbers
+    given: tuple[torch.Tensor, ...], group: str, numbers: Sequence[int], activation: str, save: str, config: Numbers
 ) -> torch.Tensor:
     """The result of moe_ffn, which keeps what its backward pass needs."""
-    return torch.ops.mkernel.moe_ffn_kept(*given, group, list(numbers), activations, config)[0]
+    return torch.ops.mkernel.moe_ffn_kept(*given, group, list(numbers), activation, save == "activations", config)[0]
 
 
 def _fake_ffn_kept(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, numbers: Sequence[int], activations: bool, config: Numbers = None,
+    w_down: torch.Tensor, group: str, numbers: Sequence[int], activation: str, activations: bool,
+    config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     tables, capacity = _fake_tables(x, numbers, group), numbers[2]
     if not activations:
@@ -108,15 +110,15 @@ def _fake_ffn_kept(
 @collective
 def _ffn_gradients(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, numbers: Sequence[int], needed: Sequence[bool],
-    *, group: Any,
+    tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, numbers: Sequence[int], activation: str,
+    needed: Sequence[bool], *, group: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     kept = None
     if rows.numel():
         kept = rows[ROWS_BEFORE:, : x.shape[1]], pre[:, : w_gate_up.shape[2]]
     dx, dweights, gate_up, down = backward.moe_ffn_backward(
         dout, x, topk_weights, w_gate_up, w_down, handle_in(group, tables, x.shape[0], numbers), group=group, kept=kept,
-        needed=tuple(needed),
+        needed=tuple(needed), activation=activation,
     )  # fmt: skip
     return dx, dweights, _given(gate_up, w_gate_up), _given(down, w_down)
 
@@ -124,15 +126,17 @@ def _ffn_gradients(
 def _ffn_backward(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, group: str, numbers: Sequence[int],
-    needed: Sequence[bool],
+    activation: str, needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _ffn_gradients(dout, x, topk_weights, w_gate_up, w_down, tables, rows, pre, numbers, needed, group=group)
+    return _ffn_gradients(
+        dout, x, topk_weights, w_gate_up, w_down, tables, rows, pre, numbers, activation, needed, group=group
+    )
 
 
 def _fake_ffn_backward(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, group: str, numbers: Sequence[int],
-    needed: Sequence[bool],
+    activation: str, needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return (
         x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape),
@@ -141,7 +145,7 @@ def _fake_ffn_backward(
 
 
 def _save_ffn(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, weights, gate_up, down, ctx.group, ctx.numbers, _, _ = inputs
+    x, _, weights, gate_up, down, ctx.group, ctx.numbers, ctx.activation, _, _ = inputs
     _keep(ctx, (x, weights, gate_up, down), output)
 
 
@@ -158,10 +162,10 @@ def _differentiate_ffn(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[An
     needs = ctx.needs_input_grad
     dout = torch.zeros_like(x) if dout is None else library.dense(dout)
     dx, dweights, dgate_up, ddown = torch.ops.mkernel.moe_ffn_backward(
-        dout, x, weights, gate_up, down, *kept, ctx.group, ctx.numbers, [needs[3], needs[4]]
+        dout, x, weights, gate_up, down, *kept, ctx.group, ctx.numbers, ctx.activation, [needs[3], needs[4]]
     )
     wanted = zip((dx, None, dweights, dgate_up, ddown), needs)
-    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 4)
+    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 5)
 
 
 # -- moe_dispatch_matmul
@@ -302,22 +306,22 @@ def _define_backward(name: str, schema: str, function: Callable[..., Any], fake:
 
 
 library.define(
-    "moe_ffn", f"({FFN}, int? capacity, int? max_tokens, int[]? config=None) -> Tensor", _ffn,
+    "moe_ffn", f"({FFN}, int? capacity, int? max_tokens, str activation, int[]? config=None) -> Tensor", _ffn,
     lambda x, *_: x.new_empty(x.shape), backward=library.no_backward("torch.ops.mkernel.moe_ffn, unlike mk.moe_ffn,"),
 )  # fmt: skip
 library.define(
-    "moe_ffn_out", f"({FFN}, int? capacity, int? max_tokens, int[]? config, Tensor(a!) out) -> ()", _ffn_into,
-    lambda *_: None,
+    "moe_ffn_out", f"({FFN}, int? capacity, int? max_tokens, str activation, int[]? config, Tensor(a!) out) -> ()",
+    _ffn_into, lambda *_: None,
 )  # fmt: skip
 library.define(
     "moe_ffn_kept",
-    f"({FFN}, {NUMBERS}, bool activations, int[]? config=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({FFN}, {NUMBERS}, str activation, bool activations, int[]? config=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _ffn_kept, _fake_ffn_kept, save=_save_ffn, backward=_differentiate_ffn,
 )  # fmt: skip
 _define_backward(
     "moe_ffn",
     "(Tensor dout, Tensor x, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor tables, Tensor rows, "
-    f"Tensor pre, str group, {NUMBERS}, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor pre, str group, {NUMBERS}, str activation, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
     _ffn_backward, _fake_ffn_backward,
 )  # fmt: skip
 library.define(

@@ -33,6 +33,7 @@ def _as_decided(config: Config | None, numbers: Sequence[int]) -> Config:
 def moe_ffn_kept(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, numbers: Sequence[int], *, group: Any, keep: str, config: Config | None,
+    activation: str = "silu",
 ) -> tuple[torch.Tensor, Handle, ffn.Memory]:  # fmt: skip
     """moe_ffn: its result, its handle, and the memory in which it has kept its activations if keep is "activations"."""
     _, _, capacity, max_tokens, *_ = numbers
@@ -41,7 +42,7 @@ def moe_ffn_kept(
     sizes = ffn.agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     out = group.world.memory.empty(group.world_rank, tuple(x.shape), x.dtype)
     launch, handle, own = ffn.prepare_kept(
-        group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, keep
+        group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, keep, activation
     )
     group.launch(launch)
     return out, handle, own
