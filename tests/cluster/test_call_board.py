@@ -64,7 +64,7 @@ AGREE = """
     for a in (good, known, known, good):
         assert (mk.all_gather_matmul(a, good) == 16).all()
     assert not used, used
-    for i in range(2000):  # calls alternate, and with them what a record is overwritten with
+    for i in range(600):  # calls alternate, and with them what a record is overwritten with
         group.agree("all_gather_matmul", call=i % 3)
         if i == 3:
             count(group)
