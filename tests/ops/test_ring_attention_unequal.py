@@ -182,7 +182,7 @@ def test_through_autograd(cluster):
         torch.autograd.backward(results, list(cotangents(case, group.rank)))
         assert_gradients([tensor.grad for tensor in given], case, group.rank, group.size)
         module = mk.nn.ContextParallelAttention(is_causal=True, input_layout="bhsd")
-        assert_same(module(*given, seq_lens=[0, 11]), results[0])
+        assert_same(module(*given, seq_lens=torch.tensor([0, 11])), results[0])
 
     run(work, cluster=cluster)
 
@@ -227,6 +227,11 @@ REFUSED = {
     "too few": (dict(seq_lens=[8]), "seq_lens must be 2 numbers from 0, one for each rank"),
     "negative": (dict(seq_lens=[8, -1]), "seq_lens must be 2 numbers from 0"),
     "no numbers": (dict(seq_lens="ab"), "seq_lens must be a sequence of integers"),
+    "floats": (dict(query_lens=torch.tensor([8.0, 8.0])), "query_lens must be a sequence of integers"),
+    "one number": (dict(seq_lens=16), "seq_lens must be a sequence of integers, got 16"),
+    "a window of floats": (dict(window_size=(1.0, 0)), "window_size must be a pair of integers"),
+    "a document of floats": (dict(cu_seqlens=[0, 7.9, 16]), "cu_seqlens must be a tensor or a sequence of integers"),
+    "documents are a length": (dict(cu_seqlens=16), "cu_seqlens must be a tensor or a sequence of integers, got 16"),
     "another length": (dict(seq_lens=[9, 9]), "seq_lens says that rank . holds 9 positions, but key has 8"),
     "other queries": (dict(query_lens=[9, 9]), "query_lens says that rank . holds 9 positions, but query has 8"),
     "documents of others": (dict(seq_lens=[8, 8], cu_seqlens=[0, 17]), "ascending, from 0 to 16"),
@@ -239,10 +244,11 @@ def test_refused(name):
     changes, words = REFUSED[name]
 
     def work(group):
-        given = [torch.zeros(1, 1, 8, 64)] * 3
-        with pytest.raises(mk.ArgumentError, match=words):
-            mk.ring_attention(*given, **changes)
-        mk.ring_attention(*given)
+        plain = torch.zeros(1, 1, 8, 64)
+        for query in (plain, plain.clone().requires_grad_()):
+            with pytest.raises(mk.ArgumentError, match=words):
+                mk.ring_attention(query, plain, plain, **changes)
+        mk.ring_attention(plain, plain, plain)
 
     run(work)
 

@@ -187,7 +187,7 @@ def ring_attention(
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
-        packed = (registration.as_tensor(cu_seqlens), window_size, seq_lens, query_lens)
+        packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)
         arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, *packed)
         result, lse = registration.call(arguments, group, config, out)
     else:

@@ -81,11 +81,17 @@ def lengths_of(
     return Lengths(keys, queries)
 
 
-def _counts(name: str, given: Any, size: int) -> tuple[int, ...]:
+def counts_of(name: str, given: Any) -> tuple[int, ...] | None:
+    """The numbers of positions of the ranks, as integers."""
     try:
-        counts = tuple(operator.index(count) for count in given)
+        return None if given is None else tuple(operator.index(count) for count in given)
     except TypeError as problem:
         raise ArgumentError(f"{name} must be a sequence of integers, got {given!r}") from problem
+
+
+def _counts(name: str, given: Any, size: int) -> tuple[int, ...]:
+    counts = counts_of(name, given)
+    assert counts is not None
     if len(counts) != size or min(counts) < 0:
         raise ArgumentError(f"{name} must be {size} numbers from 0, one for each rank; got {counts}")
     return counts

@@ -183,7 +183,7 @@ def pattern_of(
 ) -> Pattern:  # fmt: skip
     """The pattern of a call whose layout is valid. length, rows: keys and queries of this rank. lens: seq_lens and
     query_lens."""
-    documents = _boundaries(cu_seqlens)
+    documents = boundaries_of(cu_seqlens)
     lengths = lengths_of(group, layout, lens, length, rows, documents[-1] if documents else None)
     whole, queries = (group.size * length, group.size * rows) if lengths is None else map(sum, lengths)
     if documents is not None:
@@ -199,9 +199,8 @@ def pattern_of(
     return Pattern(bool(is_causal), layout, documents, window, lengths)
 
 
-def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
-    """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
-    would not hide. whole: the length of the whole sequence of keys, or of queries if it is longer."""
+def pair_of(window_size: Any) -> tuple[int, int] | None:
+    """How many positions before and after its own a position sees, as integers."""
     if window_size is None:
         return None
     try:
@@ -211,6 +210,16 @@ def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None
             f"window_size must be a pair of integers, how many positions before and after its own a position sees; got "
             f"{window_size!r}"
         ) from problem
+    return before, after
+
+
+def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
+    """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
+    would not hide. whole: the length of the whole sequence of keys, or of queries if it is longer."""
+    pair = pair_of(window_size)
+    if pair is None:
+        return None
+    before, after = pair
     if min(before, after) < -1:
         raise ArgumentError(f"window_size must be a pair of numbers from 0, or -1 for no limit; got {window_size!r}")
     limits = (
@@ -220,7 +229,7 @@ def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None
     return None if limits == (None, None) else limits
 
 
-def _boundaries(cu_seqlens: Any) -> tuple[int, ...] | None:
+def boundaries_of(cu_seqlens: Any) -> tuple[int, ...] | None:
     """The boundaries of packed documents, as integers."""
     if cu_seqlens is None:
         return None
