@@ -3,6 +3,8 @@ sequences of any length."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.attention_gradients import NAMES, assert_gradients, cotangents
@@ -13,6 +15,8 @@ from support.operator_calls import assert_same, cluster_name, run
 
 import mkernel as mk
 from mkernel.ops.attention.lengths import zigzag_lengths
+from mkernel.ops.attention.run import check_options
+from mkernel.ops.attention.sequences import Scoring, pattern_of
 
 THOROUGH = pytest.mark.thorough
 
@@ -182,7 +186,13 @@ def test_through_autograd(cluster):
         torch.autograd.backward(results, list(cotangents(case, group.rank)))
         assert_gradients([tensor.grad for tensor in given], case, group.rank, group.size)
         module = mk.nn.ContextParallelAttention(is_causal=True, input_layout="bhsd")
-        assert_same(module(*given, seq_lens=torch.tensor([0, 11])), results[0])
+        lens = torch.tensor([0, 11])
+        assert_same(module(*given, seq_lens=lens, query_lens=lens), results[0])
+        query = case.part("query", group.rank)[:, :, -1:]
+        one = (0, 1)
+        out = module(query, *given[1:], seq_lens=lens, query_lens=one)
+        assert out.shape[2] == one[group.rank]
+        assert_same(out, mk.ring_attention(query, *given[1:], **case.arguments() | dict(query_lens=one)))
 
     run(work, cluster=cluster)
 
@@ -235,6 +245,7 @@ REFUSED = {
     "another length": (dict(seq_lens=[9, 9]), "seq_lens says that rank . holds 9 positions, but key has 8"),
     "other queries": (dict(query_lens=[9, 9]), "query_lens says that rank . holds 9 positions, but query has 8"),
     "documents of others": (dict(seq_lens=[8, 8], cu_seqlens=[0, 17]), "ascending, from 0 to 16"),
+    "descending documents": (dict(layout="zigzag", cu_seqlens=[0, -3]), "ascending, from 0 to its length; got 0, .*-3"),
     "documents that end early": (dict(layout="zigzag", cu_seqlens=[0, 14]), "cu_seqlens ends at 14, and key has 8"),
 }
 
@@ -256,12 +267,17 @@ def test_refused(name):
 def test_lengths_that_no_layout_has():
     def work(group):
         given = [torch.zeros(1, 1, (6, 8)[group.rank], 64)] * 3
-        with pytest.raises(mk.ArgumentError, match=r"in the zigzag layout the ranks hold \(7, 7\) of 14 positions"):
+        with pytest.raises(mk.ArgumentError, match=r"in the zigzag layout they hold \(7, 7\) of 14 positions"):
             mk.ring_attention(*given, layout="zigzag", seq_lens=[6, 8])
+        with pytest.raises(
+            mk.ArgumentError, match=r"^seq_lens says .*, but query has 2: .* unless query_lens is given"
+        ):
+            mk.ring_attention(given[0][:, :, :2], *given[1:], seq_lens=[6, 8])
         with pytest.raises(mk.ArgumentError, match="with cu_seqlens, these must be the same"):
             mk.ring_attention(given[0][:, :, :2], *given[1:], seq_lens=[6, 8], query_lens=[2, 2], cu_seqlens=[0, 14])
         with pytest.raises(
-            mk.ArgumentError, match=r"must call it alike.*1, 1, 6, 64.*1, 1, 8, 64|1, 1, 8, 64.*1, 1, 6, 64"
+            mk.ArgumentError,
+            match=r"must call it alike.*(1, 1, 6, 64.*seq_lens=None.*1, 1, 8|1, 1, 8, 64.*seq_lens=None.*1, 1, 6)",
         ):
             mk.ring_attention(*given)
         empty = [tensor[:, :, :0] for tensor in given]
@@ -272,6 +288,26 @@ def test_lengths_that_no_layout_has():
         mk.ring_attention(*given, seq_lens=[6, 8])
 
     run(work)
+
+
+def test_the_limit_is_that_of_all_lengths():
+    """One rank may hold nearly everything."""
+    group = SimpleNamespace(size=2, rank=0)
+    tensor = torch.empty(1, 1, 2**30, 64, device="meta")
+
+    def pattern(layout, *lens):
+        check_options(group, tensor, tensor, layout, False, Scoring())
+        return pattern_of(group, tensor, tensor, False, layout, None, None, lens)
+
+    assert pattern("contiguous", (2**30, 2**30 - 1), None).lengths.keys == (2**30, 2**30 - 1)
+    for call in (("zigzag", None, None), ("contiguous", None, None), ("contiguous", (2**30, 2**30), None)):
+        with pytest.raises(mk.ArgumentError, match="the sequence has 2147483648 positions; the limit is"):
+            pattern(*call)
+
+
+def test_parts_without_a_dimension():
+    with pytest.raises(mk.ArgumentError, match=r"parts must have a dimension 2 \(dim\).*; got \(3, 4\), \(3, 4\)"):
+        mk.from_zigzag([torch.zeros(3, 4)] * 2)
 
 
 def test_ranks_must_agree_on_lengths():
