@@ -231,9 +231,7 @@ def check_options(
             f"queries as keys; layout='contiguous' does not"
         )
     scale, softcap = scoring
-    if scale is not None and not (
-        isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
-    ):
+    if scale is not None and not is_scale(scale):
         raise ArgumentError(
             f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative scale, negate query"
         )
@@ -241,6 +239,11 @@ def check_options(
         isinstance(softcap, (int, float)) and not isinstance(softcap, bool) and (softcap == 0 or 1e-3 <= softcap <= 1e6)
     ):
         raise ArgumentError(f"softcap must be 0, which is off, or a number from 1e-3 to 1e6; got {softcap!r}")
+
+
+def is_scale(scale: Any) -> bool:
+    """Whether attention takes this as the factor of scores."""
+    return isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
 
 
 def choose(
