@@ -99,9 +99,17 @@ MODULE = """
 LEFT = """
     reset()
     with cp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
-        for problem in (dict(dropout_p=0.5), dict(attn_mask=torch.ones(2, 4, length // size, length // size).bool())):
+        problems = [((x, x, x), dict(dropout_p=0.5))]
+        problems += [((x, x, x), dict(attn_mask=torch.ones(2, 4, length // size, length // size).bool()))]
+        problems += [((x, x, x), dict(scale=scale, is_causal=True)) for scale in (0.0, -1.0)]
+        for y, gqa in ((x[:, :2], False), (x[:, :3], True)):
+            problems.append(((x, y, y), dict(is_causal=True, enable_gqa=gqa)))
+        problems += [((x, y, x), dict(is_causal=True)) for y in (x[:1], x[:, :2], torch.cat([x, x], 3))]
+        for tensors, problem in problems:
             try:
-                F.scaled_dot_product_attention(x, x, x, **problem)
+                F.scaled_dot_product_attention(*tensors, **problem)
+            except mk.MKernelError:
+                raise
             except Exception:
                 pass  # PyTorch has none of them on CPUs
         for name in ("enable", "disable"):
@@ -111,9 +119,22 @@ LEFT = """
             except mk.MKernelError as problem:
                 assert name == "disable" and "leave PyTorch's context_parallel" in str(problem), problem
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        y = x[:, :, rank:].contiguous()
+        try:
+            F.scaled_dot_product_attention(y, y, y, is_causal=True)
+            raise AssertionError("lengths differ")
+        except mk.ArgumentError as problem:
+            assert "must call it alike" in str(problem), problem
     counts = report().operators["context_parallel.scaled_dot_product_attention"]
     assert counts.fused == 1, counts
-    assert list(counts.fell_back) == ["dropout of weights", "attn_mask: causal or none is fused"], counts
+    assert counts.fell_back == {
+        "dropout of weights": 1,
+        "attn_mask: causal or none is fused": 1,
+        "scale=0.0: numbers greater than 0 are fused": 1,
+        "scale=-1.0: numbers greater than 0 are fused": 1,
+        "numbers of heads that differ, without enable_gqa or not as multiples": 3,
+        "batches, or head dimensions of query and key, that differ": 2,
+    }, counts
     context_parallel.disable()
     with cp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
         try:

@@ -107,6 +107,26 @@ def of_documents(batch, head, row, key):
     return sliding(3)(batch, head, row, key) & torch.tensor([True, False])[row]
 
 
+def of_late_documents(batch, head, row, key):
+    return sliding(3)(batch, head, row, key) & ((row < 300) == (key < 300))
+
+
+def to_images(batch, head, row, key):
+    return sliding(3)(batch, head, row, key) | ((row >= 100) & (row < 120) & (key >= 100) & (key < 120))
+
+
+def dilated(batch, head, row, key):
+    return sliding(7)(batch, head, row, key) & ((row - key) % 3 == 0)
+
+
+def with_a_missing_table(batch, head, row, key):
+    raise KeyError("documents")
+
+
+def one_position_only(batch, head, row, key):
+    return True
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_sliding_windows(transformers, layout):
     """Told by the layer, by its mask, or by both; as a mask in scaled_dot_product_attention."""
@@ -215,7 +235,10 @@ def test_positions_are_checked(transformers, layout):
         (dict(local_size=3, mask_function=chunks_of_3), "not chunks or windows to both sides"),
         (dict(local_size=3, mask_function=to_both_sides), "not chunks or windows to both sides"),
         (dict(local_size=3, mask_function=sliding(4)), "mask is local to 3 positions"),
-        (dict(local_size=3, mask_function=of_documents), "mask is local to 3 positions"),
+        *(
+            (dict(local_size=3, mask_function=function), "mask is local to 3 positions")
+            for function in (of_documents, with_a_missing_table, one_position_only)
+        ),
         (dict(allow_is_causal_skip=False), "neither causal nor full.*pass an attention_mask of ones"),
         (dict(attention_mask=torch.tensor([[True, True, True, False]])), "attention_mask marks padding"),
     ],
@@ -229,6 +252,22 @@ def test_masks_that_are_refused(transformers, arguments, message):
         assert make_mask(batch_size=1, q_length=4, kv_length=4, local_size=8) is None
 
     spawn(on_rank)
+
+
+def test_windows_are_told_from_what_differs_late():
+    others = [
+        (of_late_documents, 3),
+        (to_images, 3),
+        (dilated, 7),
+        (chunks_of_3, 3),
+        (to_both_sides, 3),
+        (sliding(4), 3),
+    ]
+    for function, size in others:
+        assert not huggingface._is_sliding_window(function, size, 400), function
+    for size in (1, 2, 399):
+        for length in (size + 1, 400):
+            assert huggingface._is_sliding_window(sliding(size), size, length)
 
 
 def test_parts_that_are_refused():

@@ -31,7 +31,7 @@ from torch.nn.attention.bias import CausalBias
 from mkernel.integrations import calls
 from mkernel.integrations.enabled import Enabled
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.run import HEAD_DIMS
+from mkernel.ops.attention.run import HEAD_DIMS, is_scale
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.operands import DTYPES
 
@@ -78,8 +78,10 @@ def enable() -> Enabled:
     CPUs, with gradients.
 
     The group of the mesh's ranks is made at its first use, which is collective over them; `mk.init(process_group, ...)`
-    makes it earlier, and with other settings. Calls that `ring_attention` does not take go to PyTorch's implementation,
-    which has none for CPUs. `mkernel.integrations.report()` counts both.
+    makes it earlier, and with other settings. Masks, dropout, dtypes, head dimensions, numbers of heads and scales that
+    `ring_attention` does not take go to PyTorch's implementation, which has no causal mask on CPUs.
+    `mkernel.integrations.report()` counts both. Lengths that are not a multiple of the number of ranks are refused: a
+    rank does not know those of the others, so it cannot leave such a call to PyTorch.
 
     To be called on all ranks, and not inside of `context_parallel`. Calling it again changes nothing. It can be undone
     with `disable()`, or used as a context manager: `with context_parallel.enable(): ...`.
@@ -165,6 +167,15 @@ def _why_not(
         return f"query is {query.dtype}: {', '.join(map(str, DTYPES))} are fused"
     if query.shape[3] not in HEAD_DIMS or value.shape[3] not in HEAD_DIMS:
         return f"a head dimension of {query.shape[3]}, and {value.shape[3]} of value: {HEAD_DIMS} are fused"
+    if (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3]) or value.shape[0] != key.shape[0]:
+        return "batches, or head dimensions of query and key, that differ"
+    heads, kv_heads = query.shape[1], key.shape[1]
+    grouped = options.get("enable_gqa", False) and kv_heads and heads % kv_heads == 0
+    if value.shape[1] != kv_heads or not (heads == kv_heads or grouped):
+        return "numbers of heads that differ, without enable_gqa or not as multiples"
+    scale = options.get("scale")
+    if scale is not None and not (is_scale(scale)):
+        return f"scale={scale}: numbers greater than 0 are fused"
     if query.shape[2] != key.shape[2] and (is_causal or pytorch.layout == "zigzag"):
         return "a causal mask, or a load balancer, with different numbers of queries and keys"
     return ""

@@ -212,7 +212,8 @@ def make_mask(
     **others: Any,
 ) -> Window | None:
     """Nothing, or the window of a causal mask. Refuse what is more than causal, full or a sliding window. transformers
-    says that a mask is one of these, by allowing to skip it where the sequence has fewer positions than `local_size`.
+    says that a mask is one of these, by allowing to skip it where the sequence has fewer positions than `local_size`:
+    it does not allow that for packed documents or images. `_is_sliding_window` only tells which of these it is.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ArgumentError(
@@ -227,7 +228,7 @@ def make_mask(
     length = group.size * kv_length
     if local_size is None or local_size >= length:
         return None
-    if not _is_sliding_window(mask_function, local_size):
+    if not _is_sliding_window(mask_function, local_size, length):
         raise ArgumentError(
             f"the model's mask is local to {local_size} positions, and the sequence has {length}: of such masks, "
             f"ring_attention supports causal sliding windows, but not chunks or windows to both sides"
@@ -235,18 +236,23 @@ def make_mask(
     return Window(local_size)
 
 
-def _is_sliding_window(mask_function: Callable[..., torch.Tensor] | None, size: int) -> bool:
-    """Whether a mask is a causal sliding window. Chunks, for one, have a size, too; so look at what positions see."""
+def _is_sliding_window(mask_function: Callable[..., Any] | None, size: int, length: int) -> bool:
+    """Whether a mask is a causal sliding window, in a sequence of so many positions. Chunks, for one, have a size, too;
+    so look at what positions see: the edges of the window of every row, and all keys of the last rows and of one in the
+    middle. This is of the first sequence and head; that others, and keys inside the windows of other rows, are no
+    different is up to transformers (see `make_mask`)."""
     if mask_function is None:
         return False
-    rows = torch.tensor([size - 1, size, 2 * size, 3 * size + 1]).repeat_interleave(5)
-    keys = (rows + torch.tensor([1, 0, 1 - size, -size, -2 * size]).repeat(4)).clamp(min=0)
+    at = torch.arange(length)
+    edges = [(at, (at + offset).clamp(0, length - 1)) for offset in (1, 0, 1 - size, -size)]
+    whole_rows = [(torch.full_like(at, row), at) for row in (length // 2, length - 2, length - 1)]
+    rows, keys = (torch.cat(tensors) for tensors in zip(*edges, *whole_rows))
     batch = torch.zeros_like(rows)
     try:
         seen = mask_function(batch, batch, rows, keys)
-    except (IndexError, TypeError, ValueError, RuntimeError):
-        return False  # it depends on more than positions
-    return torch.equal(seen, (keys <= rows) & (keys > rows - size))
+        return torch.equal(seen.cpu(), (keys <= rows) & (keys > rows - size))
+    except Exception:  # it depends on more than positions, or is no function of tensors
+        return False
 
 
 def positions_of(length: int, layout: str = "contiguous", group: Any = None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from mkernel.nn.shards import Membership
 from mkernel.ops.attention import ring_attention
 from mkernel.ops.attention.run import LAYOUTS, check_input_layout
-from mkernel.ops.attention.sequences import window_of
+from mkernel.ops.attention.sequences import Counts, Documents, window_of
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
@@ -28,9 +27,10 @@ class ContextParallelAttention(nn.Module):
             [batch, heads, seq_local, dim].
         group: the group whose ranks share the sequence; None is the current group.
 
-    `forward(query, key, value, cu_seqlens=None, seq_lens=None)`: query has a multiple of the heads of key and value
-    (grouped-query attention). cu_seqlens are the boundaries of packed documents, seq_lens the number of positions of
-    each rank, if not all hold the same number; see `mk.ring_attention`.
+    `forward(query, key, value, cu_seqlens=None, seq_lens=None, query_lens=None)`: query has a multiple of the heads of
+    key and value (grouped-query attention). cu_seqlens are the boundaries of packed documents, seq_lens the number of
+    positions of each rank, if not all hold the same number, query_lens the number of queries, if it is another one; see
+    `mk.ring_attention`.
     """
 
     def __init__(
@@ -56,13 +56,15 @@ class ContextParallelAttention(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-        seq_lens: Sequence[int] | None = None,
+        cu_seqlens: Documents = None,
+        seq_lens: Counts = None,
+        query_lens: Counts = None,
     ) -> torch.Tensor:
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
             enable_gqa=self._heads(query) != self._heads(key), layout=self.layout, input_layout=self.input_layout,
-            cu_seqlens=cu_seqlens, window_size=self.window_size, seq_lens=seq_lens, group=self.group,
+            cu_seqlens=cu_seqlens, window_size=self.window_size, seq_lens=seq_lens, query_lens=query_lens,
+            group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result

@@ -187,7 +187,7 @@ def ring_attention(
     library.refuse_forward_mode(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
-        packed = (registration.as_tensor(cu_seqlens), window_size, seq_lens, query_lens)
+        packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)
         arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, *packed)
         result, lse = registration.call(arguments, group, config, out)
     else:
@@ -228,8 +228,7 @@ def explain(
     run.refuse_mask_and_dropout(attn_mask, dropout_p)
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     run.check(group, query, key, value, out, layout, enable_gqa, Scoring(scale, softcap), config)
-    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
+    pattern = pattern_of(group, query, key, is_causal, layout, cu_seqlens, window_size, (seq_lens, query_lens))
     out = query.new_empty(run.result_shape(query, value)) if out is None else out
     chosen = run.choose(TUNABLE, group, query, key, pattern, config, value)
     decided = plan(group, query, key, value, out, pattern, softcap, chosen)

@@ -58,6 +58,9 @@ def lengths_of(
     size = group.size
     if given == (None, None):
         whole = size * length if packed is None or layout != "zigzag" else packed
+        most = whole if layout == "zigzag" else max(whole, size * rows)
+        if most >= 2**31:
+            raise ArgumentError(f"the sequence has {most} positions; the limit is {2**31 - 1}")
         if rows and not length and not whole:
             raise ArgumentError(
                 f"key has no positions, but query has {rows}: a rank needs at least one key, unless seq_lens says that "
@@ -74,30 +77,40 @@ def lengths_of(
     else:
         keys = (length,) * size if given[0] is None else _counts("seq_lens", given[0], size)
         queries = keys if given[1] is None else _counts("query_lens", given[1], size)
-        _check(group, layout, Lengths(keys, queries), length, rows)
+        given_queries = "seq_lens" if given[1] is None else "query_lens"
+        _check(group, layout, Lengths(keys, queries), length, rows, given_queries)
     alike = len(set(keys)) == len(set(queries)) == 1
     if alike and (layout != "zigzag" or sum(keys) % (2 * size) == 0):
         return None
     return Lengths(keys, queries)
 
 
-def _counts(name: str, given: Any, size: int) -> tuple[int, ...]:
+def counts_of(name: str, given: Any) -> tuple[int, ...] | None:
+    """The numbers of positions of the ranks, as integers."""
     try:
-        counts = tuple(operator.index(count) for count in given)
+        return None if given is None else tuple(operator.index(count) for count in given)
     except TypeError as problem:
         raise ArgumentError(f"{name} must be a sequence of integers, got {given!r}") from problem
+
+
+def _counts(name: str, given: Any, size: int) -> tuple[int, ...]:
+    counts = counts_of(name, given)
+    assert counts is not None
     if len(counts) != size or min(counts) < 0:
         raise ArgumentError(f"{name} must be {size} numbers from 0, one for each rank; got {counts}")
     return counts
 
 
-def _check(group: Group, layout: str, lengths: Lengths, length: int, rows: int) -> None:
+def _check(group: Group, layout: str, lengths: Lengths, length: int, rows: int, given_queries: str) -> None:
+    """given_queries: the argument that says what lengths.queries is."""
     rank, keys, queries = group.rank, *lengths
-    for name, counts, what, count in (("seq_lens", keys, "key", length), ("query_lens", queries, "query", rows)):
+    for name, counts, what, count in (("seq_lens", keys, "key", length), (given_queries, queries, "query", rows)):
         if counts[rank] != count:
             raise ArgumentError(
                 f"{name} says that rank {rank} holds {counts[rank]} positions, but {what} has {count}: the numbers of "
-                f"all ranks are {counts}" + ("; query_lens is seq_lens unless it is given" * (what == "query"))
+                f"all ranks are {counts}"
+                + "; there are as many queries unless query_lens is given"
+                * (what == "query" and name == "seq_lens")
             )
     if max(sum(keys), sum(queries)) >= 2**31:
         raise ArgumentError(f"the sequence has {max(sum(keys), sum(queries))} positions; the limit is {2**31 - 1}")
@@ -105,6 +118,6 @@ def _check(group: Group, layout: str, lengths: Lengths, length: int, rows: int) 
         raise ArgumentError(f"no rank holds any key, but there are {sum(queries)} queries: there must be at least one")
     if layout == "zigzag" and not keys == queries == zigzag_lengths(sum(keys), group.size):
         raise ArgumentError(
-            f"seq_lens is {keys} and query_lens {queries}, but in the zigzag layout the ranks hold "
+            f"the ranks hold {keys} keys and {queries} queries, but in the zigzag layout they hold "
             f"{zigzag_lengths(sum(keys), group.size)} of {sum(keys)} positions (see mk.to_zigzag)"
         )

@@ -88,7 +88,8 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Config | None) -> Tiles:
-    """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
+    """The given tiles and chunks, or defaults. Only tile_m and warps depend on what may differ between ranks, which is
+    the number of queries."""
     dim = max(query.shape[3], value.shape[3])
     if group.device.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4

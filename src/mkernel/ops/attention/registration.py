@@ -14,8 +14,9 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.attention.backward import ring_attention_backward
+from mkernel.ops.attention.lengths import counts_of
 from mkernel.ops.attention.run import result_shape, ring_attention
-from mkernel.ops.attention.sequences import Documents
+from mkernel.ops.attention.sequences import Counts, Documents, boundaries_of, pair_of
 from mkernel.runtime.config import Config
 
 Numbers = Sequence[int] | None  # an encoded configuration, a window, or lengths
@@ -26,9 +27,15 @@ OPTIONS = (
 PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
 
 
-def as_tensor(documents: Documents) -> torch.Tensor | None:
-    """The boundaries of documents, as an argument of the registered operators."""
-    return documents if documents is None or isinstance(documents, torch.Tensor) else torch.tensor(list(documents))
+def packed(documents: Documents, window_size: Any, seq_lens: Counts, query_lens: Counts) -> tuple[Any, ...]:
+    """Boundaries of documents, a window and lengths, as arguments of the registered operators. They are refused as in
+    calls without gradients, except while a graph is traced: then they may be symbols."""
+    traced = torch.compiler.is_compiling()
+    if documents is not None and not isinstance(documents, torch.Tensor):
+        documents = torch.tensor(list(documents) if traced else boundaries_of(documents), dtype=torch.int64)
+    if traced:
+        return documents, window_size, seq_lens, query_lens
+    return documents, pair_of(window_size), counts_of("seq_lens", seq_lens), counts_of("query_lens", query_lens)
 
 
 def as_pair(window_size: Numbers) -> Any:

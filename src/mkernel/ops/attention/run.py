@@ -62,8 +62,7 @@ def ring_attention(
             return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
-    lengths, lens = (key.shape[2], query.shape[2]), (seq_lens, query_lens)
-    pattern = pattern_of(group, is_causal, layout, cu_seqlens, window_size, *lengths, lens)
+    pattern = pattern_of(group, query, key, is_causal, layout, cu_seqlens, window_size, (seq_lens, query_lens))
     config = choose(TUNABLE, group, query, key, pattern, config, value)
     tiles = tiles_of(group, query, key, value, config)
     group.agree(
@@ -231,14 +230,8 @@ def check_options(
             f"query has {query.shape[2]} positions on each rank and key has {length}: layout='zigzag' needs as many "
             f"queries as keys; layout='contiguous' does not"
         )
-    if group.size * max(length, query.shape[2]) >= 2**31:
-        raise ArgumentError(
-            f"the sequence has {group.size * max(length, query.shape[2])} positions; the limit is {2**31 - 1}"
-        )
     scale, softcap = scoring
-    if scale is not None and not (
-        isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
-    ):
+    if scale is not None and not is_scale(scale):
         raise ArgumentError(
             f"scale must be a number greater than 0 and finite; got {scale!r}. For a negative scale, negate query"
         )
@@ -248,13 +241,18 @@ def check_options(
         raise ArgumentError(f"softcap must be 0, which is off, or a number from 1e-3 to 1e6; got {softcap!r}")
 
 
+def is_scale(scale: Any) -> bool:
+    """Whether attention takes this as the factor of scores."""
+    return isinstance(scale, (int, float)) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
+
+
 def choose(
     tunable: Tunable, group: Group, query: torch.Tensor, key: torch.Tensor, pattern: Pattern,
     given: Config | None, value: torch.Tensor | None = None,
 ) -> Config | None:  # fmt: skip
     """The configuration of a call: the same on every rank, because it depends only on arguments that are the same on
-    every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration; windows
-    calls whose query, key and value differ in positions or columns do not, either."""
+    every rank. Document boundaries vary too much for tuning, so packed sequences use no tuned configuration. Nor do
+    calls with windows, and calls whose query, key and value, or whose ranks, differ in positions or columns."""
     if pattern.has_spans or not are_alike(query, key, key if value is None else value):
         return given
     batch, heads, length, dim = query.shape

@@ -49,11 +49,13 @@ class Pattern(NamedTuple):
         return length if self.lengths is None else max(self.lengths.keys)
 
     def shapes(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-        """The shapes of query and key that all ranks must have: with the positions of every rank, if they differ."""
+        """The shapes of query and key that all ranks must have: with the positions of every rank, if they differ. And
+        seq_lens, so that the message for ranks that differ says what they may have forgotten."""
         if self.lengths is None:
-            return dict(query=tuple(query.shape), key=tuple(key.shape))
+            return dict(query=tuple(query.shape), key=tuple(key.shape), seq_lens=None)
         keys, queries = self.lengths
-        return dict(query=(*query.shape[:2], queries, query.shape[3]), key=(*key.shape[:2], keys, key.shape[3]))
+        query_shape, key_shape = (*query.shape[:2], queries, query.shape[3]), (*key.shape[:2], keys, key.shape[3])
+        return dict(query=query_shape, key=key_shape, seq_lens=keys)
 
     def is_empty(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Whether no rank has anything to compute."""
@@ -178,30 +180,31 @@ class Sequences:
 
 
 def pattern_of(
-    group: Group, is_causal: bool, layout: str, cu_seqlens: Any, window_size: Any, length: int, rows: int,
-    lens: tuple[Any, Any],
+    group: Group, query: torch.Tensor, key: torch.Tensor, is_causal: bool, layout: str, cu_seqlens: Any,
+    window_size: Any, lens: tuple[Any, Any],
 ) -> Pattern:  # fmt: skip
-    """The pattern of a call whose layout is valid. length, rows: keys and queries of this rank. lens: seq_lens and
-    query_lens."""
-    documents = _boundaries(cu_seqlens)
-    lengths = lengths_of(group, layout, lens, length, rows, documents[-1] if documents else None)
+    """The pattern of a call whose layout is valid. query, key: of this rank. lens: seq_lens and query_lens."""
+    length, rows = key.shape[2], query.shape[2]
+    documents = boundaries_of(cu_seqlens)
+    if documents is not None:
+        _check_ascending(documents)
+    lengths = lengths_of(group, layout, lens, length, rows, None if documents is None else documents[-1])
     whole, queries = (group.size * length, group.size * rows) if lengths is None else map(sum, lengths)
     if documents is not None:
         if (lengths is None and rows != length) or (lengths is not None and lengths.keys != lengths.queries):
             raise ArgumentError(
                 f"query has {rows} positions on each rank and key has {length}: with cu_seqlens, these must be the same"
                 if lengths is None
-                else f"seq_lens is {lengths.keys} and query_lens {lengths.queries}: with cu_seqlens, these must be the "
-                f"same"
+                else f"the ranks hold {lengths.keys} keys and {lengths.queries} queries: with cu_seqlens, these must "
+                f"be the same"
             )
-        documents = _documents_of(documents, whole, "world * seq_local" if lengths is None else "the sum of seq_lens")
+        documents = _documents_of(documents, whole, listed=lens[0] is not None)
     window = window_of(window_size, bool(is_causal), max(whole, queries))
     return Pattern(bool(is_causal), layout, documents, window, lengths)
 
 
-def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
-    """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
-    would not hide. whole: the length of the whole sequence of keys, or of queries if it is longer."""
+def pair_of(window_size: Any) -> tuple[int, int] | None:
+    """How many positions before and after its own a position sees, as integers."""
     if window_size is None:
         return None
     try:
@@ -211,6 +214,16 @@ def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None
             f"window_size must be a pair of integers, how many positions before and after its own a position sees; got "
             f"{window_size!r}"
         ) from problem
+    return before, after
+
+
+def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None, int | None] | None:
+    """How many positions a row sees before and after its own, validated; None where all, or none that the causal mask
+    would not hide. whole: the length of the whole sequence of keys, or of queries if it is longer."""
+    pair = pair_of(window_size)
+    if pair is None:
+        return None
+    before, after = pair
     if min(before, after) < -1:
         raise ArgumentError(f"window_size must be a pair of numbers from 0, or -1 for no limit; got {window_size!r}")
     limits = (
@@ -220,7 +233,7 @@ def window_of(window_size: Any, is_causal: bool, whole: int) -> tuple[int | None
     return None if limits == (None, None) else limits
 
 
-def _boundaries(cu_seqlens: Any) -> tuple[int, ...] | None:
+def boundaries_of(cu_seqlens: Any) -> tuple[int, ...] | None:
     """The boundaries of packed documents, as integers."""
     if cu_seqlens is None:
         return None
@@ -238,13 +251,23 @@ def _boundaries(cu_seqlens: Any) -> tuple[int, ...] | None:
         raise ArgumentError(f"cu_seqlens must be a tensor or a sequence of integers, got {cu_seqlens!r}") from problem
 
 
-def _documents_of(bounds: tuple[int, ...], whole: int, what: str) -> tuple[int, ...]:
-    """The boundaries of packed documents in a sequence of so many positions, validated. what: what `whole` is."""
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or any(a > b for a, b in pairwise(bounds)):
-        shown = f"{bounds[0]}, ..., {bounds[-1]}" if bounds else "nothing"
+def _check_ascending(bounds: tuple[int, ...]) -> None:
+    if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ArgumentError(
+            f"cu_seqlens must be the boundaries of the documents in the whole sequence: at least 2 numbers, ascending, "
+            f"from 0 to its length; got {f'{bounds[0]}, ..., {bounds[-1]}' if bounds else 'nothing'}"
+        )
+
+
+def _documents_of(bounds: tuple[int, ...], whole: int, listed: bool) -> tuple[int, ...]:
+    """The ascending boundaries of packed documents, in a sequence of so many positions. listed: whether seq_lens is
+    given."""
+    if bounds[-1] != whole:
+        what = "the sum of seq_lens" if listed else "world * seq_local"
+        more = "" if listed else ". If the ranks hold different numbers of positions, pass seq_lens"
         raise ArgumentError(
             f"cu_seqlens must be the boundaries of the documents in the whole sequence: ascending, from 0 to {whole} "
-            f"({what}); got {shown}"
+            f"({what}); got {bounds[0]}, ..., {bounds[-1]}{more}"
         )
     return tuple(sorted(set(bounds)))  # empty documents have no effect
 
@@ -266,6 +289,9 @@ def from_zigzag(parts: Sequence[torch.Tensor], *, dim: int = 2) -> torch.Tensor:
     """The whole sequence, given the parts of all ranks in the zigzag layout, in rank order."""
     if not parts:
         raise ArgumentError("parts must hold one part per rank; got none")
+    if any(not -part.dim() <= dim < part.dim() for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ArgumentError(f"parts must have a dimension {dim} (dim), along which they are joined; got {shapes}")
     lengths = tuple(part.shape[dim] for part in parts)
     others = {(*part.shape[: dim % part.dim()], *part.shape[dim % part.dim() + 1 :]) for part in parts}
     if len(others) > 1 or lengths != zigzag_lengths(sum(lengths), len(parts)):
