@@ -124,6 +124,17 @@ def test_a_configuration_changes_the_plan(machine):
     assert "1 intra" in slow.plan
 
 
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_the_slowest_rank_counts(machine, zigzag):
+    given = dict(machine=machine, nodes=4, options=dict(causal=True, zigzag=zigzag))
+    shape = (4, 16, 49152, 128)
+    found = predict("ring_attention", shape, **given)
+    ranks = {rank: predict("ring_attention", shape, rank=rank, **given).seconds for rank in (0, 5, 16, 31)}
+    assert found.seconds == max(ranks.values())
+    assert found.rank == found.engine.rank == max(ranks, key=ranks.get)
+    assert max(ranks.values()) > 1.2 * min(ranks.values())
+
+
 def test_a_late_network_is_waited_for(machine):
     shape = (32768 * 2, 2048, 8192)
     before = predict("all_gather_matmul", shape, machine=machine, nodes=2)

@@ -21,7 +21,7 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.scale.layers import Sum, layer_on
 from mkernel.scale.machine import Machine
-from mkernel.scale.page import page, row_of
+from mkernel.scale.page import COLUMNS, page, row_of
 from mkernel.scale.predict import Prediction, predict
 from mkernel.scale.search import best
 from mkernel.tuning.command import words_of
@@ -91,7 +91,7 @@ def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) 
 def with_timeline(asked: Asked, one: Prediction) -> Prediction:
     return predict(
         asked.operator, one.shape, machine=asked.machine, nodes=one.nodes, gpus_per_node=one.gpus_per_node,
-        dtype=asked.dtype, options=asked.options, config=one.config, timeline=True,
+        dtype=asked.dtype, options=asked.options, config=one.config, rank=one.rank, timeline=True,
     )  # fmt: skip
 
 
@@ -118,8 +118,7 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
 
 def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{asked.operator.name}, modelled", title_justify="left")
-    names = ["nodes", "shape", "fused ms", "floor ms", "floor fraction", "bound by", "host-driven ms", "speed-up"]
-    for name in names + ["configuration"] * asked.search:
+    for name in COLUMNS + ["configuration"] * asked.search:
         table.add_column(name, justify="left" if name in ("shape", "bound by", "configuration") else "right")
     for one in found:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
@@ -128,7 +127,10 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
-    console.print(f"{last.nodes} nodes: busy: {busy}. CTAs: " + ", ".join(f"{kind} {part:.0%}" for kind, part in spent))
+    console.print(
+        f"{last.nodes} nodes, rank {last.rank}: busy: {busy}. CTAs: "
+        + ", ".join(f"{kind} {part:.0%}" for kind, part in spent)
+    )
     console.print(escape(last.plan), soft_wrap=True)
 
 

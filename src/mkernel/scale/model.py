@@ -7,7 +7,7 @@ what a step waits for, and what it sends. Orders and numbers come from the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Model:
-    """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work."""
+    """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work. ranks: (problem, ranks) -> those
+    among which the slowest is sought, where they differ."""
 
     run: Callable[[Engine, Any, Problem], None]
     work: Callable[[Problem, int, int], Work]
+    ranks: Callable[[Problem, int], Sequence[int]] = lambda problem, ranks: (0,)

@@ -25,6 +25,7 @@ LATE = 0.5  # if nothing is busy for so much of the time, latency is what bounds
 class Prediction:
     """What the model says about a call. Times in seconds.
 
+    rank: the slowest of those that were simulated.
     seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
     loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
     spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
@@ -34,6 +35,7 @@ class Prediction:
     shape: Shape
     nodes: int
     gpus_per_node: int
+    rank: int
     machine: str
     seconds: float
     floor: float
@@ -58,7 +60,7 @@ class Prediction:
         chosen = {name: value for name, value in asdict(self.config or Config()).items() if value is not None}
         return {
             "op": self.op, "shape": list(self.shape), "nodes": self.nodes, "gpus_per_node": self.gpus_per_node,
-            "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
+            "rank": self.rank, "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
             "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
             "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
             "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
@@ -92,12 +94,22 @@ def host_driven(work: Work, machine: Machine, ranks: int) -> float:
 def predict(
     op: str | Operator, shape: Shape, *, machine: Machine, nodes: int = 1, gpus_per_node: int = 8,
     dtype: torch.dtype = torch.bfloat16, options: Mapping[str, Any] | None = None, config: Config | None = None,
-    rank: int = 0, timeline: bool = False,
+    rank: int | None = None, timeline: bool = False,
 ) -> Prediction:  # fmt: skip
     """What a call of an operator would take on a cluster of such machines. shape: as for `mkernel bench`, of all ranks.
-    rank: the one that is simulated; all do the same, unless the options say otherwise."""
+    rank: the one that is simulated; by default the slowest of those that the model names."""
     operator = operators.find(op, "workload", "model") if isinstance(op, str) else op
     given = dict(options or {})
+    if rank is None:
+        problem = Problem(tuple(shape), dtype.itemsize, given)
+        found = (
+            predict(
+                operator, shape, machine=machine, nodes=nodes, gpus_per_node=gpus_per_node, dtype=dtype,
+                options=options, config=config, rank=each, timeline=timeline,
+            )
+            for each in operator.load("model").ranks(problem, nodes * gpus_per_node)
+        )  # fmt: skip
+        return max(found, key=lambda one: one.seconds)
     links = Links(machine.nvlink / 1e9, machine.network / 1e9, machine.network_seconds) if machine.paced else Links()
     with member(
         nodes, gpus_per_node, rank, ctas=machine.sms, capability=machine.capability, links=links
@@ -123,7 +135,7 @@ def predict(
         for kind, value in lanes.spent.items():
             spent[kind] = spent.get(kind, 0.0) + value / total
     return Prediction(
-        op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, machine=machine.name,
+        op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, rank=rank, machine=machine.name,
         seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
         bound=most if loads[most] > LATE * seconds else "latency", spent=spent, requests=engine.network.requests,
         plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
@@ -132,7 +144,7 @@ def predict(
 
 def emulated(
     op: str, shape: Shape, machine: Machine, *, nodes: int, ranks: int, options: Mapping[str, Any] | None = None,
-    rank: int = 0, timeline: bool = False,
+    rank: int | None = None, timeline: bool = False,
 ) -> Prediction:  # fmt: skip
     """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
     part = shared(machine, nodes * ranks, nodes)

@@ -48,11 +48,7 @@ def points(machine: str = "h200-cx7") -> list[Point]:
     found = []
     for row in measured_rows():
         nodes, ranks, options = row["nodes"], row["ranks"], row["options"]
-        # without zigzag, the last rank of a causal mask has the most work
-        rank = nodes * ranks - 1 if options.get("causal") and not options.get("zigzag") else 0
-        prediction = emulated(
-            row["op"], tuple(row["shape"]), load(machine), nodes=nodes, ranks=ranks, options=options, rank=rank
-        )
+        prediction = emulated(row["op"], tuple(row["shape"]), load(machine), nodes=nodes, ranks=ranks, options=options)
         found.append(
             Point(
                 row["op"], nodes, ranks, tuple(row["shape"]), options, row["readme"], row["use"], row["ms"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -136,4 +137,11 @@ def work(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-MODEL = Model(run, work)
+def candidates(problem: Problem, ranks: int) -> Sequence[int]:
+    """A mask gives the last rank the most keys or, with zigzag, makes the ranks at the ends of a half differ."""
+    if not problem.options.get("causal", True):
+        return (0,)
+    return sorted({0, ranks // 2, ranks - 1})
+
+
+MODEL = Model(run, work, candidates)
