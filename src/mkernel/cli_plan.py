@@ -56,7 +56,9 @@ def plan(
     layer: Annotated[
         str | None, typer.Option(help="A whole layer instead of an operator, such as mlp; the shape is the layer's.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The dtype of operands and result: bf16 or fp16, at the same rates.")
+    ] = Dtype.bf16,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
     calibrate: Annotated[
@@ -79,6 +81,7 @@ def plan(
     from mkernel.scale import layers
     from mkernel.scale.command import Asked, parse_nodes, run, run_layer
     from mkernel.scale.machine import load, with_network
+    from mkernel.scale.predict import check_dtype
     from mkernel.workloads import DTYPES
 
     try:
@@ -91,6 +94,10 @@ def plan(
             chosen = with_network(chosen, f"h200-{nic.value}")
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="--machine") from problem
+    try:
+        check_dtype(DTYPES[dtype.value], chosen)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--dtype") from problem
     ranks = gpus_per_node or chosen.gpus_per_node
     console = Console(highlight=False)
     if layer is not None:

@@ -120,6 +120,8 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
     (("all_gather_matmul", "32768x2048x8192", "--nodes", "2,3", "--scaling", "strong"), "must be divisible"),
+    (("all_gather_matmul", "--dtype", "fp32"), "has no rates for float32"),
+    (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):

@@ -18,7 +18,8 @@ from mkernel.runtime.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU, its share of its node and its network. Rates are per second, times in seconds, for one GPU.
+    """A GPU, its share of its node and its network. Rates are per second, times in seconds, for one GPU, with
+    16-bit floats.
 
     sms, capability: SMs, and the compute capability as a number: 90 for Hopper.
     sm_flops: of an SM while it works on a tile, by kind of work. tile_seconds: what a tile of a GEMM takes besides,

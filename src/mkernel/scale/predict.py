@@ -12,12 +12,14 @@ import torch
 from mkernel import operators
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.world import Links
 from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine
 from mkernel.scale.machine import Machine, shared
 from mkernel.scale.model import Problem, Work
 
+DTYPES = (torch.bfloat16, torch.float16)  # that the rates of machines are for: tensor cores take both at the same speed
 LATE = 0.5  # if nothing is busy for so much of the time, latency is what bounds a call
 
 
@@ -73,6 +75,15 @@ class Prediction:
         return self.host / self.seconds
 
 
+def check_dtype(dtype: torch.dtype, machine: Machine) -> None:
+    """Refuse what there are no rates for."""
+    if dtype not in DTYPES:
+        raise ArgumentError(
+            f"{machine.name} has no rates for {str(dtype).removeprefix('torch.')}: those of tiles and of the library "
+            "are for bf16, and taken for fp16 too"
+        )
+
+
 def library_seconds(work: Work, machine: Machine) -> float:
     return max(work.flops / machine.library_flops[work.library], work.memory / machine.memory)
 
@@ -99,6 +110,7 @@ def predict(
     """What a call of an operator would take on a cluster of such machines. shape: as for `mkernel bench`, of all ranks.
     rank: the one that is simulated; by default the slowest of those that the model names."""
     operator = operators.find(op, "workload", "model") if isinstance(op, str) else op
+    check_dtype(dtype, machine)
     given = dict(options or {})
     if rank is None:
         problem = Problem(tuple(shape), dtype.itemsize, given)
