@@ -165,6 +165,32 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
         load("h300")
 
 
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"nvlink": 0}, "nvlink must be above 0, got 0"),
+    ({"memory": "fast"}, "memory must be a number, got 'fast'"),
+    ({"sms": 131.5}, "sms must be a whole number"),
+    ({"request_seconds": -1}, "request_seconds must be a number, 0 or more"),
+    ({"network_share": 1.5}, "network_share must be from 0 to 1"),
+    ({"sm_flops": {"gemm": 1}}, "sm_flops must be an object with 'attention'"),
+    ({"sm_flops": {"gemm": "x", "attention": 1}}, "sm_flops must be an object in which gemm is a number"),
+    ({"sharing": {"gemm": {"two": 1}}}, "sharing must be an object in which gemm has numbers of ranks"),
+    ({"sources": []}, "sources must be an object"),
+    ({"paced": 1}, "paced must be true or false"),
+    ({"speed": 3}, "there is no speed; its fields are"),
+    ({"based_on": 3}, "based_on must be the name of a machine"),
+    ({"based_on": None}, "it has no name, and no based_on"),
+    ({"based_on": "SELF"}, "based_on leads back to the file itself"),
+    ([], "it must be a JSON object"),
+])  # fmt: skip
+def test_what_no_machine_can_be(tmp_path, given, expected):
+    path = tmp_path / "wrong.json"
+    text = json.dumps({"based_on": "h200-cx7", **given} if isinstance(given, dict) else given)
+    path.write_text(text.replace("SELF", str(path)))
+    with pytest.raises(ArgumentError) as caught:
+        load(str(path))
+    assert f"the machine {path} is not valid: {expected}" in str(caught.value)
+
+
 def test_a_part_of_a_gpu(machine):
     part = shared(machine, 4, 2)
     assert (part.sms, part.nvlink, part.network, part.paced) == (32, 112.5e9, 12.5e9, True)

@@ -8,7 +8,8 @@ machine where it runs, and writes such a file.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -84,27 +85,88 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+KINDS = {"sm_flops": ("gemm", "attention"), "library_flops": ("gemm", "attention", "grouped", "gated")}
+RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
+MAY_BE_ZERO = ("pod_nodes",)  # and times
+
+
 def load(name: str) -> Machine:
     """A machine by name, or from a file that ends in .json."""
+    return _load(name, ())
+
+
+def _load(name: str, above: tuple[Path | str, ...]) -> Machine:
+    """above: the files that are based on this one."""
     if name.endswith(".json"):
+        place: Path | str = Path(name).resolve()
+        if place in above:
+            raise ArgumentError(f"the machine {name} is not valid: based_on leads back to the file itself")
         try:
             text = Path(name).read_text()
         except (OSError, UnicodeDecodeError) as problem:
             raise ArgumentError(f"the machine {name} cannot be read: {problem}") from problem
     elif name in names():
+        place = name
         text = resources.files("mkernel.scale").joinpath(f"machines/{name}.json").read_text()
     else:
         raise ArgumentError(f"there is no machine {name!r}; there are {', '.join(names())}, or a file ending in .json")
     try:
         given = json.loads(text)
-        based_on = given.pop("based_on", None)
-        values = asdict(load(based_on)) | given if based_on else given
-        if based_on:
-            values["sources"] = load(based_on).sources | given.get("sources", {})
-        return Machine(**values)
-    except (ValueError, TypeError) as problem:
-        known = ", ".join(part.name for part in fields(Machine))
-        raise ArgumentError(f"the machine {name} is not valid: {problem}; its fields are {known}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ArgumentError(f"the machine {name} is not valid: it is not JSON: {problem}") from problem
+    if not isinstance(given, dict):
+        raise ArgumentError(f"the machine {name} is not valid: it must be a JSON object")
+    based_on = given.pop("based_on", None)
+    if not isinstance(based_on, str | None):
+        raise ArgumentError(
+            f"the machine {name} is not valid: based_on must be the name of a machine, got {based_on!r}"
+        )
+    base = asdict(_load(based_on, (*above, place))) if based_on else {}
+    values = base | given
+    for part in fields(Machine):
+        if part.name in values:
+            _check(name, part.name, str(part.type), values[part.name])
+        elif part.default is MISSING and part.default_factory is MISSING:
+            raise ArgumentError(
+                f"the machine {name} is not valid: it has no {part.name}, and no based_on to take it from"
+            )
+    known = [part.name for part in fields(Machine)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ArgumentError(
+            f"the machine {name} is not valid: there is no {unknown[0]}; its fields are {', '.join(known)}"
+        )
+    return Machine(**values | {"sources": base.get("sources", {}) | values.get("sources", {})})
+
+
+def _check(machine: str, key: str, kind: str, value: Any) -> None:
+    """Refuse a value that a machine cannot have. kind: the type of its field."""
+    rule = _rule_broken(key, kind, value)
+    if rule:
+        raise ArgumentError(f"the machine {machine} is not valid: {key} must be {rule}, got {value!r}")
+
+
+def _rule_broken(key: str, kind: str, value: Any) -> str:
+    """What a value must be and is not; "" if all is well."""
+    if kind.startswith("dict"):
+        if not isinstance(value, dict):
+            return "an object"
+        if missing := [name for name in KINDS.get(key, ()) if name not in value]:
+            return f"an object with {missing[0]!r}"
+        inner = kind.removeprefix("dict[str, ").removesuffix("]")
+        for name, part in value.items():
+            if inner.startswith("dict") and isinstance(part, dict) and not all(each.isdigit() for each in part):
+                return f"an object in which {name} has numbers of ranks"
+            if rule := _rule_broken(key, inner, part):
+                return f"an object in which {name} is {rule}"
+        return ""
+    if kind in ("str", "bool"):
+        return "" if type(value).__name__ == kind else {"str": "a text", "bool": "true or false"}[kind]
+    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
+        return "a whole number" if kind == "int" else "a number"
+    least, most = RANGES.get(key, (0.0, math.inf))
+    if not math.isfinite(value) or not least <= value <= most:
+        return f"from {least:g} to {most:g}" if key in RANGES else "a number, 0 or more"
+    return "above 0" if value == 0 and not key.endswith("_seconds") and key not in MAY_BE_ZERO else ""
 
 
 def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
