@@ -78,8 +78,9 @@ def plan(
     if layer is None and op is None:
         raise typer.BadParameter("name an operator, or a layer with --layer", param_hint="OP")
     check_file(html, "--html")
+    from mkernel.bench.shapes import check as check_shape
     from mkernel.scale import layers
-    from mkernel.scale.command import Asked, parse_nodes, run, run_layer
+    from mkernel.scale.command import Asked, default_shape, divisible, parse_nodes, run, run_layer
     from mkernel.scale.machine import load, with_network
     from mkernel.scale.predict import check_dtype
     from mkernel.workloads import DTYPES
@@ -100,36 +101,63 @@ def plan(
         raise typer.BadParameter(str(problem), param_hint="--dtype") from problem
     ranks = gpus_per_node or chosen.gpus_per_node
     console = Console(highlight=False)
+    weak, lenient = scaling is Scaling.weak, ":" in nodes
     if layer is not None:
+        _check_layer(said, **{"SHAPE": shape, "--search": search, "--html": html})
         try:
             sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape
+            numbers, note = divisible(
+                numbers, lambda n: layers.check(layer, layers.shape_on(sizes, n, numbers[0], weak), n * ranks),
+                weak=weak, lenient=lenient,
+            )  # fmt: skip
         except MKernelError as problem:
             raise typer.BadParameter(str(problem), param_hint="--layer") from problem
+        _note(note)
         with failures_in_words():
             run_layer(
-                layer, sizes, numbers, ranks, chosen, DTYPES[dtype.value], weak=scaling is Scaling.weak, as_json=json,
-                console=console,
-            )  # fmt: skip
+                layer, sizes, numbers, ranks, chosen, DTYPES[dtype.value], weak=weak, as_json=json, console=console
+            )
         return
     assert op is not None
-    workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks, "model")
+    # a shape that stays is checked for each number of nodes below
+    workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks if weak else 1, "model")
     operator = workload.operator
+    sizes = parsed[0] if parsed else default_shape(operator, numbers[0] * ranks)
+    if not weak:
+        try:
+            numbers, note = divisible(
+                numbers, lambda n: check_shape(sizes, operator, n * ranks), weak=False, lenient=lenient
+            )
+        except MKernelError as problem:
+            raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+        _note(note)
     asked = Asked(
         operator=operator,
-        shape=parsed[0] if parsed else operator.shapes[0],
+        shape=sizes,
         nodes=numbers,
         gpus_per_node=ranks,
         machine=chosen,
         dtype=DTYPES[dtype.value],
         options=options_of(operator, said),
-        weak=scaling is Scaling.weak,
+        weak=weak,
         search=search,
         timeline=html is not None,
     )
     with failures_in_words():
-        for number in numbers if not asked.weak else ():
-            workload_and_shapes(op, ["x".join(map(str, asked.shape))], number * ranks, "model")
         run(asked, as_json=json, html=html, console=console)
+
+
+def _check_layer(said: Said, **given: object) -> None:
+    """Refuse what has no meaning for a layer."""
+    flags = [name for name, value in given.items() if value] + ["--" + name.replace("_", "-") for name in said]
+    if flags:
+        what = "the shape of a layer is the only argument" if flags[0] == "SHAPE" else "not possible with --layer"
+        raise typer.BadParameter(what, param_hint=flags[0])
+
+
+def _note(text: str) -> None:
+    if text:
+        typer.echo(f"mkernel: {text}", err=True)
 
 
 def _calibrate(path: Path, machine: str) -> None:

@@ -19,12 +19,14 @@ from mkernel import tables
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.scale.layers import Sum, layer_on
+from mkernel.scale.layers import Sum, layer_on, shape_on
 from mkernel.scale.machine import Machine
 from mkernel.scale.page import COLUMNS, page, row_of
 from mkernel.scale.predict import Prediction, predict
 from mkernel.scale.search import best
 from mkernel.tuning.command import words_of
+
+PART = 128  # rows and the like of a rank, of which there are whole numbers in default shapes
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,35 @@ def parse_nodes(text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ArgumentError(f"{text!r} are no numbers of nodes: write 2:64 for powers of two, or a list such as 2,3,8")
     return numbers
+
+
+def default_shape(operator: Operator, ranks: int) -> Shape:
+    """The first of an operator's shapes; what is divided among the ranks and does not divide is rounded up."""
+    part = PART * ranks
+    return tuple(
+        -(-size // part) * part if name in operator.shared and size % ranks else size
+        for name, size in zip(operator.dimensions, operator.shapes[0])
+    )
+
+
+def divisible(
+    numbers: Sequence[int], check: Callable[[int], None], *, weak: bool, lenient: bool
+) -> tuple[list[int], str]:
+    """The numbers of nodes among whose ranks a shape can be divided, and a note about the others. check: raises if one
+    cannot. lenient: others are left out; but not the first one, where the shape is that of the first."""
+    kept, left, why = [], [], None
+    for number in numbers:
+        try:
+            check(number)
+            kept.append(number)
+        except ArgumentError as problem:
+            if not lenient or (weak and number == numbers[0]):
+                raise
+            left.append(number)
+            why = why or problem
+    if why and not kept:
+        raise why
+    return kept, f"left out: {', '.join(map(str, left))} nodes: {why}" if left else ""
 
 
 def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
@@ -138,11 +169,10 @@ def run_layer(
     name: str, shape: Shape, nodes: Sequence[int], gpus_per_node: int, machine: Machine, dtype: torch.dtype, *,
     weak: bool, as_json: bool, console: Console,
 ) -> list[Sum]:  # fmt: skip
-    """Predict a layer, and print the figures. The first number of its shape, the tokens, is what is divided."""
+    """Predict a layer, and print the figures."""
     found = []
     for number in nodes:
-        tokens = shape[0] * number // nodes[0] if weak else shape[0]
-        found += layer_on(name, (tokens, *shape[1:]), number, gpus_per_node, machine, dtype)
+        found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
     if as_json:
         print(json.dumps({"machine": machine.name, "results": [one.to_dict() for one in found]}, indent=2))
         return found
