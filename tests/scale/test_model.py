@@ -59,6 +59,16 @@ def test_lanes_work_through_lists(machine):
     assert sum(float((span.end - span.begin).sum()) for span in spans) == pytest.approx(20.0)
 
 
+def test_when_any_lane_works():
+    lanes = Lanes("CTAs", 3, 0.0, None)
+    lanes.work(np.array([2.0, 3.0]), "copy", slice(0, 2))
+    lanes.wait(np.array([7.0]), "rows", slice(0, 1))
+    lanes.work(1.0, "copy", slice(0, 1))
+    assert lanes.busy["copy"].tolist() == [3.0, 3.0, 0.0]
+    assert lanes.any_busy(["copy", "stage"]) == 4.0
+    assert lanes.any_busy(["stage"]) == 0.0
+
+
 def test_paced_links_are_shared_evenly():
     link = Shares(Link(100.0), 2, 0.0)
     assert link.carry(np.array([0.0, 3.0]), 50.0, np.array([0, 1])).tolist() == [1.0, 3.0]
@@ -135,6 +145,18 @@ def test_the_slowest_rank_counts(machine, zigzag):
     assert max(ranks.values()) > 1.2 * min(ranks.values())
 
 
+@pytest.mark.parametrize(("op", "change", "nodes", "expected"), [
+    ("all_gather_matmul", {"copy": 5e9}, 2, "copying CTAs"),
+    ("ring_attention", {"warp_copy": 1e8}, 1, "copying push warps"),
+    ("moe_dispatch_matmul", {"place": 1e8}, 2, "copying CTAs"),
+    ("moe_dispatch_matmul", {"count": 1e5}, 2, "counting CTAs"),
+    ("all_gather_matmul", {"nvlink_seconds": 0.01}, 1, "latency"),
+])  # fmt: skip
+def test_what_bounds_a_call(machine, op, change, nodes, expected):
+    found = predict(op, SHAPES[op], machine=replace(machine, **change), nodes=nodes, options={})
+    assert found.bound == expected
+
+
 def test_a_late_network_is_waited_for(machine):
     shape = (32768 * 2, 2048, 8192)
     before = predict("all_gather_matmul", shape, machine=machine, nodes=2)
@@ -151,9 +173,7 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
     for name in names():
         machine = load(name)
         assert machine.name == name
-        missing = (
-            figures - set(machine.sources) - {"sms", "capability", "gpus_per_node", "pod_nodes", "oversubscription"}
-        )
+        missing = figures - set(machine.sources)
         assert not missing, f"{name}: {missing}"
     path = tmp_path / "mine.json"
     save(load("h200-efa"), path)

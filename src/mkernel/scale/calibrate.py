@@ -118,8 +118,8 @@ def calibrate(path: Path, based_on: str) -> dict[str, float]:
     given = {
         "based_on": based_on,
         "name": path.stem,
-        "about": f"{based_on} with the network of the machine on which this was measured: TCP within one process. "
-        "Its GPU was not measured.",
+        "about": f"{load(based_on).about} That is {based_on}: the GPU of the machine of this file was not measured.",
+        "network_about": "TCP within one process of the machine of this file, measured",
         "network_share": 1.0,
         **{name: float(f"{value:.4g}") for name, value in found.items()},
         "sources": {**dict.fromkeys(found, how), "network_share": "the rate was measured"},

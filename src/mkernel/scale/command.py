@@ -154,7 +154,7 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     for one in found:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
     tables.show(table, console)
-    console.print(escape(f"{asked.machine.name}: {asked.machine.about}"), soft_wrap=True)
+    console.print(escape(f"{asked.machine.name}: {asked.machine.described}"), soft_wrap=True)
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
@@ -188,5 +188,5 @@ def run_layer(
             f"{figures['speedup']:.2f}", ", ".join(f"{part['name']} {part['fused_ms']:.3f}" for part in one.parts),
         )  # fmt: skip
     tables.show(table, console)
-    console.print(escape(f"{machine.name}: {machine.about}"), soft_wrap=True)
+    console.print(escape(f"{machine.name}: {machine.described}"), soft_wrap=True)
     return found

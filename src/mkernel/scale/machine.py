@@ -29,7 +29,8 @@ class Machine:
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
     library_flops: of the GPU with the library, by kind of work; the floor.
     memory: bytes read from memory. copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
-    place: bytes that a CTA of a mixture-of-experts operator places.
+    place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
+    routing_seconds: the steps of routing besides, one after the other.
     nvlink: bytes sent to the node. nvlink_seconds: from a store until a peer that polls sees its signal.
     network: bytes sent to other nodes. network_share: which part of that transfers reach.
     network_seconds: from the last byte to the signal. request_seconds: of the proxy for a request.
@@ -37,7 +38,8 @@ class Machine:
     post_seconds: of a CTA to post a request. in_flight: requests that are posted and not yet sent, at most.
     pod_nodes, oversubscription: nodes under one switch, and what is left of the rate beyond it (a divisor).
     launch_seconds: from one launch to the next, besides the kernel's work. collective_seconds: a step of a collective.
-    gpus_per_node: what a node has. paced: ranks share a GPU, and links are paced.
+    about, network_about: which GPUs and nodes, and which network. gpus_per_node: what a node has. paced: ranks share a
+        GPU, and links are paced.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Machine:
     copy: float
     warp_copy: float
     place: float
+    count: float
+    routing_seconds: float
     nvlink: float
     nvlink_seconds: float
     network: float
@@ -66,6 +70,7 @@ class Machine:
     in_flight: int
     launch_seconds: float
     collective_seconds: float
+    network_about: str = ""
     gpus_per_node: int = 8
     pod_nodes: int = 0  # 0: all nodes
     oversubscription: float = 1.0
@@ -73,6 +78,11 @@ class Machine:
     # by kind of work and number of ranks on the GPU: how much longer a tile takes than the ranks' share of SMs explains
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        return f"{self.about} Network: {self.network_about}." if self.network_about else self.about
 
     def tile(self, rows: int, columns: int, depth: int) -> float:
         """Seconds of an SM for a tile of a GEMM."""
@@ -205,7 +215,9 @@ def with_network(machine: Machine, name: str) -> Machine:
     other = load(name)
     parts = ("network", "network_share", "network_seconds", "request_seconds", "fence_seconds", "in_flight",
              "pod_nodes", "oversubscription")  # fmt: skip
-    return replace(machine, name=f"{machine.name} with the network of {name}", **{p: getattr(other, p) for p in parts})
+    sources = machine.sources | {part: other.sources[part] for part in parts if part in other.sources}
+    taken = {part: getattr(other, part) for part in (*parts, "network_about")}
+    return replace(machine, name=f"{machine.name} with the network of {name}", sources=sources, **taken)
 
 
 def save(machine: Machine, path: Path) -> None:

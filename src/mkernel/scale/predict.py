@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mkernel import operators
@@ -20,7 +21,13 @@ from mkernel.scale.machine import Machine, shared
 from mkernel.scale.model import Problem, Work
 
 DTYPES = (torch.bfloat16, torch.float16)  # that the rates of machines are for: tensor cores take both at the same speed
-LATE = 0.5  # if nothing is busy for so much of the time, latency is what bounds a call
+# what lanes do, by the resource that it loads
+LANES = {
+    "compute": ("multiply", "attend"),
+    "copying {}": ("copy", "stage", "place rows", "sum rows", "push", "gather"),
+    "counting {}": ("count rows",),
+}
+LATE = 0.5  # what is busy for so much of the time may bound a call
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,39 @@ def check_dtype(dtype: torch.dtype, machine: Machine) -> None:
         )
 
 
+def loads_of(engine: Engine, work: Work, machine: Machine) -> dict[str, float]:
+    """For how many seconds each resource is busy. Of lanes, that is the busiest one: the others wait for it."""
+    loads = {
+        "compute": library_seconds(work, machine),
+        "NVLink": engine.nvlink.busy,
+        "network": engine.network.card.busy,
+        "requests": engine.network.proxy.busy,
+        "switches": engine.network.beyond.busy,
+    }
+    for group in engine.groups:
+        for name, kinds in LANES.items():
+            if own := [busy for kind, busy in group.busy.items() if kind in kinds]:
+                resource = name.format(group.name)
+                loads[resource] = max(loads.get(resource, 0.0), float(np.max(sum(own))))
+    return loads
+
+
+def bound_of(loads: Mapping[str, float], engine: Engine) -> str:
+    """What bounds a call: the resource that is busy for longest; if none is for much of it, lanes of which, one after
+    the other, some copy or count for most of it; else latency."""
+    most = max(loads, key=lambda name: loads[name])
+    if loads[most] > LATE * engine.end:
+        return most
+    in_turn = {
+        name.format(group.name): group.any_busy(kinds)
+        for group in engine.groups
+        for name, kinds in LANES.items()
+        if name != "compute"
+    }
+    most = max(in_turn, key=lambda name: in_turn[name])
+    return most if in_turn[most] > LATE * engine.end else "latency"
+
+
 def library_seconds(work: Work, machine: Machine) -> float:
     return max(work.flops / machine.library_flops[work.library], work.memory / machine.memory)
 
@@ -133,14 +173,7 @@ def predict(
     model.run(engine, plan, problem)
     work = model.work(problem, nodes, gpus_per_node)
     seconds = engine.end
-    loads = {
-        "compute": library_seconds(work, machine),
-        "NVLink": engine.nvlink.busy,
-        "network": engine.network.card.busy,
-        "requests": engine.network.proxy.busy,
-        "switches": engine.network.beyond.busy,
-    }
-    most = max(loads, key=lambda name: loads[name])
+    loads = loads_of(engine, work, machine)
     total = sum(sum(group.spent.values()) for group in engine.groups) or 1.0
     spent: dict[str, float] = {}
     for lanes in engine.groups:
@@ -149,7 +182,7 @@ def predict(
     return Prediction(
         op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, rank=rank, machine=machine.name,
         seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
-        bound=most if loads[most] > LATE * seconds else "latency", spent=spent, requests=engine.network.requests,
+        bound=bound_of(loads, engine), spent=spent, requests=engine.network.requests,
         plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
     )  # fmt: skip
 

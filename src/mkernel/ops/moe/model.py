@@ -22,8 +22,6 @@ from mkernel.scale.model import Model, Problem, Work
 
 Array = Any
 ID_BYTES = 4
-COUNT_RATE = 1.6e7  # ids per second that a CTA counts; from the call of one rank in docs/performance.md
-ROUTING_SECONDS = 30e-6  # the steps of routing besides, one after the other; from the same call
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class _Dispatch:
             ctas.work(routed.tokens * self.token_bytes / machine.place / count, "stage")
             engine.nvlink.carry(engine.start, table * (engine.gpus_per_node - 1))
         ctas.wait(arrived, "routing tables")
-        ctas.work(ROUTING_SECONDS + engine.ranks * routed.rows / COUNT_RATE / count, "count rows")
+        ctas.work(machine.routing_seconds + engine.ranks * routed.rows / machine.count / count, "count rows")
         engine.marks["routed"] = float(ctas.clock.max())
 
     def send(self) -> Array:
