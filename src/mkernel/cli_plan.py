@@ -166,8 +166,9 @@ def _calibrate(path: Path, machine: str) -> None:
         raise typer.BadParameter(f"the name must end in .json, got {path}", param_hint="--calibrate")
     from mkernel.scale.calibrate import calibrate
 
-    with failures_in_words():
-        found = calibrate(path, machine)
+    terminal = Console(stderr=True)
+    with failures_in_words(), terminal.status("") as status:
+        found = calibrate(path, machine, lambda what: status.update(f"measuring {what}"))
     typer.echo(
         f"TCP on this machine: {found['network'] / 1e9:.3g} GB/s, {found['network_seconds'] * 1e6:.3g} us from a "
         f"request to its signal, {found['request_seconds'] * 1e6:.3g} us for each of many. All else is from {machine}: "

@@ -112,6 +112,9 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     for name in ("network", "network_seconds", "request_seconds"):
         assert getattr(machine, name) > 0
         assert machine.sources[name].startswith("measured: ")
+    told = []
+    calibrate.calibrate(path, "h200-efa", told.append)
+    assert told == ["the latency of a request", "the rate of large transfers", "many requests"]
     assert "must end in .json" in words(run("--calibrate", str(tmp_path / "here.txt")))
 
 

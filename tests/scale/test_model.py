@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 import mkernel as mk
 from mkernel import operators
 from mkernel.compiling import launched
+from mkernel.ops.reduce.model import _Scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.world import Links
 from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine, Lanes, Link, Network, Shares, serve
 from mkernel.scale.machine import Machine, load, names, save, shared
+from mkernel.scale.model import Problem
 from mkernel.scale.predict import predict
 from mkernel.scale.validation import ASIDE, bandwidths, measured_rows, median, points
 
@@ -155,6 +157,24 @@ def test_the_slowest_rank_counts(machine, zigzag):
 def test_what_bounds_a_call(machine, op, change, nodes, expected):
     found = predict(op, SHAPES[op], machine=replace(machine, **change), nodes=nodes, options={})
     assert found.bound == expected
+
+
+def test_one_node_does_not_wait_for_the_network(machine):
+    found = predict("ring_attention", (4, 16, 49152, 128), machine=machine, options=dict(causal=False))
+    assert found.spent["wait for slots"] > 0
+    assert "wait for the network" not in found.spent
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_the_last_of_several_pushes_of_a_tile_counts(machine, hopper):
+    with member(1, 2, 0, ctas=4, capability=90, links=Links()) as group:
+        plan = plan_of(group, operators.find("matmul_reduce_scatter"), (4096, 8192, 8192), torch.bfloat16, {}, None)
+    scatter = _Scatter(Engine(machine, 1, 2), replace(plan, hopper=hopper), Problem((4096, 8192, 8192), 2, {}))
+    lanes = np.array([0, 1])
+    scatter.ctas.work(np.array([1.0, 0.5]), "multiply", lanes)
+    scatter.push(lanes, np.array([3, 3]))
+    scatter.signal(lanes)
+    assert scatter.pushed[3] > 1.0
 
 
 def test_a_late_network_is_waited_for(machine):

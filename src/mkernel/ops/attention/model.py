@@ -110,7 +110,8 @@ class _Ring:
             chunk, offset = item % plan.chunks, item // plan.chunks
             which = self.first_pusher + (index * len(items) + item) % lanes
             source = np.where(offset == 0, 0, nodes - offset)  # nodes before this one
-            self.pushers.wait(np.maximum(landed[source, chunk], free + machine.nvlink_seconds), "the network", which)
+            self.pushers.wait(np.full(len(item), free + machine.nvlink_seconds), "slots", which)
+            self.pushers.wait(landed[source, chunk], "the network", which)
             size = self.sizes[chunk] * (gpus - 1)
             self.pushers.work(size / self.rate, "copy", which)
             self.pushers.wait(engine.nvlink.carry(self.pushers.clock[which], size), "NVLink", which)

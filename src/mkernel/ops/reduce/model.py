@@ -103,7 +103,7 @@ class _Scatter:
         self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
         self.due[lanes] = index
         if self.plan.hopper:  # a warp of its own signals
-            self.pushed[index] = np.maximum(self.pushed[index], self.reached[lanes])
+            np.maximum.at(self.pushed, index, self.reached[lanes])
             self.due[lanes] = -1
 
     def signal(self, lanes: Array) -> None:
@@ -113,7 +113,7 @@ class _Scatter:
             self.ctas.wait(self.reached[pending] - self.engine.machine.nvlink_seconds, "NVLink", pending)
             index = self.due[pending]
             time = np.maximum(self.reached[pending], self.ctas.clock[pending])
-            self.pushed[index] = np.maximum(self.pushed[index], time)
+            np.maximum.at(self.pushed, index, time)  # CTAs may push partials of one tile at the same step
             self.due[pending] = -1
 
     def reduce(self, lanes: Array, index: Array) -> None:
