@@ -159,6 +159,17 @@ def test_what_bounds_a_call(machine, op, change, nodes, expected):
     assert found.bound == expected
 
 
+@pytest.mark.parametrize(("op", "shape"), [
+    ("matmul_reduce_scatter", (524288, 8192, 524288)),
+    ("all_gather_matmul", (131072, 2048, 65536)),
+    ("ring_attention", (4, 16, 196608, 128)),
+])  # fmt: skip
+def test_no_call_is_faster_than_any_that_was_measured(machine, op, shape):
+    options = dict(causal=False) if op == "ring_attention" else {}
+    found = predict(op, shape, machine=machine, nodes=1 if op == "all_gather_matmul" else 2, options=options)
+    assert 1.0 < found.fraction <= 1.035 + 1e-9
+
+
 def test_one_node_does_not_wait_for_the_network(machine):
     found = predict("ring_attention", (4, 16, 49152, 128), machine=machine, options=dict(causal=False))
     assert found.spent["wait for slots"] > 0

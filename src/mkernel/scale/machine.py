@@ -27,7 +27,8 @@ class Machine:
         mostly to store it.
     pushed_seconds: how much more a tile takes that is stored in a peer's memory. partial_seconds: to add a peer's tile.
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
-    library_flops: of the GPU with the library, by kind of work; the floor.
+    library_flops: of the GPU with the library, by kind of work; the floor. beyond_library: how much faster than that a
+        call can be at most.
     memory: bytes read from memory. copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
     place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
     routing_seconds: the steps of routing besides, one after the other.
@@ -53,6 +54,7 @@ class Machine:
     grouped: float
     gated: float
     library_flops: dict[str, float]
+    beyond_library: float
     memory: float
     copy: float
     warp_copy: float
