@@ -20,7 +20,7 @@ from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine, Lanes, Link, Network, Shares, serve
 from mkernel.scale.machine import Machine, load, names, save, shared
 from mkernel.scale.model import Problem
-from mkernel.scale.predict import predict
+from mkernel.scale.predict import host_driven, predict
 from mkernel.scale.validation import ASIDE, bandwidths, measured_rows, median, points
 
 OPERATORS = list(operators.registered("model"))
@@ -263,6 +263,23 @@ def test_measured_figures():
         assert max(errors) < 0.10
 
 
+def test_measured_figures_of_the_host_driven_way():
+    errors = [abs(point.host_error) for point in points() if point.host_error is not None]
+    assert len(errors) == 20
+    assert median(errors) < 0.03
+    assert max(errors) < 0.12
+
+
+def test_the_host_driven_way_sends_a_token_to_every_rank(machine):
+    problem = Problem((8192, 2048, 7168), 2, {})
+    for op, kernels in (("moe_dispatch_matmul", 3), ("moe_ffn", 12)):
+        work = operators.find(op).load("model").work(problem, 2, 2)
+        assert work.host_network > 1.5 * work.network
+        assert work.placed > 0
+        before, after = (host_driven(replace(work, kernels=n), machine, 4) for n in (kernels, kernels + 1))
+        assert after - before == pytest.approx(machine.launch_seconds)
+
+
 def test_published_bandwidths():
     """DeepEP's on 2 and 4 nodes within 15%, one of which calibrates the rate of the network."""
     found = bandwidths()
@@ -281,3 +298,6 @@ def test_measured_rows_are_those_of_the_documentation():
         times = {f"{row['ms']:.3f}", f"{row['ms']:.2f}", f"{row['ms']:.1f}", str(row["ms"])}
         lines = [line for line in text.splitlines() if f"| {shape} |" in line]
         assert any(times & {cell.strip() for cell in line.split("|")} for line in lines), row
+        if "host_ms" in row:
+            host = {f"{row['host_ms']:.3f}", str(row["host_ms"])}
+            assert any(host & {cell.strip() for cell in line.split("|")} for line in lines), row

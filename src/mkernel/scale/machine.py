@@ -29,7 +29,8 @@ class Machine:
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
     library_flops: of the GPU with the library, by kind of work; the floor. beyond_library: how much faster than that a
         call can be at most.
-    memory: bytes read from memory. copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
+    memory: bytes read from memory. grouped_memory: by the library's grouped GEMM.
+    copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
     place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
     routing_seconds: the steps of routing besides, one after the other.
     nvlink: bytes sent to the node. nvlink_seconds: from a store until a peer that polls sees its signal.
@@ -56,6 +57,7 @@ class Machine:
     library_flops: dict[str, float]
     beyond_library: float
     memory: float
+    grouped_memory: float
     copy: float
     warp_copy: float
     place: float
@@ -196,6 +198,7 @@ def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
         },
         library_flops={kind: rate / ranks for kind, rate in machine.library_flops.items()},
         memory=machine.memory / ranks,
+        grouped_memory=machine.grouped_memory / ranks,
         nvlink=machine.nvlink / ranks,
         network=machine.network / ranks,
         network_share=1.0,

@@ -135,11 +135,17 @@ def floor_of(work: Work, machine: Machine) -> float:
 
 def host_driven(work: Work, machine: Machine, ranks: int) -> float:
     """Collectives, and then or before the library: both links at the same time, at the same rates, and a step of a
-    collective for every doubling of the ranks."""
-    links = max(work.nvlink / machine.nvlink, work.network / (machine.network * machine.network_share))
-    steps = 0 if machine.paced else work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
-    launches = (1 if machine.paced else 1 + work.collectives) * machine.launch_seconds
-    return library_seconds(work, machine) + links + steps + launches
+    collective for every doubling of the ranks. What comes is put into place as it does if links are paced, as the
+    benchmarks do it, and else afterwards. All counts are known in advance."""
+    network = work.network if work.host_network is None else work.host_network
+    links = max(work.nvlink / machine.nvlink, network / (machine.network * machine.network_share))
+    placed = work.placed / machine.memory
+    steps = work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
+    came = max(links, placed) if machine.paced else links + placed + steps
+    latency = work.collectives * machine.network_seconds if network else 0.0
+    read = machine.grouped_memory if work.library in ("grouped", "gated") else machine.memory
+    library = max(library_seconds(work, machine), work.memory / read)
+    return library + came + latency + work.moved / machine.memory + work.kernels * machine.launch_seconds
 
 
 def predict(

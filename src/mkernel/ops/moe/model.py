@@ -250,6 +250,8 @@ def _work(problem: Problem, nodes: int, gpus: int, gemms: int) -> Work:
     routed = Routed.of(problem, nodes, gpus)
     token = hidden * problem.element
     ways = 1 if gemms == 1 else 2
+    rows = routed.rows * token
+    other = routed.ranks * routed.tokens * routed.reaches_rank * token  # partial sums of the tokens that came
     return Work(
         flops=2.0 * gemms * routed.rows * hidden * out,
         library="grouped" if gemms == 1 else "gated",
@@ -257,6 +259,12 @@ def _work(problem: Problem, nodes: int, gpus: int, gemms: int) -> Work:
         nvlink=ways * (nodes * gpus - nodes) * routed.tokens * routed.reaches_rank * token,
         network=ways * (nodes - 1) * routed.tokens * routed.reaches_node * token,
         collectives=ways,
+        # the link, gathering rows, the library; then the activation in two, weights, zeros, adding rows up, the link
+        # again, stacking sums and adding them
+        kernels=3 if gemms == 1 else 12,
+        host_network=ways * (nodes - 1) * gpus * routed.tokens * routed.reaches_rank * token,
+        placed=2 * rows if gemms == 1 else 2 * rows + 3 * other,
+        moved=0.0 if gemms == 1 else 5 * rows + other,
     )
 
 

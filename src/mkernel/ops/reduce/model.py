@@ -277,7 +277,8 @@ def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
         nvlink=2.0 * (gpus - 1) / gpus * result,
         # at the least: sums to their owners among the nodes, and back
         network=2.0 * (nodes - 1) / nodes * result / gpus,
-        collectives=1,
+        collectives=2,
+        kernels=3,
     )
 
 
