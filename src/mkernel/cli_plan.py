@@ -56,7 +56,9 @@ def plan(
     layer: Annotated[
         str | None, typer.Option(help="A whole layer instead of an operator, such as mlp; the shape is the layer's.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="The dtype of operands and result.")] = Dtype.bf16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The dtype of operands and result: bf16 or fp16, at the same rates.")
+    ] = Dtype.bf16,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
     calibrate: Annotated[
@@ -76,9 +78,11 @@ def plan(
     if layer is None and op is None:
         raise typer.BadParameter("name an operator, or a layer with --layer", param_hint="OP")
     check_file(html, "--html")
+    from mkernel.bench.shapes import check as check_shape
     from mkernel.scale import layers
-    from mkernel.scale.command import Asked, parse_nodes, run, run_layer
+    from mkernel.scale.command import Asked, default_shape, divisible, parse_nodes, run, run_layer
     from mkernel.scale.machine import load, with_network
+    from mkernel.scale.predict import check_dtype
     from mkernel.workloads import DTYPES
 
     try:
@@ -91,38 +95,69 @@ def plan(
             chosen = with_network(chosen, f"h200-{nic.value}")
     except MKernelError as problem:
         raise typer.BadParameter(str(problem), param_hint="--machine") from problem
+    try:
+        check_dtype(DTYPES[dtype.value], chosen)
+    except MKernelError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--dtype") from problem
     ranks = gpus_per_node or chosen.gpus_per_node
     console = Console(highlight=False)
+    weak, lenient = scaling is Scaling.weak, ":" in nodes
     if layer is not None:
+        _check_layer(said, **{"SHAPE": shape, "--search": search, "--html": html})
         try:
             sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape
+            numbers, note = divisible(
+                numbers, lambda n: layers.check(layer, layers.shape_on(sizes, n, numbers[0], weak), n * ranks),
+                weak=weak, lenient=lenient,
+            )  # fmt: skip
         except MKernelError as problem:
             raise typer.BadParameter(str(problem), param_hint="--layer") from problem
+        _note(note)
         with failures_in_words():
             run_layer(
-                layer, sizes, numbers, ranks, chosen, DTYPES[dtype.value], weak=scaling is Scaling.weak, as_json=json,
-                console=console,
-            )  # fmt: skip
+                layer, sizes, numbers, ranks, chosen, DTYPES[dtype.value], weak=weak, as_json=json, console=console
+            )
         return
     assert op is not None
-    workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks, "model")
+    # a shape that stays is checked for each number of nodes below
+    workload, parsed = workload_and_shapes(op, [shape] if shape else None, numbers[0] * ranks if weak else 1, "model")
     operator = workload.operator
+    sizes = parsed[0] if parsed else default_shape(operator, numbers[0] * ranks)
+    if not weak:
+        try:
+            numbers, note = divisible(
+                numbers, lambda n: check_shape(sizes, operator, n * ranks), weak=False, lenient=lenient
+            )
+        except MKernelError as problem:
+            raise typer.BadParameter(str(problem), param_hint="SHAPE") from problem
+        _note(note)
     asked = Asked(
         operator=operator,
-        shape=parsed[0] if parsed else operator.shapes[0],
+        shape=sizes,
         nodes=numbers,
         gpus_per_node=ranks,
         machine=chosen,
         dtype=DTYPES[dtype.value],
         options=options_of(operator, said),
-        weak=scaling is Scaling.weak,
+        weak=weak,
         search=search,
         timeline=html is not None,
     )
     with failures_in_words():
-        for number in numbers if not asked.weak else ():
-            workload_and_shapes(op, ["x".join(map(str, asked.shape))], number * ranks, "model")
         run(asked, as_json=json, html=html, console=console)
+
+
+def _check_layer(said: Said, **given: object) -> None:
+    """Refuse what has no meaning for a layer."""
+    flags = [name for name, value in given.items() if value] + ["--" + name.replace("_", "-") for name in said]
+    if flags:
+        what = "the shape of a layer is the only argument" if flags[0] == "SHAPE" else "not possible with --layer"
+        raise typer.BadParameter(what, param_hint=flags[0])
+
+
+def _note(text: str) -> None:
+    if text:
+        typer.echo(f"mkernel: {text}", err=True)
 
 
 def _calibrate(path: Path, machine: str) -> None:
@@ -131,8 +166,9 @@ def _calibrate(path: Path, machine: str) -> None:
         raise typer.BadParameter(f"the name must end in .json, got {path}", param_hint="--calibrate")
     from mkernel.scale.calibrate import calibrate
 
-    with failures_in_words():
-        found = calibrate(path, machine)
+    terminal = Console(stderr=True)
+    with failures_in_words(), terminal.status("") as status:
+        found = calibrate(path, machine, lambda what: status.update(f"measuring {what}"))
     typer.echo(
         f"TCP on this machine: {found['network'] / 1e9:.3g} GB/s, {found['network_seconds'] * 1e6:.3g} us from a "
         f"request to its signal, {found['request_seconds'] * 1e6:.3g} us for each of many. All else is from {machine}: "

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
-from mkernel import cli
+from mkernel import cli, operators
 from mkernel.runtime.errors import ArgumentError
 from mkernel.scale import calibrate
 from mkernel.scale.command import parse_nodes
@@ -40,7 +40,7 @@ def test_a_table():
     rows = [line.split() for line in result.output.splitlines() if "x2048x8192" in line]
     assert [row[:2] for row in rows] == [["1", "32768x2048x8192"], ["2", "65536x2048x8192"], ["4", "131072x2048x8192"]]
     assert "modelled" in result.output
-    assert "The GPU was measured" in words(result)
+    assert "one 400 Gb/s ConnectX-7 per GPU; not measured" in words(result)
     assert "1 send, 10 intra" in result.output
 
 
@@ -51,6 +51,8 @@ def test_strong_scaling_with_another_network_and_the_best_configuration():
     assert result.exit_code == 0, result.output
     assert result.output.count("65536x8192x65536") == 2
     assert "with the network of h200-efa" in result.output
+    assert "EFA, two 200 Gb/s devices" in words(result)
+    assert "ConnectX-7" not in result.output
 
 
 def test_json_and_a_page(tmp_path):
@@ -106,11 +108,37 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     machine = load(str(path))
     assert machine.name == "here"
     assert machine.sm_flops == load("h200-cx7").sm_flops
-    assert "Its GPU was not measured" in machine.about
+    assert "was not measured" in machine.about
     for name in ("network", "network_seconds", "request_seconds"):
         assert getattr(machine, name) > 0
         assert machine.sources[name].startswith("measured: ")
+    told = []
+    calibrate.calibrate(path, "h200-efa", told.append)
+    assert told == ["the latency of a request", "the rate of large transfers", "many requests"]
     assert "must end in .json" in words(run("--calibrate", str(tmp_path / "here.txt")))
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "moe_dispatch_matmul"])
+def test_default_shapes_divide(op):
+    result = run(op, "--nodes", "3", "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["results"]
+    operator = operators.find(op)
+    for name, size in zip(operator.dimensions, found["shape"]):
+        assert name not in operator.shared or size % 24 == 0
+
+
+@pytest.mark.parametrize(("arguments", "kept", "left"), [
+    (("matmul_reduce_scatter", "49152x8192x49152", "--nodes", "3:12", "--scaling", "strong"), [3, 6, 12], ""),
+    (("matmul_reduce_scatter", "768x8192x49152", "--nodes", "8:64", "--scaling", "strong"), [8, 16, 32], "64 nodes"),
+    (("--layer", "mlp", "--nodes", "256:1024"), [256, 512], "1024 nodes: 131072x8192x28672: inter"),
+])  # fmt: skip
+def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert sorted({one["nodes"] for one in json.loads(result.stdout)["results"]}) == kept
+    assert left in words(result)
+    assert bool(left) == ("left out" in words(result))
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
@@ -120,6 +148,16 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
     (("all_gather_matmul", "32768x2048x8192", "--nodes", "2,3", "--scaling", "strong"), "must be divisible"),
+    (("all_gather_matmul", "--dtype", "fp32"), "has no rates for float32"),
+    (("all_gather_matmul", "16384x2048x8192", "--nodes", "3"), "must be divisible by the number of ranks (24)"),
+    (("--layer", "mlp", "--nodes", "1024"), "inter of mlp (28672) must be divisible by 8192"),
+    (("--layer", "mlp", "--nodes", "3:6"), "must be divisible by 24"),
+    (("--layer", "attention", "32768x100x8", "--nodes", "2"), "hidden of attention (100) must be divisible by 128"),
+    (("--layer", "mlp", "65536x8192x28672", "9x9"), "the shape of a layer is the only argument"),
+    (("--layer", "mlp", "--search"), "not possible with --layer"),
+    (("--layer", "mlp", "--html", "x.html"), "not possible with --layer"),
+    (("--layer", "attention", "--causal"), "not possible with --layer"),
+    (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):

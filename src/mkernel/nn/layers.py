@@ -27,13 +27,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """dimensions: what the numbers of its shape are. forward, backward: (shape, ranks) -> its parts; no backward where
+    """dimensions: what the numbers of its shape are. parts: by what some of them must be divisible, with so many ranks.
+    forward, backward: (shape, ranks) -> its parts; no backward where
     an operator has none, or no model."""
 
     dimensions: tuple[str, ...]
     shape: tuple[int, ...]
     forward: Callable[[tuple[int, ...], int], list[Part]]
     backward: Callable[[tuple[int, ...], int], list[Part]] | None = None
+    parts: dict[str, Callable[[int], int]] = field(default_factory=dict)
 
 
 def _mlp(shape: tuple[int, ...], ranks: int) -> list[Part]:
@@ -73,8 +75,19 @@ def _moe(shape: tuple[int, ...], ranks: int) -> list[Part]:
     return [Part("experts", "moe_ffn", (tokens, inter, hidden))]
 
 
+def _ranks(ranks: int) -> int:
+    return ranks
+
+
 LAYERS = {
-    "mlp": Layer(("tokens", "hidden", "inter"), (32768, 8192, 28672), _mlp, _mlp_backward),
-    "attention": Layer(("tokens", "hidden", "kv_heads"), (131072, 8192, 8), _attention),
-    "moe": Layer(("tokens", "hidden", "inter"), (32768, 7168, 2048), _moe),
+    "mlp": Layer(
+        ("tokens", "hidden", "inter"), (32768, 8192, 28672), _mlp, _mlp_backward, {"tokens": _ranks, "inter": _ranks}
+    ),
+    "attention": Layer(
+        ("tokens", "hidden", "kv_heads"),
+        (131072, 8192, 8),
+        _attention,
+        parts={"tokens": lambda ranks: 2 * ranks, "hidden": lambda ranks: HEAD_DIM},  # two chunks each: zigzag
+    ),
+    "moe": Layer(("tokens", "hidden", "inter"), (32768, 7168, 2048), _moe, parts={"tokens": _ranks}),
 }

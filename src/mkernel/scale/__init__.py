@@ -16,7 +16,7 @@ together, as arrays. So 1024 nodes of 8 GPUs take seconds.
 
 What is left out: the caches and memory of a GPU, except as measured rates; collisions in the network (the schedules
 send to one node after the other, and all ranks to different ones); differences between ranks, apart from those that a
-mask makes.
+mask makes: then some ranks are simulated one by one, and the slowest one counts.
 
 validation.py compares the model with what was measured. docs/scale.md has what it says.
 """

@@ -74,7 +74,7 @@ def _until(condition: Callable[[], Any]) -> None:
             raise MKernelError("a request did not arrive: the network between two ranks of this process does not work")
 
 
-def measure_tcp() -> dict[str, float]:
+def measure_tcp(tell: Callable[[str], None] = lambda what: None) -> dict[str, float]:
     """network (bytes/s), network_seconds and request_seconds over TCP on this machine."""
     ranks = [_Rank(0), _Rank(1)]
     try:
@@ -86,18 +86,21 @@ def measure_tcp() -> dict[str, float]:
         other.start()
         sender.transport.connect(address, timeout=10)
         other.join()
+        tell("the latency of a request")
         latencies = []
         for i in range(ROUNDS):
             begun = time.perf_counter()
             sender.post(1, SMALL, 0, i + 1)
             _until(lambda: receiver.signals[0] > i)
             latencies.append(time.perf_counter() - begun)
+        tell("the rate of large transfers")
         rates = []
         for i in range(TRANSFERS):
             begun = time.perf_counter()
             sender.post(1, LARGE, 1, i + 1)
             _until(lambda: receiver.signals[1] > i)
             rates.append(LARGE / (time.perf_counter() - begun))
+        tell("many requests")
         floods = []
         for _ in range(FLOODS):
             begun = time.perf_counter()
@@ -110,16 +113,16 @@ def measure_tcp() -> dict[str, float]:
     return {"network": median(rates), "network_seconds": median(latencies), "request_seconds": median(floods)}
 
 
-def calibrate(path: Path, based_on: str) -> dict[str, float]:
-    """Measure this machine, and write a file of it."""
+def calibrate(path: Path, based_on: str, tell: Callable[[str], None] = lambda what: None) -> dict[str, float]:
+    """Measure this machine, and write a file of it. tell: is told what is measured next."""
     load(based_on)  # refuses an unknown machine
-    found = measure_tcp()
+    found = measure_tcp(tell)
     how = "measured: two ranks of one process over TCP on this machine"
     given = {
         "based_on": based_on,
         "name": path.stem,
-        "about": f"{based_on} with the network of the machine on which this was measured: TCP within one process. "
-        "Its GPU was not measured.",
+        "about": f"{load(based_on).about} That is {based_on}: the GPU of the machine of this file was not measured.",
+        "network_about": "TCP within one process of the machine of this file, measured",
         "network_share": 1.0,
         **{name: float(f"{value:.4g}") for name, value in found.items()},
         "sources": {**dict.fromkeys(found, how), "network_share": "the rate was measured"},

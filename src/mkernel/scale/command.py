@@ -19,12 +19,14 @@ from mkernel import tables
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
-from mkernel.scale.layers import Sum, layer_on
+from mkernel.scale.layers import Sum, layer_on, shape_on
 from mkernel.scale.machine import Machine
-from mkernel.scale.page import page, row_of
+from mkernel.scale.page import COLUMNS, page, row_of
 from mkernel.scale.predict import Prediction, predict
 from mkernel.scale.search import best
 from mkernel.tuning.command import words_of
+
+PART = 128  # rows and the like of a rank, of which there are whole numbers in default shapes
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,35 @@ def parse_nodes(text: str) -> list[int]:
     return numbers
 
 
+def default_shape(operator: Operator, ranks: int) -> Shape:
+    """The first of an operator's shapes; what is divided among the ranks and does not divide is rounded up."""
+    part = PART * ranks
+    return tuple(
+        -(-size // part) * part if name in operator.shared and size % ranks else size
+        for name, size in zip(operator.dimensions, operator.shapes[0])
+    )
+
+
+def divisible(
+    numbers: Sequence[int], check: Callable[[int], None], *, weak: bool, lenient: bool
+) -> tuple[list[int], str]:
+    """The numbers of nodes among whose ranks a shape can be divided, and a note about the others. check: raises if one
+    cannot. lenient: others are left out; but not the first one, where the shape is that of the first."""
+    kept, left, why = [], [], None
+    for number in numbers:
+        try:
+            check(number)
+            kept.append(number)
+        except ArgumentError as problem:
+            if not lenient or (weak and number == numbers[0]):
+                raise
+            left.append(number)
+            why = why or problem
+    if why and not kept:
+        raise why
+    return kept, f"left out: {', '.join(map(str, left))} nodes: {why}" if left else ""
+
+
 def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
     found = []
     for nodes in asked.nodes:
@@ -91,7 +122,7 @@ def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) 
 def with_timeline(asked: Asked, one: Prediction) -> Prediction:
     return predict(
         asked.operator, one.shape, machine=asked.machine, nodes=one.nodes, gpus_per_node=one.gpus_per_node,
-        dtype=asked.dtype, options=asked.options, config=one.config, timeline=True,
+        dtype=asked.dtype, options=asked.options, config=one.config, rank=one.rank, timeline=True,
     )  # fmt: skip
 
 
@@ -118,17 +149,19 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
 
 def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{asked.operator.name}, modelled", title_justify="left")
-    names = ["nodes", "shape", "fused ms", "floor ms", "floor fraction", "bound by", "host-driven ms", "speed-up"]
-    for name in names + ["configuration"] * asked.search:
+    for name in COLUMNS + ["configuration"] * asked.search:
         table.add_column(name, justify="left" if name in ("shape", "bound by", "configuration") else "right")
     for one in found:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
     tables.show(table, console)
-    console.print(escape(f"{asked.machine.name}: {asked.machine.about}"), soft_wrap=True)
+    console.print(escape(f"{asked.machine.name}: {asked.machine.described}"), soft_wrap=True)
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
-    console.print(f"{last.nodes} nodes: busy: {busy}. CTAs: " + ", ".join(f"{kind} {part:.0%}" for kind, part in spent))
+    console.print(
+        f"{last.nodes} nodes, rank {last.rank}: busy: {busy}. CTAs: "
+        + ", ".join(f"{kind} {part:.0%}" for kind, part in spent)
+    )
     console.print(escape(last.plan), soft_wrap=True)
 
 
@@ -136,11 +169,10 @@ def run_layer(
     name: str, shape: Shape, nodes: Sequence[int], gpus_per_node: int, machine: Machine, dtype: torch.dtype, *,
     weak: bool, as_json: bool, console: Console,
 ) -> list[Sum]:  # fmt: skip
-    """Predict a layer, and print the figures. The first number of its shape, the tokens, is what is divided."""
+    """Predict a layer, and print the figures."""
     found = []
     for number in nodes:
-        tokens = shape[0] * number // nodes[0] if weak else shape[0]
-        found += layer_on(name, (tokens, *shape[1:]), number, gpus_per_node, machine, dtype)
+        found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
     if as_json:
         print(json.dumps({"machine": machine.name, "results": [one.to_dict() for one in found]}, indent=2))
         return found
@@ -156,5 +188,5 @@ def run_layer(
             f"{figures['speedup']:.2f}", ", ".join(f"{part['name']} {part['fused_ms']:.3f}" for part in one.parts),
         )  # fmt: skip
     tables.show(table, console)
-    console.print(escape(f"{machine.name}: {machine.about}"), soft_wrap=True)
+    console.print(escape(f"{machine.name}: {machine.described}"), soft_wrap=True)
     return found

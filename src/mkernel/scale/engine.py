@@ -10,7 +10,7 @@ what is sent at the same step in the order of time, after what was sent at earli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class Lanes:
         self.name = name
         self.clock: Array = np.full(count, start)
         self.spent: dict[str, float] = {}
+        self.busy: dict[str, Array] = {}  # of each lane, by kind of work, in seconds
+        self._worked: dict[str, list[tuple[Array, Array]]] = {}  # by kind, when lanes began and ended, besides `run`
         self._spans = spans
 
     def wait(self, until: Array, kind: str, which: Array = EVERYTHING) -> None:
@@ -48,7 +50,11 @@ class Lanes:
 
     def work(self, seconds: Array, kind: str, which: Array = EVERYTHING) -> None:
         """Be busy for so long."""
-        self._advance(self.clock[which] + seconds, kind, which)
+        begin = self.clock[which].copy()
+        end = begin + seconds
+        self.busy.setdefault(kind, np.zeros(len(self.clock)))[which] += seconds
+        self._worked.setdefault(kind, []).append((begin, end))
+        self._advance(end, kind, which)
 
     def run(self, ready: Array, seconds: float, counts: Array, kind: str, what: str) -> None:
         """Work through a list in order: step p of lane i takes `seconds`, and begins at ready[p, i] at the earliest;
@@ -67,9 +73,21 @@ class Lanes:
             late = valid & (starts > before + 1e-9)
             self._spans.append(Span(self.name, f"wait for {what}", lanes[late], before[late], starts[late]))
             self._spans.append(Span(self.name, kind, lanes[valid], starts[valid], starts[valid] + seconds))
+        self.busy.setdefault(kind, np.zeros(len(self.clock)))[:] += busy
         self._add(kind, float(busy.sum()))
         self._add(f"wait for {what}", float((end - self.clock - busy).sum()))
         self.clock = end
+
+    def any_busy(self, kinds: Collection[str]) -> float:
+        """For how many seconds at least one lane does work of these kinds."""
+        parts = [part for kind in kinds for part in self._worked.get(kind, ())]
+        if not parts:
+            return 0.0
+        begin, end = (np.concatenate(side) for side in zip(*parts))
+        order = np.argsort(begin)
+        begin, end = begin[order], np.maximum.accumulate(end[order])
+        covered = np.concatenate([[-np.inf], end[:-1]])
+        return float(np.maximum(end - np.maximum(begin, covered), 0.0).sum())
 
     def _advance(self, until: Array, kind: str, which: Array) -> None:
         before = self.clock[which]

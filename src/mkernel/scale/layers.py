@@ -56,6 +56,23 @@ def parse(name: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
+def shape_on(shape: tuple[int, ...], nodes: int, first: int, weak: bool) -> tuple[int, ...]:
+    """The shape on so many nodes, of one given for `first` nodes: the first number, the tokens, is what grows."""
+    return (shape[0] * nodes // first, *shape[1:]) if weak else shape
+
+
+def check(name: str, shape: Sequence[int], ranks: int) -> None:
+    """Refuse a shape that cannot be divided as the layer divides it."""
+    layer = operators.resolve(LAYERS)[name]
+    for dimension, number in zip(layer.dimensions, shape):
+        part = layer.parts[dimension](ranks) if dimension in layer.parts else 1
+        if number % part:
+            raise ArgumentError(
+                f"{'x'.join(map(str, shape))}: {dimension} of {name} ({number}) must be divisible by {part}, with "
+                f"{ranks} ranks"
+            )
+
+
 def layer_on(
     name: str, shape: Sequence[int], nodes: int, gpus_per_node: int, machine: Machine, dtype: torch.dtype
 ) -> list[Sum]:  # fmt: skip

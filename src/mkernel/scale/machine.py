@@ -8,7 +8,8 @@ machine where it runs, and writes such a file.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,20 @@ from mkernel.runtime.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU, its share of its node and its network. Rates are per second, times in seconds, for one GPU.
+    """A GPU, its share of its node and its network. Rates are per second, times in seconds, for one GPU, with
+    16-bit floats.
 
     sms, capability: SMs, and the compute capability as a number: 90 for Hopper.
     sm_flops: of an SM while it works on a tile, by kind of work. tile_seconds: what a tile of a GEMM takes besides,
         mostly to store it.
     pushed_seconds: how much more a tile takes that is stored in a peer's memory. partial_seconds: to add a peer's tile.
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
-    library_flops: of the GPU with the library, by kind of work; the floor.
-    memory: bytes read from memory. copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
-    place: bytes that a CTA of a mixture-of-experts operator places.
+    library_flops: of the GPU with the library, by kind of work; the floor. beyond_library: how much faster than that a
+        call can be at most.
+    memory: bytes read from memory. grouped_memory: by the library's grouped GEMM.
+    copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
+    place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
+    routing_seconds: the steps of routing besides, one after the other.
     nvlink: bytes sent to the node. nvlink_seconds: from a store until a peer that polls sees its signal.
     network: bytes sent to other nodes. network_share: which part of that transfers reach.
     network_seconds: from the last byte to the signal. request_seconds: of the proxy for a request.
@@ -35,7 +40,8 @@ class Machine:
     post_seconds: of a CTA to post a request. in_flight: requests that are posted and not yet sent, at most.
     pod_nodes, oversubscription: nodes under one switch, and what is left of the rate beyond it (a divisor).
     launch_seconds: from one launch to the next, besides the kernel's work. collective_seconds: a step of a collective.
-    gpus_per_node: what a node has. paced: ranks share a GPU, and links are paced.
+    about, network_about: which GPUs and nodes, and which network. gpus_per_node: what a node has. paced: ranks share a
+        GPU, and links are paced.
     """
 
     name: str
@@ -49,10 +55,14 @@ class Machine:
     grouped: float
     gated: float
     library_flops: dict[str, float]
+    beyond_library: float
     memory: float
+    grouped_memory: float
     copy: float
     warp_copy: float
     place: float
+    count: float
+    routing_seconds: float
     nvlink: float
     nvlink_seconds: float
     network: float
@@ -64,6 +74,7 @@ class Machine:
     in_flight: int
     launch_seconds: float
     collective_seconds: float
+    network_about: str = ""
     gpus_per_node: int = 8
     pod_nodes: int = 0  # 0: all nodes
     oversubscription: float = 1.0
@@ -71,6 +82,11 @@ class Machine:
     # by kind of work and number of ranks on the GPU: how much longer a tile takes than the ranks' share of SMs explains
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        return f"{self.about} Network: {self.network_about}." if self.network_about else self.about
 
     def tile(self, rows: int, columns: int, depth: int) -> float:
         """Seconds of an SM for a tile of a GEMM."""
@@ -83,27 +99,88 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+KINDS = {"sm_flops": ("gemm", "attention"), "library_flops": ("gemm", "attention", "grouped", "gated")}
+RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
+MAY_BE_ZERO = ("pod_nodes",)  # and times
+
+
 def load(name: str) -> Machine:
     """A machine by name, or from a file that ends in .json."""
+    return _load(name, ())
+
+
+def _load(name: str, above: tuple[Path | str, ...]) -> Machine:
+    """above: the files that are based on this one."""
     if name.endswith(".json"):
+        place: Path | str = Path(name).resolve()
+        if place in above:
+            raise ArgumentError(f"the machine {name} is not valid: based_on leads back to the file itself")
         try:
             text = Path(name).read_text()
         except (OSError, UnicodeDecodeError) as problem:
             raise ArgumentError(f"the machine {name} cannot be read: {problem}") from problem
     elif name in names():
+        place = name
         text = resources.files("mkernel.scale").joinpath(f"machines/{name}.json").read_text()
     else:
         raise ArgumentError(f"there is no machine {name!r}; there are {', '.join(names())}, or a file ending in .json")
     try:
         given = json.loads(text)
-        based_on = given.pop("based_on", None)
-        values = asdict(load(based_on)) | given if based_on else given
-        if based_on:
-            values["sources"] = load(based_on).sources | given.get("sources", {})
-        return Machine(**values)
-    except (ValueError, TypeError) as problem:
-        known = ", ".join(part.name for part in fields(Machine))
-        raise ArgumentError(f"the machine {name} is not valid: {problem}; its fields are {known}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ArgumentError(f"the machine {name} is not valid: it is not JSON: {problem}") from problem
+    if not isinstance(given, dict):
+        raise ArgumentError(f"the machine {name} is not valid: it must be a JSON object")
+    based_on = given.pop("based_on", None)
+    if not isinstance(based_on, str | None):
+        raise ArgumentError(
+            f"the machine {name} is not valid: based_on must be the name of a machine, got {based_on!r}"
+        )
+    base = asdict(_load(based_on, (*above, place))) if based_on else {}
+    values = base | given
+    for part in fields(Machine):
+        if part.name in values:
+            _check(name, part.name, str(part.type), values[part.name])
+        elif part.default is MISSING and part.default_factory is MISSING:
+            raise ArgumentError(
+                f"the machine {name} is not valid: it has no {part.name}, and no based_on to take it from"
+            )
+    known = [part.name for part in fields(Machine)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ArgumentError(
+            f"the machine {name} is not valid: there is no {unknown[0]}; its fields are {', '.join(known)}"
+        )
+    return Machine(**values | {"sources": base.get("sources", {}) | values.get("sources", {})})
+
+
+def _check(machine: str, key: str, kind: str, value: Any) -> None:
+    """Refuse a value that a machine cannot have. kind: the type of its field."""
+    rule = _rule_broken(key, kind, value)
+    if rule:
+        raise ArgumentError(f"the machine {machine} is not valid: {key} must be {rule}, got {value!r}")
+
+
+def _rule_broken(key: str, kind: str, value: Any) -> str:
+    """What a value must be and is not; "" if all is well."""
+    if kind.startswith("dict"):
+        if not isinstance(value, dict):
+            return "an object"
+        if missing := [name for name in KINDS.get(key, ()) if name not in value]:
+            return f"an object with {missing[0]!r}"
+        inner = kind.removeprefix("dict[str, ").removesuffix("]")
+        for name, part in value.items():
+            if inner.startswith("dict") and isinstance(part, dict) and not all(each.isdigit() for each in part):
+                return f"an object in which {name} has numbers of ranks"
+            if rule := _rule_broken(key, inner, part):
+                return f"an object in which {name} is {rule}"
+        return ""
+    if kind in ("str", "bool"):
+        return "" if type(value).__name__ == kind else {"str": "a text", "bool": "true or false"}[kind]
+    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
+        return "a whole number" if kind == "int" else "a number"
+    least, most = RANGES.get(key, (0.0, math.inf))
+    if not math.isfinite(value) or not least <= value <= most:
+        return f"from {least:g} to {most:g}" if key in RANGES else "a number, 0 or more"
+    return "above 0" if value == 0 and not key.endswith("_seconds") and key not in MAY_BE_ZERO else ""
 
 
 def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
@@ -121,6 +198,7 @@ def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
         },
         library_flops={kind: rate / ranks for kind, rate in machine.library_flops.items()},
         memory=machine.memory / ranks,
+        grouped_memory=machine.grouped_memory / ranks,
         nvlink=machine.nvlink / ranks,
         network=machine.network / ranks,
         network_share=1.0,
@@ -142,7 +220,9 @@ def with_network(machine: Machine, name: str) -> Machine:
     other = load(name)
     parts = ("network", "network_share", "network_seconds", "request_seconds", "fence_seconds", "in_flight",
              "pod_nodes", "oversubscription")  # fmt: skip
-    return replace(machine, name=f"{machine.name} with the network of {name}", **{p: getattr(other, p) for p in parts})
+    sources = machine.sources | {part: other.sources[part] for part in parts if part in other.sources}
+    taken = {part: getattr(other, part) for part in (*parts, "network_about")}
+    return replace(machine, name=f"{machine.name} with the network of {name}", sources=sources, **taken)
 
 
 def save(machine: Machine, path: Path) -> None:

@@ -7,7 +7,7 @@ what a step waits for, and what it sends. Orders and numbers come from the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,11 @@ class Work:
     """What one rank computes and sends.
 
     flops: of the library's call; library: of which kind, as in a machine's `library_flops`. memory: bytes that it reads
-    and writes. nvlink, network: bytes sent to the node, and to other nodes. collectives: how many the host would
-    launch.
+    and writes. nvlink, network: bytes sent to the node, and to other nodes.
+
+    Of the host-driven way: collectives: how many there are. kernels: launched one after the other, the library's
+    included. host_network: bytes sent to other nodes, if not as many. placed: bytes read and written to put into place
+    what comes, which overlaps with paced links; moved: by other kernels.
     """
 
     flops: float
@@ -39,11 +42,17 @@ class Work:
     nvlink: float
     network: float
     collectives: int = 1
+    kernels: int = 2
+    host_network: float | None = None
+    placed: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work."""
+    """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work. ranks: (problem, ranks) -> those
+    among which the slowest is sought, where they differ."""
 
     run: Callable[[Engine, Any, Problem], None]
     work: Callable[[Problem, int, int], Work]
+    ranks: Callable[[Problem, int], Sequence[int]] = lambda problem, ranks: (0,)

@@ -10,6 +10,7 @@ from mkernel.scale.predict import Prediction
 from mkernel.scale.timeline import last_lane
 
 LOG = {"type": "log"}
+COLUMNS = ["nodes", "shape", "rank", "fused ms", "floor ms", "floor fraction", "bound by", "host-driven ms", "speed-up"]
 
 
 def page(title: str, found: Sequence[Prediction], timelines: Sequence[Prediction]) -> str:
@@ -22,7 +23,7 @@ def page(title: str, found: Sequence[Prediction], timelines: Sequence[Prediction
             "emulated",
         ),
         report.table(
-            ["nodes", "shape", "fused ms", "floor ms", "floor fraction", "bound by", "host-driven ms", "speed-up"],
+            COLUMNS,
             [row_of(one) for one in found],
         ),
         _lines("times", nodes, "Time of a call", "ms", {
@@ -49,8 +50,8 @@ def page(title: str, found: Sequence[Prediction], timelines: Sequence[Prediction
 
 def row_of(one: Prediction) -> list[str]:
     return [
-        str(one.nodes), "x".join(map(str, one.shape)), f"{one.seconds * 1e3:.3f}", f"{one.floor * 1e3:.3f}",
-        f"{one.fraction:.2f}", one.bound, f"{one.host * 1e3:.3f}", f"{one.speedup:.2f}",
+        str(one.nodes), "x".join(map(str, one.shape)), str(one.rank), f"{one.seconds * 1e3:.3f}",
+        f"{one.floor * 1e3:.3f}", f"{one.fraction:.2f}", one.bound, f"{one.host * 1e3:.3f}", f"{one.speedup:.2f}",
     ]  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def _timeline(one: Prediction) -> str:
         }
         for kind in kinds
     ]
-    title = f"{one.nodes} nodes: what the lane that ends last does ({lane})"
+    title = f"{one.nodes} nodes: what the lane of rank {one.rank} that ends last does ({lane})"
     return report.plot(f"timeline-{one.nodes}", traces, title, "ms", "", barmode="overlay")
 
 

@@ -7,24 +7,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mkernel import operators
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.world import Links
 from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine
 from mkernel.scale.machine import Machine, shared
 from mkernel.scale.model import Problem, Work
 
-LATE = 0.5  # if nothing is busy for so much of the time, latency is what bounds a call
+DTYPES = (torch.bfloat16, torch.float16)  # that the rates of machines are for: tensor cores take both at the same speed
+# what lanes do, by the resource that it loads
+LANES = {
+    "compute": ("multiply", "attend"),
+    "copying {}": ("copy", "stage", "place rows", "sum rows", "push", "gather"),
+    "counting {}": ("count rows",),
+}
+LATE = 0.5  # what is busy for so much of the time may bound a call
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What the model says about a call. Times in seconds.
 
+    rank: the slowest of those that were simulated.
     seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
     loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
     spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
@@ -34,6 +44,7 @@ class Prediction:
     shape: Shape
     nodes: int
     gpus_per_node: int
+    rank: int
     machine: str
     seconds: float
     floor: float
@@ -58,7 +69,7 @@ class Prediction:
         chosen = {name: value for name, value in asdict(self.config or Config()).items() if value is not None}
         return {
             "op": self.op, "shape": list(self.shape), "nodes": self.nodes, "gpus_per_node": self.gpus_per_node,
-            "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
+            "rank": self.rank, "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
             "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
             "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
             "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
@@ -69,6 +80,48 @@ class Prediction:
     def speedup(self) -> float:
         """Host-driven / fused."""
         return self.host / self.seconds
+
+
+def check_dtype(dtype: torch.dtype, machine: Machine) -> None:
+    """Refuse what there are no rates for."""
+    if dtype not in DTYPES:
+        raise ArgumentError(
+            f"{machine.name} has no rates for {str(dtype).removeprefix('torch.')}: those of tiles and of the library "
+            "are for bf16, and taken for fp16 too"
+        )
+
+
+def loads_of(engine: Engine, work: Work, machine: Machine) -> dict[str, float]:
+    """For how many seconds each resource is busy. Of lanes, that is the busiest one: the others wait for it."""
+    loads = {
+        "compute": library_seconds(work, machine),
+        "NVLink": engine.nvlink.busy,
+        "network": engine.network.card.busy,
+        "requests": engine.network.proxy.busy,
+        "switches": engine.network.beyond.busy,
+    }
+    for group in engine.groups:
+        for name, kinds in LANES.items():
+            if own := [busy for kind, busy in group.busy.items() if kind in kinds]:
+                resource = name.format(group.name)
+                loads[resource] = max(loads.get(resource, 0.0), float(np.max(sum(own))))
+    return loads
+
+
+def bound_of(loads: Mapping[str, float], engine: Engine) -> str:
+    """What bounds a call: the resource that is busy for longest; if none is for much of it, lanes of which, one after
+    the other, some copy or count for most of it; else latency."""
+    most = max(loads, key=lambda name: loads[name])
+    if loads[most] > LATE * engine.end:
+        return most
+    in_turn = {
+        name.format(group.name): group.any_busy(kinds)
+        for group in engine.groups
+        for name, kinds in LANES.items()
+        if name != "compute"
+    }
+    most = max(in_turn, key=lambda name: in_turn[name])
+    return most if in_turn[most] > LATE * engine.end else "latency"
 
 
 def library_seconds(work: Work, machine: Machine) -> float:
@@ -82,22 +135,39 @@ def floor_of(work: Work, machine: Machine) -> float:
 
 def host_driven(work: Work, machine: Machine, ranks: int) -> float:
     """Collectives, and then or before the library: both links at the same time, at the same rates, and a step of a
-    collective for every doubling of the ranks."""
-    links = max(work.nvlink / machine.nvlink, work.network / (machine.network * machine.network_share))
-    steps = 0 if machine.paced else work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
-    launches = (1 if machine.paced else 1 + work.collectives) * machine.launch_seconds
-    return library_seconds(work, machine) + links + steps + launches
+    collective for every doubling of the ranks. What comes is put into place as it does if links are paced, as the
+    benchmarks do it, and else afterwards. All counts are known in advance."""
+    network = work.network if work.host_network is None else work.host_network
+    links = max(work.nvlink / machine.nvlink, network / (machine.network * machine.network_share))
+    placed = work.placed / machine.memory
+    steps = work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
+    came = max(links, placed) if machine.paced else links + placed + steps
+    latency = work.collectives * machine.network_seconds if network else 0.0
+    read = machine.grouped_memory if work.library in ("grouped", "gated") else machine.memory
+    library = max(library_seconds(work, machine), work.memory / read)
+    return library + came + latency + work.moved / machine.memory + work.kernels * machine.launch_seconds
 
 
 def predict(
     op: str | Operator, shape: Shape, *, machine: Machine, nodes: int = 1, gpus_per_node: int = 8,
     dtype: torch.dtype = torch.bfloat16, options: Mapping[str, Any] | None = None, config: Config | None = None,
-    rank: int = 0, timeline: bool = False,
+    rank: int | None = None, timeline: bool = False,
 ) -> Prediction:  # fmt: skip
     """What a call of an operator would take on a cluster of such machines. shape: as for `mkernel bench`, of all ranks.
-    rank: the one that is simulated; all do the same, unless the options say otherwise."""
+    rank: the one that is simulated; by default the slowest of those that the model names."""
     operator = operators.find(op, "workload", "model") if isinstance(op, str) else op
+    check_dtype(dtype, machine)
     given = dict(options or {})
+    if rank is None:
+        problem = Problem(tuple(shape), dtype.itemsize, given)
+        found = (
+            predict(
+                operator, shape, machine=machine, nodes=nodes, gpus_per_node=gpus_per_node, dtype=dtype,
+                options=options, config=config, rank=each, timeline=timeline,
+            )
+            for each in operator.load("model").ranks(problem, nodes * gpus_per_node)
+        )  # fmt: skip
+        return max(found, key=lambda one: one.seconds)
     links = Links(machine.nvlink / 1e9, machine.network / 1e9, machine.network_seconds) if machine.paced else Links()
     with member(
         nodes, gpus_per_node, rank, ctas=machine.sms, capability=machine.capability, links=links
@@ -108,31 +178,25 @@ def predict(
     engine = Engine(machine, nodes, gpus_per_node, rank=rank, timeline=timeline)
     model.run(engine, plan, problem)
     work = model.work(problem, nodes, gpus_per_node)
-    seconds = engine.end
-    loads = {
-        "compute": library_seconds(work, machine),
-        "NVLink": engine.nvlink.busy,
-        "network": engine.network.card.busy,
-        "requests": engine.network.proxy.busy,
-        "switches": engine.network.beyond.busy,
-    }
-    most = max(loads, key=lambda name: loads[name])
+    # tiles of great depth would be faster than any that was measured
+    seconds = max(engine.end, work.flops / machine.library_flops[work.library] / machine.beyond_library)
+    loads = loads_of(engine, work, machine)
     total = sum(sum(group.spent.values()) for group in engine.groups) or 1.0
     spent: dict[str, float] = {}
     for lanes in engine.groups:
         for kind, value in lanes.spent.items():
             spent[kind] = spent.get(kind, 0.0) + value / total
     return Prediction(
-        op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, machine=machine.name,
+        op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, rank=rank, machine=machine.name,
         seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
-        bound=most if loads[most] > LATE * seconds else "latency", spent=spent, requests=engine.network.requests,
+        bound=bound_of(loads, engine), spent=spent, requests=engine.network.requests,
         plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
     )  # fmt: skip
 
 
 def emulated(
     op: str, shape: Shape, machine: Machine, *, nodes: int, ranks: int, options: Mapping[str, Any] | None = None,
-    rank: int = 0, timeline: bool = False,
+    rank: int | None = None, timeline: bool = False,
 ) -> Prediction:  # fmt: skip
     """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
     part = shared(machine, nodes * ranks, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,8 @@ class _Ring:
             chunk, offset = item % plan.chunks, item // plan.chunks
             which = self.first_pusher + (index * len(items) + item) % lanes
             source = np.where(offset == 0, 0, nodes - offset)  # nodes before this one
-            self.pushers.wait(np.maximum(landed[source, chunk], free + machine.nvlink_seconds), "the network", which)
+            self.pushers.wait(np.full(len(item), free + machine.nvlink_seconds), "slots", which)
+            self.pushers.wait(landed[source, chunk], "the network", which)
             size = self.sizes[chunk] * (gpus - 1)
             self.pushers.work(size / self.rate, "copy", which)
             self.pushers.wait(engine.nvlink.carry(self.pushers.clock[which], size), "NVLink", which)
@@ -136,4 +138,11 @@ def work(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-MODEL = Model(run, work)
+def candidates(problem: Problem, ranks: int) -> Sequence[int]:
+    """A mask gives the last rank the most keys or, with zigzag, makes the ranks at the ends of a half differ."""
+    if not problem.options.get("causal", True):
+        return (0,)
+    return sorted({0, ranks // 2, ranks - 1})
+
+
+MODEL = Model(run, work, candidates)

@@ -38,7 +38,7 @@ def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor)
     if group.gpus_per_node > MOST_RANKS_PER_NODE:
         raise ArgumentError(
             f"{op} supports at most {MOST_RANKS_PER_NODE} ranks per node, but this group has {group.gpus_per_node}: "
-            f"divide the nodes with mk.init(gpus_per_node=...)"
+            f"take fewer ranks as a node: gpus_per_node of mk.init, --gpus-per-node of the tools"
         )
     if not 1 <= topk_ids.shape[1] <= MOST_SLOTS:
         raise ArgumentError(f"topk_ids has {topk_ids.shape[1]} experts per token; it must be 1 to {MOST_SLOTS}")

@@ -22,8 +22,6 @@ from mkernel.scale.model import Model, Problem, Work
 
 Array = Any
 ID_BYTES = 4
-COUNT_RATE = 1.6e7  # ids per second that a CTA counts; from the call of one rank in docs/performance.md
-ROUTING_SECONDS = 30e-6  # the steps of routing besides, one after the other; from the same call
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class _Dispatch:
             ctas.work(routed.tokens * self.token_bytes / machine.place / count, "stage")
             engine.nvlink.carry(engine.start, table * (engine.gpus_per_node - 1))
         ctas.wait(arrived, "routing tables")
-        ctas.work(ROUTING_SECONDS + engine.ranks * routed.rows / COUNT_RATE / count, "count rows")
+        ctas.work(machine.routing_seconds + engine.ranks * routed.rows / machine.count / count, "count rows")
         engine.marks["routed"] = float(ctas.clock.max())
 
     def send(self) -> Array:
@@ -252,6 +250,8 @@ def _work(problem: Problem, nodes: int, gpus: int, gemms: int) -> Work:
     routed = Routed.of(problem, nodes, gpus)
     token = hidden * problem.element
     ways = 1 if gemms == 1 else 2
+    rows = routed.rows * token
+    other = routed.ranks * routed.tokens * routed.reaches_rank * token  # partial sums of the tokens that came
     return Work(
         flops=2.0 * gemms * routed.rows * hidden * out,
         library="grouped" if gemms == 1 else "gated",
@@ -259,6 +259,12 @@ def _work(problem: Problem, nodes: int, gpus: int, gemms: int) -> Work:
         nvlink=ways * (nodes * gpus - nodes) * routed.tokens * routed.reaches_rank * token,
         network=ways * (nodes - 1) * routed.tokens * routed.reaches_node * token,
         collectives=ways,
+        # the link, gathering rows, the library; then the activation in two, weights, zeros, adding rows up, the link
+        # again, stacking sums and adding them
+        kernels=3 if gemms == 1 else 12,
+        host_network=ways * (nodes - 1) * gpus * routed.tokens * routed.reaches_rank * token,
+        placed=2 * rows if gemms == 1 else 2 * rows + 3 * other,
+        moved=0.0 if gemms == 1 else 5 * rows + other,
     )
 
 

@@ -103,7 +103,7 @@ class _Scatter:
         self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
         self.due[lanes] = index
         if self.plan.hopper:  # a warp of its own signals
-            self.pushed[index] = np.maximum(self.pushed[index], self.reached[lanes])
+            np.maximum.at(self.pushed, index, self.reached[lanes])
             self.due[lanes] = -1
 
     def signal(self, lanes: Array) -> None:
@@ -113,7 +113,7 @@ class _Scatter:
             self.ctas.wait(self.reached[pending] - self.engine.machine.nvlink_seconds, "NVLink", pending)
             index = self.due[pending]
             time = np.maximum(self.reached[pending], self.ctas.clock[pending])
-            self.pushed[index] = np.maximum(self.pushed[index], time)
+            np.maximum.at(self.pushed, index, time)  # CTAs may push partials of one tile at the same step
             self.due[pending] = -1
 
     def reduce(self, lanes: Array, index: Array) -> None:
@@ -277,7 +277,8 @@ def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
         nvlink=2.0 * (gpus - 1) / gpus * result,
         # at the least: sums to their owners among the nodes, and back
         network=2.0 * (nodes - 1) / nodes * result / gpus,
-        collectives=1,
+        collectives=2,
+        kernels=3,
     )
 
 
