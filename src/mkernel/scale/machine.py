@@ -99,9 +99,20 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-KINDS = {"sm_flops": ("gemm", "attention"), "library_flops": ("gemm", "attention", "grouped", "gated")}
+MEASURED = "h200-cx7"
+RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
 MAY_BE_ZERO = ("pod_nodes",)  # and times
+
+
+def _text(name: str) -> str:
+    """The file of a machine that comes with the package."""
+    return resources.files("mkernel.scale").joinpath(f"machines/{name}.json").read_text()
+
+
+def _kinds(key: str) -> list[str]:
+    """The kinds of work that a machine must have a rate for: those of the machine that everything was measured on."""
+    return list(json.loads(_text(MEASURED))[key]) if key in RATES_BY_KIND else []
 
 
 def load(name: str) -> Machine:
@@ -121,7 +132,7 @@ def _load(name: str, above: tuple[Path | str, ...]) -> Machine:
             raise ArgumentError(f"the machine {name} cannot be read: {problem}") from problem
     elif name in names():
         place = name
-        text = resources.files("mkernel.scale").joinpath(f"machines/{name}.json").read_text()
+        text = _text(name)
     else:
         raise ArgumentError(f"there is no machine {name!r}; there are {', '.join(names())}, or a file ending in .json")
     try:
@@ -164,7 +175,7 @@ def _rule_broken(key: str, kind: str, value: Any) -> str:
     if kind.startswith("dict"):
         if not isinstance(value, dict):
             return "an object"
-        if missing := [name for name in KINDS.get(key, ()) if name not in value]:
+        if missing := [name for name in _kinds(key) if name not in value]:
             return f"an object with {missing[0]!r}"
         inner = kind.removeprefix("dict[str, ").removesuffix("]")
         for name, part in value.items():

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from mkernel.operators import Shape
-from mkernel.scale.machine import load
+from mkernel.scale.machine import MEASURED, load
 from mkernel.scale.predict import emulated, predict
 
 ASIDE = "kept aside"
@@ -50,7 +50,7 @@ def measured_rows() -> list[dict[str, Any]]:
     return json.loads(resources.files("mkernel.scale").joinpath("measured.json").read_text())["rows"]
 
 
-def points(machine: str = "h200-cx7") -> list[Point]:
+def points(machine: str = MEASURED) -> list[Point]:
     """Every measurement beside the model."""
     found = []
     for row in measured_rows():
@@ -81,7 +81,7 @@ class Bandwidth:
         return self.predicted / self.published - 1
 
 
-def bandwidths(machine: str = "h200-cx7") -> list[Bandwidth]:
+def bandwidths(machine: str = MEASURED) -> list[Bandwidth]:
     """DeepEP's figures on 2 and 4 nodes of 8 GPUs beside the model of our dispatch: 8192 tokens of 7168 elements on
     each rank, top 8 of 256 experts. They count a token once for each node that needs it, its own too. A combine moves
     the same, the other way."""

@@ -48,7 +48,7 @@ void shuffled(uint64_t seed, int senders, int ways, size_t lag, uint64_t message
     expected.erase(message);
   };
   while (raised.size() < messages) {
-    if (begun < messages && sender_of_message(begun).labels.room() && random() % 2 == 0) {
+    if (begun < messages && sender_of_message(begun).labels.has_space() && random() % 2 == 0) {
       uint64_t message = begun++;
       Sender& sender = sender_of_message(message);
       Parcel parcel;
@@ -107,12 +107,12 @@ void counting() {
   shuffled(9, 1, 2, 4096, 140'000);  // the numbers come round twice
   Labels labels(7);
   for (uint64_t i = 0; i < kWindow; ++i) CHECK(labels.begin() == 7 * kNumbers + i);
-  CHECK(!labels.room());
+  CHECK(!labels.has_space());
   refused([&] { labels.begin(); });
   labels.finish(7 * kNumbers + 1);  // not the oldest
-  CHECK(!labels.room());
+  CHECK(!labels.has_space());
   labels.finish(7 * kNumbers);
-  CHECK(labels.room());
+  CHECK(labels.has_space());
   refused([&] { labels.finish(7 * kNumbers); });
   refused([&] { labels.finish(8 * kNumbers + 5); });
   Tally tally;

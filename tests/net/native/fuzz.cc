@@ -139,7 +139,7 @@ void frames() {
   Fragment fin;
   fin.kind = kFin;
   fin.value = 1;
-  CHECK(says(answer({fin}), "another shape"));
+  CHECK(says(answer({fin}), "malformed FIN"));
   for (uint64_t total : {uint64_t{0}, uint64_t{1}, kFragmentBytes, kFragmentBytes + 1, 7 * kFragmentBytes + 5, ~uint64_t{0}}) {
     Fragmentation fragmentation(total);
     uint64_t last = fragmentation.fragments - 1;
