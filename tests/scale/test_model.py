@@ -223,6 +223,7 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
     ({"request_seconds": -1}, "request_seconds must be a number, 0 or more"),
     ({"network_share": 1.5}, "network_share must be from 0 to 1"),
     ({"sm_flops": {"gemm": 1}}, "sm_flops must be an object with 'attention'"),
+    ({"library_flops": {"gemm": 1}}, "library_flops must be an object with 'attention'"),
     ({"sm_flops": {"gemm": "x", "attention": 1}}, "sm_flops must be an object in which gemm is a number"),
     ({"sharing": {"gemm": {"two": 1}}}, "sharing must be an object in which gemm has numbers of ranks"),
     ({"sources": []}, "sources must be an object"),

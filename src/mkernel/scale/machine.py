@@ -99,7 +99,7 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-MEASURED = "h200-cx7"
+MEASURED = "h200-cx7"  # the machine with the GPU that our figures come from
 RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
 MAY_BE_ZERO = ("pod_nodes",)  # and times
@@ -111,7 +111,7 @@ def _text(name: str) -> str:
 
 
 def _kinds(key: str) -> list[str]:
-    """The kinds of work that a machine must have a rate for: those of the machine that everything was measured on."""
+    """The kinds of work that a machine must have a rate for: those that `MEASURED` has."""
     return list(json.loads(_text(MEASURED))[key]) if key in RATES_BY_KIND else []
 
 
