@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES
 from mkernel.ops.reduce.call import Plan, Sum, for_hopper, plan_of, plan_of_few_rows
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
@@ -97,6 +98,9 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     pushed = 2 * elements * (gpus - 1) // gpus
     if multicast:
         pushed = elements * (gpus + 1) // gpus if in_switch else elements
+    about_homes = []
+    if group.nodes >= FEWEST_WITH_HOMES.value:
+        about_homes = ["one node adds the sums of all nodes for a tile, and sends the finished tile back"]
     decided = plan_of(
         OP,
         group,
@@ -106,8 +110,8 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         computed=tiles,
         ctas=ctas,
         pushed=pushed,
-        sent=elements * (group.nodes - 1) // gpus,
-        reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),
+        sent=2 * elements * (group.nodes - 1) // (group.nodes * gpus),
+        reasons=(*([how] if sliced else []), *about_homes, _about_multicast(missing, in_switch)),
     )
     decided = replace(decided, multicast=multicast, in_switch=in_switch)
     if sliced:
