@@ -35,6 +35,15 @@ def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, bot
         ctas.work((ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy, "reduce")
 
 
+CALIBRATED = 128 * 256  # elements of the tiles whose `pushed_seconds` and `partial_seconds` a machine has
+
+
+def of_tile(engine: Engine, plan: Plan) -> tuple[float, float]:
+    """(seconds to push a tile, and to add a peer's): more for larger tiles."""
+    size = plan.config.tile_m * plan.config.tile_n / CALIBRATED
+    return engine.machine.pushed_seconds * size, engine.machine.partial_seconds * size
+
+
 # -- reduce-scatter
 
 
@@ -72,6 +81,7 @@ class _Scatter:
         self.ctas = engine.lanes("CTAs", c.ctas)
         self.bytes = c.tile_m * c.tile_n * problem.element
         self.seconds = engine.machine.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.pushing, self.adding = of_tile(engine, plan)
         self.pushed = np.zeros(engine.nodes * plan.tiles)
         self.summed = np.zeros(plan.tiles)
         self.link = engine.link(c.ctas)
@@ -99,7 +109,7 @@ class _Scatter:
 
     def push(self, lanes: Array, index: Array) -> None:
         machine = self.engine.machine
-        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes)
         self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
         self.due[lanes] = index
         if self.plan.hopper:  # a warp of its own signals
@@ -119,7 +129,7 @@ class _Scatter:
     def reduce(self, lanes: Array, index: Array) -> None:
         """Add the partials that the node has pushed."""
         self.ctas.wait(self.pushed[index], "partials", lanes)
-        self.ctas.work((self.engine.gpus_per_node - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((self.engine.gpus_per_node - 1) * self.adding, "reduce", lanes)
 
     def send(self, lanes: Array, node: Array, tile: Array) -> None:
         """The node's sum of a tile, to its owner."""
@@ -133,7 +143,7 @@ class _Scatter:
         """The sum of a tile of this rank's own rows."""
         self.reduce(lanes, tile)
         self.ctas.wait(self.summed[tile], "the network", lanes)
-        self.ctas.work((self.engine.nodes - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((self.engine.nodes - 1) * self.adding, "reduce", lanes)
 
 
 def run_reduce_scatter(engine: Engine, plan: Plan, problem: Problem) -> None:
@@ -177,6 +187,7 @@ class _Reduce:
         self.gather_lanes = engine.lanes("gather warps", c.ctas) if plan.hopper else self.ctas
         self.bytes = c.tile_m * c.tile_n * problem.element
         self.seconds = m.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.pushing, self.adding = of_tile(engine, plan)
         self.rounds = np.broadcast_to(call(count_rounds, plan.tiles, cta=np.arange(c.ctas), ctas=c.ctas), c.ctas)
         blocks = -(-int(self.rounds.max()) // engine.gpus_per_node)
         self.pushed, self.summed, self.received, self.finished = (np.zeros((blocks, c.ctas)) for _ in range(4))
@@ -212,7 +223,7 @@ class _Reduce:
 
     def push(self, lanes: Array, block: int) -> None:
         machine = self.engine.machine
-        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes)
         reached = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes)
         if not self.plan.hopper:
             self.ctas.wait(reached, "NVLink", lanes)
@@ -221,7 +232,7 @@ class _Reduce:
     def reduce(self, lanes: Array, block: int) -> None:
         machine, gpus = self.engine.machine, self.engine.gpus_per_node
         self.ctas.wait(self.pushed[block, lanes], "partials", lanes)
-        self.ctas.work((gpus - 1) * machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((gpus - 1) * self.adding, "reduce", lanes)
         if self.engine.nodes == 1:
             self.finish(lanes, block)
             return
@@ -235,7 +246,7 @@ class _Reduce:
 
     def finish(self, lanes: Array, block: int) -> None:
         """A finished tile is stored where peers read it."""
-        self.ctas.work(self.engine.machine.pushed_seconds, "store", lanes)
+        self.ctas.work(self.pushing, "store", lanes)
         reached = self.ctas.clock[lanes]
         if self.plan.hopper:  # what peers read crosses the link, too
             reached = self.link.carry(reached, self.bytes * (self.engine.gpus_per_node - 1), lanes)
@@ -260,7 +271,7 @@ class _Reduce:
         summed = np.zeros(int(neighbours.max()) + 1)
         np.maximum.at(summed, neighbours, self.summed[block, lanes])
         summed += surplus
-        adding = nodes * machine.partial_seconds + machine.pushed_seconds
+        adding = nodes * self.adding + self.pushing
         sending = np.arange(1, nodes)
         # where no neighbour has its home here: as if one had, and sent at the rate of the network
         received = (
@@ -269,7 +280,7 @@ class _Reduce:
         own = lanes[is_home]
         if len(own):
             self.ctas.wait(summed[neighbours[is_home]], "the network", own)
-            self.ctas.work(nodes * machine.partial_seconds, "reduce", own)
+            self.ctas.work(nodes * self.adding, "reduce", own)
             self.finish(own, block)
             posted = self.ctas.clock[own][:, None] + sending * machine.post_seconds
             accepted, arrived = network.send(posted, self.bytes, np.broadcast_to(sending, posted.shape))
@@ -287,7 +298,7 @@ class _Reduce:
         away = lanes[self.homes_behind(lanes, block) > 0]
         machine = self.engine.machine
         self.ctas.wait(self.received[block, away], "the network", away)
-        self.ctas.work(machine.pushed_seconds, "store", away)
+        self.ctas.work(self.pushing, "store", away)
         self.finished[block, away] = self.ctas.clock[away] + machine.nvlink_seconds
 
     def finish_later(self, lanes: Array, block: int) -> None:
@@ -295,7 +306,7 @@ class _Reduce:
             self.finish_at_home(lanes, block)
             return
         self.ctas.wait(self.summed[block, lanes], "the network", lanes)
-        self.ctas.work(self.engine.nodes * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work(self.engine.nodes * self.adding, "reduce", lanes)
         self.finish(lanes, block)
 
     def end_block(self, lanes: Array, block: int) -> None:
