@@ -20,7 +20,7 @@ from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine, Lanes, Link, Network, Shares, serve
 from mkernel.scale.machine import Machine, load, names, save, shared
 from mkernel.scale.model import Problem
-from mkernel.scale.predict import host_driven, predict
+from mkernel.scale.predict import host_driven, predict, predict_late
 from mkernel.scale.validation import ASIDE, bandwidths, measured_rows, median, points
 
 OPERATORS = list(operators.registered("model"))
@@ -193,6 +193,18 @@ def test_a_late_network_is_waited_for(machine):
     before = predict("all_gather_matmul", shape, machine=machine, nodes=2)
     late = predict("all_gather_matmul", shape, machine=replace(machine, network_seconds=0.1), nodes=2)
     assert late.seconds > 0.1 > before.seconds
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_a_rank_that_begins_late(machine, op):
+    """A little is hidden, and a lot is waited for: then the others have sent all that it needs, and are waited for no
+    more."""
+    together = predict(op, SHAPES[op], machine=machine, nodes=4, options={})
+    times = [predict_late(late, op, SHAPES[op], machine=machine, nodes=4, options={}) for late in (0.0, 1e-4, 1.0)]
+    assert times[0].seconds == together.seconds
+    assert together.seconds <= times[1].seconds <= together.seconds + 1e-4
+    assert 1.0 < times[2].seconds <= 1.0 + together.seconds
+    assert times[2].host == pytest.approx(together.host + 1.0)
 
 
 # -- machines
