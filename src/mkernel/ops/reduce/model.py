@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mkernel.ops.reduce import peer
 from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
@@ -282,5 +283,5 @@ def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter)
-ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce)
+REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter, peer=peer.run_reduce_scatter)
+ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce, peer=peer.run_all_reduce)
