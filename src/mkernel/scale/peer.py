@@ -31,13 +31,15 @@ TILE_BYTES = TILE_M * TILE_N * 2
 class Peer:
     """What its kernels reach, in units of a Machine.
 
-    machine: of the GPU, the network and bulk copies over NVLink. multicast: bytes that a GPU receives by multicast.
-    scattered: bytes that a GPU sends in adds to other GPUs' memory, sums in the switch, and stores of single words.
-    start_seconds: how much longer a call takes that is timed alone. back_to_back: operators of which it times calls one
-    after the other instead. calibration: by operator and size, what a published time calibrates.
+    machine: of an SM, the network, and bulk copies over NVLink. cache: bytes that all SMs read from the L2 cache.
+    multicast: bytes that a GPU receives by multicast. scattered: bytes that a GPU sends in adds to other GPUs' memory,
+    sums in the switch, and stores of single words. start_seconds: how much longer a call takes that is timed alone.
+    back_to_back: operators of which calls are timed one after the other instead. calibration: by operator and size,
+    what a published time calibrates.
     """
 
     machine: Machine
+    cache: float
     multicast: float
     scattered: float
     start_seconds: float
@@ -45,17 +47,19 @@ class Peer:
     calibration: Mapping[str, Mapping[str, str]]
     sources: Mapping[str, str]
 
-    def tile(self, depth: int) -> float:
-        """Seconds of an SM for a tile of a GEMM."""
-        return self.machine.tile(TILE_M, TILE_N, depth)
+    def tile(self, depth: int, ctas: int) -> float:
+        """Seconds for a tile of a GEMM, if so many CTAs multiply: at the rate of an SM, or at that of the cache, of
+        which each tile reads all rows and columns."""
+        read = ctas * (TILE_M + TILE_N) * depth * 2 / self.cache
+        return max(self.machine.tile(TILE_M, TILE_N, depth), read + self.machine.tile_seconds)
 
 
 def load_peer() -> Peer:
     given = json.loads(resources.files("mkernel.scale").joinpath("peer.json").read_text())
     machine = replace(load(given["based_on"]), name="mKernel", **given["machine"])
     return Peer(
-        machine, given["multicast"], given["scattered"], given["start_seconds"], frozenset(given["back_to_back"]),
-        given["calibration"], given["sources"],
+        machine, given["cache"], given["multicast"], given["scattered"], given["start_seconds"],
+        frozenset(given["back_to_back"]), given["calibration"], given["sources"],
     )  # fmt: skip
 
 
@@ -83,7 +87,8 @@ def move(lanes: Lanes, ready: Array, seconds: float, link: Link, nbytes: float) 
 
 
 def claim(lanes: Lanes, ready: Array, seconds: float, kind: str) -> Array:
-    """Jobs that lanes claim in order, each when it is free, and begin when they are ready. Returns when each is done."""
+    """Jobs that lanes claim in order, each when it is free, and that begin when they are ready. Returns when each is
+    done."""
     free = [(clock, lane) for lane, clock in enumerate(lanes.clock.tolist())]
     heapq.heapify(free)
     jobs, done = np.zeros(len(lanes.clock)), np.empty(len(ready))

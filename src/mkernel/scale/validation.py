@@ -10,9 +10,10 @@ from importlib import resources
 from typing import Any
 
 from mkernel.bench import published
-from mkernel.operators import Shape, registered
+from mkernel.operators import Operator, Shape, registered
 from mkernel.scale.engine import Engine
 from mkernel.scale.machine import MEASURED, load
+from mkernel.scale.model import Problem
 from mkernel.scale.peer import load_peer
 from mkernel.scale.predict import emulated, predict
 
@@ -110,6 +111,7 @@ class Published:
 
     op: str
     size: int
+    network: str
     use: str
     published: float
     predicted: float
@@ -120,17 +122,30 @@ class Published:
 
 
 def published_points() -> list[Published]:
-    """mKernel's times on 2 nodes of 8 H200 with EFA beside the model of its own schedules (peer.py)."""
+    """mKernel's times on 2 nodes of 8 H200 beside the model of its own schedules (peer.py): with EFA, some of which
+    calibrate the model, and with ConnectX-7, none of which does, beside the same."""
     peer, found = load_peer(), []
     for name, operator in registered("model").items():
+        uses, predicted = peer.calibration.get(name, {}), {}
         for row in published.rows(name):
             engine = Engine(peer.machine, published.NODES, published.GPUS)
             operator.load("model").peer(engine, peer, row["size"])
             seconds = engine.end + (0.0 if name in peer.back_to_back else peer.start_seconds)
-            use = peer.calibration.get(name, {}).get(str(row["size"]))
-            use = f"calibrates {use}" if use else ASIDE
-            found.append(Published(name, row["size"], use, row["mkernel"], seconds * 1e3))
+            predicted[row["size"]] = seconds * 1e3
+            use = f"calibrates {uses[str(row['size'])]}" if str(row["size"]) in uses else ASIDE
+            found.append(Published(name, row["size"], "EFA", use, row["mkernel"], seconds * 1e3))
+        for row in published.rates(name):
+            shape = operator.load("bench").published.shape(row["size"], published.RANKS)
+            flops = _flops(operator, shape)
+            time = flops / row["mkernel"] * 1e-9
+            found.append(Published(name, row["size"], "ConnectX-7", ASIDE, time, predicted[row["size"]]))
     return found
+
+
+def _flops(operator: Operator, shape: Shape) -> float:
+    """Of a rank, in a published call: without a mask, top 8 of 256 experts."""
+    problem = Problem(shape, 2, {"causal": False, "experts": 256 // published.RANKS, "topk": 8})
+    return operator.load("model").work(problem, published.NODES, published.GPUS).flops
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,11 +1,12 @@
 """The schedule of mKernel's AllGather + GEMM, for `mkernel.scale.validation`: A has size x size elements, B size x
 size/16.
 
-Of 132 CTAs, 4 copy (2 for the smallest size), with three warps each, in strips of 256 rows x 128 columns. They store the
-rank's own rows in all GPUs of the node, by multicast, and then what comes from the counterpart in the other node. The
-other CTAs multiply the rows of their own node, of which a tile waits strip by strip, and then those of the other node,
-of which it waits for whole rows. They go through bands of 12 row blocks, column by column: so the first tiles need all
-rows of one rank, long before any of another. A rank's rows are sent to the other node at the beginning, 128 to a request.
+Of 132 CTAs, 4 copy (2 for the smallest size), with three warps each, in strips of 256 rows x 128 columns. They store
+the rank's own rows in all GPUs of the node, by multicast, and then what comes from the counterpart in the other node.
+The other CTAs multiply the rows of their own node, of which a tile waits strip by strip, and then those of the other
+node, of which it waits for whole rows. They go through bands of 12 row blocks, column by column: so the first tiles
+need all rows of one rank, long before any of another. A rank's rows are sent to the other node at the beginning, 128 to
+a request.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(engine: Engine, peer: Peer, size: int) -> None:
         done = move(warps, np.repeat(ready, strips), seconds, link, nbytes * (gpus - 1))
         return done.reshape(-1, strips).max(1) + peer.machine.nvlink_seconds
 
-    seconds = peer.tile(size)
+    seconds = peer.tile(size, SMS - copying)
     near = copy(np.zeros(rows // STRIP_ROWS)) - seconds  # a tile may begin before, strip by strip
     far = copy(landed.reshape(-1, STRIP_ROWS // TILE_M).max(1))
     blocks, columns = gpus * rows // TILE_M, size // engine.ranks // TILE_N

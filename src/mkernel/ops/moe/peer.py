@@ -1,11 +1,11 @@
 """The schedules of mKernel's MoE Dispatch + GEMM and Dispatch + FFN + Combine, for `mkernel.scale.validation`: `size`
 tokens of 7168 on 16 ranks, top 8 of 256 experts.
 
-A rank sends all its tokens to its counterpart in the other node, whoever needs them. CTAs that dispatch read rows of the
-tokens of the node and then of the other node, 16 at a time, from whichever GPU has them, and write them expert by expert;
-the others multiply blocks of 128 rows, also those of the node first. What the benchmarks route is not the same: for the
-GEMM alone, token t goes to the 8 experts from 8 t on, so that every expert has as many; for the FFN, experts are drawn
-with probabilities that are drawn before, and the rank with the most tokens is the slowest.
+A rank sends all its tokens to its counterpart in the other node, whoever needs them. CTAs that dispatch read rows of
+the tokens of the node and then of the other node, 16 at a time, from whichever GPU has them, and write them expert by
+expert; the others multiply blocks of 128 rows, also those of the node first. The two benchmarks route differently. For
+the GEMM alone, token t goes to the 8 experts from 8 t on: all are on one rank, and every expert has as many tokens. For
+the FFN, experts are drawn with probabilities that were drawn before: the rank with the most tokens is the slowest.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def run_dispatch(engine: Engine, peer: Peer, size: int) -> None:
     placed = _dispatch(engine, peer, dispatching, blocks * experts, np.tile(landed[last], experts))
     ctas = engine.lanes("CTAs", multiplying)
     for part in placed:
-        run_list(ctas, np.repeat(part, OUT // TILE_N), peer.tile(HIDDEN))
+        run_list(ctas, np.repeat(part, OUT // TILE_N), peer.tile(HIDDEN, multiplying))
 
 
 def run_ffn(engine: Engine, peer: Peer, size: int) -> None:
-    """After the first GEMM, all CTAs go through the activation, the second GEMM, weighted rows to the ranks of the node,
-    and sums, with barriers between. Its calls are timed back to back without a new epoch: so from the second one on,
-    none waits for the network, which is kept here."""
+    """After the first GEMM, all CTAs go through the activation, the second GEMM, weighted rows to the ranks of the
+    node, and sums, with barriers between. Calls are timed back to back and share an epoch, so that from the second one
+    on they find the arrival flags of the first: none waits for the network, and so it is here."""
     machine, (dispatching, multiplying) = peer.machine, SPLIT_OF_FFN[size]
     experts, tokens = EXPERTS // engine.ranks, size // engine.ranks
     rows = tokens * TOPK * MOST[size]
@@ -70,12 +70,12 @@ def run_ffn(engine: Engine, peer: Peer, size: int) -> None:
     placed = _dispatch(engine, peer, dispatching, near, np.zeros(blocks - near))
     ctas, everyone = engine.lanes("CTAs", multiplying), engine.lanes("all CTAs", SMS)
     for part in placed:
-        run_list(ctas, np.repeat(part, 2 * OUT // TILE_N), peer.tile(HIDDEN))
+        run_list(ctas, np.repeat(part, 2 * OUT // TILE_N), peer.tile(HIDDEN, multiplying))
     everyone.wait(ctas.clock.max(), "the GEMM")
     everyone.work(rows * 3 * OUT * 2 / machine.memory + BARRIERS * machine.collective_seconds, "activate")
-    claim(everyone, np.zeros(blocks * HIDDEN // TILE_N), peer.tile(OUT), "multiply")
+    claim(everyone, np.zeros(blocks * HIDDEN // TILE_N), peer.tile(OUT, SMS), "multiply")
     everyone.wait(everyone.clock.max(), "the GEMM")
-    sent = Link(peer.scattered).carry(everyone.clock.max(), rows * TOKEN * (engine.gpus_per_node - 1) / engine.gpus_per_node)
-    everyone.wait(sent, "NVLink")
+    moved = rows * TOKEN * (engine.gpus_per_node - 1) / engine.gpus_per_node
+    everyone.wait(Link(peer.scattered).carry(everyone.clock.max(), moved), "NVLink")
     # reads the rows, and reads and writes sums of tokens: of the node (fp32), for the other node, and from there
     everyone.work((tokens * TOPK * TOKEN + tokens * TOKEN * (2 + 1 + 2 + 2 + 1)) / machine.memory, "sum rows")

@@ -60,7 +60,7 @@ def run_reduce_scatter(engine: Engine, peer: Peer, size: int) -> None:
     rows, columns = size // gpus // TILE_M, size // TILE_N
     tiles = min(tiles, columns)
     lanes = engine.lanes("CTAs", multiplying + reducing)
-    seconds = peer.tile(size // engine.ranks) + peer.machine.pushed_seconds
+    seconds = peer.tile(size // engine.ranks, multiplying) + peer.machine.pushed_seconds
     stored = _multiply(
         lanes, multiplying, rows * gpus * columns, seconds, Link(peer.scattered), TILE_BYTES * (gpus - 1) / gpus
     )  # fmt: skip
@@ -78,7 +78,9 @@ def run_all_reduce(engine: Engine, peer: Peer, size: int) -> None:
     multiplying, summing, senders, publishing, tiles = ALL_REDUCE[size]
     rows, columns = size // gpus // TILE_M, size // TILE_N
     lanes = engine.lanes("CTAs", multiplying)
-    stored = _multiply(lanes, multiplying, rows * gpus * columns, peer.tile(size // engine.ranks), None, 0.0)
+    stored = _multiply(
+        lanes, multiplying, rows * gpus * columns, peer.tile(size // engine.ranks, multiplying), None, 0.0
+    )
     # all GPUs take the parts of a row in the same order, so that the one with the last part is the slowest
     ready = stored.reshape(rows, gpus, -1, tiles)[:, -1].max(-1).ravel() + machine.nvlink_seconds
     sums = engine.lanes("summing CTAs", summing)
