@@ -136,13 +136,13 @@ def published_points() -> list[Published]:
             found.append(Published(name, row["size"], "EFA", use, row["mkernel"], seconds * 1e3))
         for row in published.rates(name):
             shape = operator.load("bench").published.shape(row["size"], published.RANKS)
-            flops = _flops(operator, shape)
+            flops = flops_of(operator, shape)
             time = flops / row["mkernel"] * 1e-9
             found.append(Published(name, row["size"], "ConnectX-7", ASIDE, time, predicted[row["size"]]))
     return found
 
 
-def _flops(operator: Operator, shape: Shape) -> float:
+def flops_of(operator: Operator, shape: Shape) -> float:
     """Of a rank, in a published call: without a mask, top 8 of 256 experts."""
     problem = Problem(shape, 2, {"causal": False, "experts": 256 // published.RANKS, "topk": 8})
     return operator.load("model").work(problem, published.NODES, published.GPUS).flops
