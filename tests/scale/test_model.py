@@ -292,8 +292,8 @@ def test_published_bandwidths():
 
 
 def test_published_times():
-    """mKernel's with EFA, by its own schedules, within 10% (median): all, and the 24 of 31 that calibrate nothing. Those
-    with ConnectX-7, of which none does, too."""
+    """mKernel's with EFA, by its own schedules, within 10% (median): all, and the 24 of 31 that calibrate nothing. So
+    are those with ConnectX-7, none of which does."""
     found = published_points()
     efa, other = ([one for one in found if one.network == name] for name in ("EFA", "ConnectX-7"))
     aside = [abs(one.error) for one in efa if one.use == ASIDE]

@@ -77,7 +77,8 @@ def test_a_late_network_is_waited_for(peer, op, size):
 
 @pytest.mark.parametrize("op", dict(TIMED))
 def test_everything_is_computed(peer, op):
-    """CTAs are busy with the largest size for as long as its operations take at the rate of an SM, or somewhat longer."""
+    """With the largest size, CTAs are busy for as long as its operations take at the rate of an SM, or somewhat
+    longer."""
     size = dict(TIMED)[op]
     kind, rate = ("attend", "attention") if op == "ring_attention" else ("multiply", "gemm")
     busy = sum(lanes.busy[kind].sum() for lanes in run(peer, op, size).groups if kind in lanes.busy)
