@@ -61,7 +61,7 @@ def test_what_multiplies_is_bound_by_an_sm_or_by_the_cache(peer):
 
 def test_every_constant_is_calibrated_by_a_time_of_its_own(peer):
     used = [what for sizes in peer.calibration.values() for what in sizes.values()]
-    assert sorted(used) == sorted([*peer.sources, "smflops_of"])  # of which there are two
+    assert sorted(used) == sorted([*peer.sources, "sm_flops"])  # of which there are two
     assert all("calibrated" in source for source in peer.sources.values())
     for op, sizes in peer.calibration.items():
         assert {int(size) for size in sizes} <= {row["size"] for row in published.rows(op)}
@@ -84,4 +84,4 @@ def test_everything_is_computed(peer, op):
     busy = sum(lanes.busy[kind].sum() for lanes in run(peer, op, size).groups if kind in lanes.busy)
     flops = flops_of(operators.find(op), operators.find(op).load("bench").published.shape(size, 16))
     most = 1.17 if op == "moe_ffn" else 1.0  # rows of the rank that is simulated
-    assert most <= busy * peer.machine.smflops_of[rate] / flops < 1.35 * most
+    assert most <= busy * peer.machine.sm_flops[rate] / flops < 1.35 * most
