@@ -79,23 +79,32 @@ def test_attention_of_packed_documents():
 class PlainExperts(torch.nn.Module):
     """Each token through each of its experts, one after the other."""
 
-    def forward(self, x, ids, weights, gate_up, down):
+    def forward(self, x, ids, weights, gate_up, down, b_gate_up=None, b_down=None):
+        b_gate_up = torch.zeros_like(gate_up[:, :, 0]) if b_gate_up is None else b_gate_up
+        b_down = torch.zeros_like(down[:, :, 0]) if b_down is None else b_down
         rows = [torch.zeros_like(token) for token in x]
         for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
             expert = ids[token, slot]
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            rows[token] = rows[token] + weights[token, slot] * (down[expert] @ (F.silu(gate) * up))
+            gate, up = (gate_up[expert] @ x[token] + b_gate_up[expert]).chunk(2)
+            result = down[expert] @ (F.silu(gate) * up) + b_down[expert]
+            rows[token] = rows[token] + weights[token, slot] * result
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "normalize"), [*((*world, True) for world in WORLDS), (1, 2, False)])
-def test_mixture_of_experts(nodes, gpus, normalize):
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "normalize", "bias"),
+    [*((*world, True, False) for world in WORLDS), (1, 2, False, False), (1, 2, True, True)],
+)
+def test_mixture_of_experts(nodes, gpus, normalize, bias):
     experts, k = 12, 3
     state = {
         "gate.weight": values(experts, HIDDEN, seed=1),
         "experts.gate_up_proj": values(experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5,
         "experts.down_proj": values(experts, HIDDEN, INNER, seed=3) * INNER**-0.5,
     }
+    if bias:
+        state["experts.gate_up_proj_bias"] = values(experts, 2 * INNER, seed=4)
+        state["experts.down_proj_bias"] = values(experts, HIDDEN, seed=5)
 
     def tokens_of(rank):
         return values(2, 3 + rank, HIDDEN, seed=10 + rank)  # each rank has other tokens, and not as many
@@ -113,14 +122,14 @@ def test_mixture_of_experts(nodes, gpus, normalize):
             weights, ids = torch.softmax(tokens @ wide["gate.weight"].t(), -1).topk(k)
             if normalize:
                 weights = weights / weights.sum(-1, keepdim=True)
-            y = PlainExperts()(tokens, ids, weights, wide["experts.gate_up_proj"], wide["experts.down_proj"])
+            y = PlainExperts()(tokens, ids, weights, *list(wide.values())[1:])
             y = y.reshape(x.shape)
             y.backward(gradient_of(rank).double())
             inputs.append((x.grad, y.detach()))
         return wide, inputs
 
     def on_rank(group):
-        module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, normalize=normalize)
+        module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, bias=bias, normalize=normalize)
         module.load_state_dict(state)
         assert module.experts.down_proj.shape == (experts // group.size, HIDDEN, INNER)
         x = tokens_of(group.rank).requires_grad_()

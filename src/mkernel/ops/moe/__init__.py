@@ -19,12 +19,13 @@ below, listed in the order in which a call uses them:
 - schedule.py: the order in which blocks of rows are computed.
 - dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
 - grouped.py: a tile of the grouped GEMM.
-- reduction.py: the three steps of a combine.
+- reduction.py: the three steps of a combine. pieces.py: the combine of moe_ffn.
 
 Only backward passes use these: redispatch.py, which moves rows along the routing of an earlier dispatch;
-grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert; and
-gradient_rows.py, what is done row by row. training.py has the forward passes that keep what backward passes need;
-layer.py and halves.py have the public functions, and registration.py has the operators of torch.library.
+grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert;
+bias_grad.py, sums of them; and gradient_rows.py, what is done row by row. training.py has the forward passes that keep
+what backward passes need; layer.py and halves.py have the public functions, and registration.py has the operators of
+torch.library.
 
 Kernels take structures. `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what a kernel reads and writes;
 `Batch` holds the numbers that vary with the batch. Two limitations of Triton 3.6 shape them:

@@ -22,6 +22,7 @@ def moe_dispatch_matmul(
     w: torch.Tensor,
     *,
     group: Any = None,
+    bias: torch.Tensor | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
     save: str = "inputs",
@@ -29,8 +30,8 @@ def moe_dispatch_matmul(
 ) -> tuple[torch.Tensor, Handle]:
     """Send every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
 
-    Differentiable: x and w have gradients (ops/moe/backward.py). The gradient of rows beyond the sum of the counts is
-    not used. The backward pass is a collective call, too.
+    Differentiable: x, w and bias have gradients (ops/moe/backward.py). The gradient of rows beyond the sum of the
+    counts is not used. The backward pass is a collective call, too.
 
     Args:
         x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
@@ -39,6 +40,7 @@ def moe_dispatch_matmul(
         w: [experts, hidden, out], the matrices of this rank's experts. Their number may differ between ranks and may be
             0. A transposed view of [experts, out, hidden] is read without a copy.
         group: the group; the current one by default.
+        bias: [experts, out], what is added to the products of each expert.
         capacity: how many rows this rank can receive; may differ between ranks. None is enough for any routing: the
             tokens of all ranks times k, or 0 without experts. If the ids of a token are distinct, as torch.topk returns
             them, the tokens of all ranks times min(k, experts) are enough.
@@ -64,19 +66,19 @@ def moe_dispatch_matmul(
         CommTimeout: a peer did not arrive within the group's timeout.
     """
     check_save(save)
-    x, w = library.autocast(x, w)
-    library.refuse_forward_mode(x=x, w=w)
-    if not library.needs_dispatcher(x, topk_ids, w):
+    x, w, bias = library.autocast(x, w, bias)
+    library.refuse_forward_mode(x=x, w=w, bias=bias)
+    if not library.needs_dispatcher(x, topk_ids, w, bias):
         return dispatch_matmul.moe_dispatch_matmul(
-            x, topk_ids, w, group=group, capacity=capacity, max_tokens=max_tokens, config=config
+            x, topk_ids, w, group=group, bias=bias, capacity=capacity, max_tokens=max_tokens, config=config
         )
     if isinstance(group, str):
         numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w, capacity, max_tokens, config)
     else:
-        numbers = training.dispatch_numbers(group, x, topk_ids, w, capacity, max_tokens, config)
+        numbers = training.dispatch_numbers(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     name, activations = library.name_of(group), save == "activations" and library.needs_gradients(w)
     y, tables, _ = torch.ops.mkernel.moe_dispatch_matmul(
-        x, topk_ids, w, name, list(numbers), activations, library.encoded(config)
+        x, topk_ids, w, bias, name, list(numbers), activations, library.encoded(config)
     )
     if isinstance(group, str):
         return y, traced_handle(group, library.size_of(group), tables, numbers)

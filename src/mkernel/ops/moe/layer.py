@@ -9,6 +9,7 @@ import torch
 from mkernel.ops import library
 from mkernel.ops.moe import ffn, registration, training
 from mkernel.ops.moe.arguments import check_activation, check_save
+from mkernel.ops.moe.grouped import Biases
 from mkernel.ops.moe.handle import numbers_in_graph
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
@@ -23,6 +24,8 @@ def moe_ffn(
     w_down: torch.Tensor,
     *,
     group: Any = None,
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
@@ -32,7 +35,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """A mixture-of-experts layer in one kernel: dispatch tokens to their experts, apply SwiGLU there, combine.
 
-    Differentiable: x, topk_weights, w_gate_up and w_down have gradients. The backward pass takes the routing of the
+    Differentiable: x, topk_weights, matrices and biases have gradients. The backward pass takes the routing of the
     forward pass (ops/moe/backward.py). It is a collective call, too: every rank must make it.
 
     Args:
@@ -43,6 +46,8 @@ def moe_ffn(
         w_gate_up: [experts, hidden, 2*inter], gate, then up, of this rank's experts. Their number may differ between
             ranks and may be 0. A transposed view of [experts, 2*inter, hidden] is read without a copy.
         w_down: [experts, inter, hidden], likewise.
+        b_gate_up: [experts, 2*inter], what is added to the products with w_gate_up, before the activation.
+        b_down: [experts, hidden], what is added to the products with w_down, before they are weighted.
         group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
             expert on this rank.
         activation: of gate: "silu" (SwiGLU), "gelu" (GeGLU, with tanh) or "relu" (ReGLU).
@@ -63,17 +68,20 @@ def moe_ffn(
     """
     check_save(save)
     check_activation(activation)
-    x, w_gate_up, w_down = library.autocast(x, w_gate_up, w_down)
-    tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    x, w_gate_up, w_down, b_gate_up, b_down = library.autocast(x, w_gate_up, w_down, b_gate_up, b_down)
+    tensors = dict(
+        x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, b_gate_up=b_gate_up, b_down=b_down
+    )
     library.refuse_forward_mode(**tensors)
     if not library.needs_dispatcher(*tensors.values(), topk_ids, out):
         return ffn.moe_ffn(
-            x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens,
-            activation=activation, out=out, config=config,
+            x, topk_ids, topk_weights, w_gate_up, w_down, group=group, b_gate_up=b_gate_up, b_down=b_down,
+            capacity=capacity, max_tokens=max_tokens, activation=activation, out=out, config=config,
         )  # fmt: skip
     library.refuse_out_with_gradients(out, *tensors.values())
     name, numbers = library.name_of(group), library.encoded(config)
-    given = (x, topk_ids, topk_weights, w_gate_up, w_down)
+    matrices = (x, topk_ids, topk_weights, w_gate_up, w_down)
+    given = (*matrices, b_gate_up, b_down)
     if out is not None:
         torch.ops.mkernel.moe_ffn_out(*given, name, capacity, max_tokens, activation, numbers, out)
         return out
@@ -82,5 +90,5 @@ def moe_ffn(
     if isinstance(group, str):
         sizes = numbers_in_graph("moe_ffn", group, x, topk_ids, w_down, capacity, max_tokens, config)
     else:
-        sizes = training.ffn_numbers(group, *given, capacity, max_tokens, config)
+        sizes = training.ffn_numbers(group, *matrices, Biases(b_gate_up, b_down), capacity, max_tokens, config)
     return registration.kept_result(given, name, sizes, activation, save, numbers)

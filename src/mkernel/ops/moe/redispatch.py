@@ -36,6 +36,7 @@ from mkernel.ops.moe.grouped import (
     Operands,
     WeightLayout,
     Weights,
+    bias_block,
     empty_rows,
     multiply_block,
     result_descriptor,
@@ -121,7 +122,7 @@ def moe_redispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing
 
 def redispatch(
     group: Group, handle: Handle, x: torch.Tensor, *, w: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Moved:  # fmt: skip
     """Move rows [tokens, columns] along the routing of an earlier dispatch. Collective.
 
@@ -129,14 +130,20 @@ def redispatch(
         x: a row for each token of that dispatch, in a dtype that operators support.
         w: [experts, columns, n]: what to multiply the rows with, if anything.
         weights: [tokens, k]: a weight for each slot, which goes with its row.
+        bias: [experts, n], added to the products.
     """
-    launch, moved = prepare(group, handle, x, w, weights)
+    launch, moved = prepare(group, handle, x, w, weights, bias)
     group.launch(launch)
     return moved
 
 
 def prepare(
-    group: Group, handle: Handle, x: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+    group: Group,
+    handle: Handle,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Launch, Moved]:
     """The launch of `redispatch`, and what it gives. Collective if the workspace must grow."""
     sizes = handle.sizes
@@ -160,7 +167,7 @@ def prepare(
     )
     tables = Tables(*(getattr(handle.tables, name) if name in READ else None for name in Tables._fields))
     tables = tables._replace(placed=moved.placed, unsorted=counters[:COUNTER_WORDS])
-    return _launch(group, decided, memory, x, w, weights, moved, tables), moved
+    return _launch(group, decided, memory, x, w, weights, bias, moved, tables), moved
 
 
 def new_counters(handle: Handle) -> torch.Tensor:
@@ -171,7 +178,7 @@ def new_counters(handle: Handle) -> torch.Tensor:
 
 def _launch(
     group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, w: torch.Tensor | None,
-    weights: torch.Tensor | None, moved: Moved, tables: Tables,
+    weights: torch.Tensor | None, bias: torch.Tensor | None, moved: Moved, tables: Tables,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -220,6 +227,7 @@ def _launch(
             y_rows=Block(moved.y, moved.y.stride(0), 1),
             k=x.shape[1],
             n=w.shape[2],
+            bias=bias_block(bias),
             tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
             SHORT_M=constants(plan.short_m)[0],
         ),
@@ -229,5 +237,6 @@ def _launch(
         kernel=moe_redispatch_matmul_kernel,
         arguments={**launch.arguments, **product},
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        inputs=(*launch.inputs, "w"),
+        variant=(launch.variant, None if bias is None else layout(bias)),
+        inputs=(*launch.inputs, "w", "gemm.bias.data"),
     )
