@@ -119,6 +119,28 @@ def check_all(layer, rank, gradients, exact):
         assert_gradient(name, gradient.cpu(), found[name][rank], sizes[name][rank], layer.dtype)
 
 
+@functools.cache
+def exact_rows(layer: Layer, turn=0):
+    """The same of a dispatch, a function of each element (`some_function`), then a combine."""
+    values = leaves(layer, ("x", "weights"), turn)
+    sizes = {name: [torch.zeros_like(each) for each in everyone] for name, everyone in values.items()}
+    loss = torch.zeros((), dtype=torch.float64)
+    for source, token, slot, _, _ in _slots(layer, turn):
+        dout = gradient_of(layer, source, turn, layer.hidden)[token].double()
+        x, p = values["x"][source][token], values["weights"][source][token, slot]
+        loss = loss + p * some_function(x) @ dout
+        with torch.no_grad():
+            sizes["x"][source][token] += p.abs() * 2 * (1 + x.abs()) * dout.abs()
+            sizes["weights"][source][token, slot] += (some_function(x).abs() * dout.abs()).sum()
+    if loss.requires_grad:
+        loss.backward()
+    return _grads(values), sizes
+
+
+def some_function(x):
+    return x * x + x
+
+
 # -- calls on one rank
 
 
@@ -166,6 +188,19 @@ def halves_gradients(group, layer, turn=0, **arguments):
     gradients = dict(x=x.grad, weights=weights.grad, w=w.grad) | (dict(bias=bias.grad) if layer.has_bias else {})
     check_all(layer, rank, gradients, exact_halves(layer, turn))
     return [out.detach(), *gradients.values()]
+
+
+def rows_gradients(group, layer, turn=0, **arguments):
+    """The same of moe_dispatch, `some_function`, and moe_combine."""
+    rank = group.rank
+    x, weights = (leaf(group, each(rank, turn)) for each in (layer.x, layer.weights))
+    ids, dout = layer.ids(rank, turn).to(group.device), gradient_of(layer, rank, turn, layer.hidden).to(group.device)
+    y, handle = mk.moe_dispatch(x, ids, layer.experts[rank], group=group, **arguments)
+    out = mk.moe_combine(some_function(y), handle, weights, group=group)
+    out.backward(dout)
+    group.synchronize()
+    check_all(layer, rank, dict(x=x.grad, weights=weights.grad), exact_rows(layer, turn))
+    return [out.detach(), x.grad, weights.grad]
 
 
 @dataclass(frozen=True)

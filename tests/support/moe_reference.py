@@ -169,13 +169,20 @@ class Layer:
         return self.result_of_experts(rank, turn, self.hidden, function)
 
 
-def check_dispatch(layer, rank, y, handle, turn=0, w=None):
-    """Everything that a dispatch returns is as the plain reference says."""
+def check_rows(layer, rank, handle, turn=0):
+    """The handle of a dispatch is as the plain reference says. Returns the counts of rows."""
     counts, sources, tokens = layer.rows(rank, turn)
     assert handle.counts.tolist() == counts
     rows = sum(counts)
     assert handle.source[:rows].tolist() == sources
     assert handle.token[:rows].tolist() == tokens
+    return counts
+
+
+def check_dispatch(layer, rank, y, handle, turn=0, w=None):
+    """Everything that a dispatch returns is as the plain reference says."""
+    counts = check_rows(layer, rank, handle, turn)
+    rows = sum(counts)
     x, w = layer.dispatched(rank, turn).double(), (layer.w(rank, turn) if w is None else w).double()
     bias = layer.bias(rank, turn)
     split = zip(x.split(counts), w, strict=True) if counts else ()
@@ -205,6 +212,19 @@ def dispatch(group, layer, turn=0, *, check=True, **arguments):
     )  # fmt: skip
     if check:
         check_dispatch(layer, rank, y, handle, turn)
+    return y, handle
+
+
+def dispatch_rows(group, layer, turn=0, **arguments):
+    """One checked call of moe_dispatch on this rank."""
+    rank = group.rank
+    y, handle = mk.moe_dispatch(
+        layer.x(rank, turn), layer.ids(rank, turn), layer.experts[rank], group=group, **arguments
+    )
+    check_rows(layer, rank, handle, turn)
+    expected = layer.dispatched(rank, turn)
+    assert_same(y[: len(expected)], expected)
+    assert y[len(expected) :].isnan().all(), "rows beyond the counts were written"
     return y, handle
 
 

@@ -18,6 +18,7 @@ CALLS = {
     "ffn": ("x", "weights", "gate_up", "down"), "halves": ("x", "weights", "w"),
     "biased ffn": ("x", "weights", "gate_up", "down", "b_gate_up", "b_down"),
     "biased halves": ("x", "weights", "w", "bias"),
+    "rows": ("x", "weights"),
 }  # fmt: skip
 
 
@@ -90,6 +91,9 @@ def calls(group):
             "moe_dispatch_matmul", "_backward",
             (y, plain[0], w.detach(), routed, rows[:0], name, numbers, [True, True]),
         ),
+        ("moe_dispatch", "", (x, ids, name, numbers)),
+        ("moe_dispatch", "", (plain[0], ids, name, numbers, config)),
+        ("moe_dispatch", "_backward", (torch.ones(capacity, HIDDEN), routed, len(x), name, numbers)),
         ("moe_combine", "", (y.detach().requires_grad_(), routed, weights, name, numbers)),
         ("moe_combine", "_out", (y, routed, plain[1], name, numbers, None, short)),
         ("moe_combine", "_backward", (short.clone(), y, routed, plain[1], name, numbers)),
@@ -101,7 +105,7 @@ def check_opcheck(group):
     made = calls(group)
     for operator, variant, arguments in made:
         # what is not written of tables and rows differs between two runs, which the last test would compare
-        whole = variant != "_kept" and (operator, variant) != ("moe_dispatch_matmul", "")
+        whole = variant != "_kept" and (operator, variant) not in (("moe_dispatch_matmul", ""), ("moe_dispatch", ""))
         used = (*tests, "test_aot_dispatch_dynamic") if whole else tests
         outcome = torch.library.opcheck(registered(operator, variant).default, arguments, test_utils=used)
         assert set(outcome.values()) == {"SUCCESS"}, (operator, variant, outcome)
@@ -137,7 +141,11 @@ def with_ids(group, name, ids, **more):
         y, handle = mk.moe_dispatch_matmul(x, ids, w, bias=bias, **more)
         return mk.moe_combine(y.sigmoid(), handle, p, group=group)
 
-    return ffn if name.endswith("ffn") else halves
+    def rows(x, p):
+        y, handle = mk.moe_dispatch(x, ids, EXPERTS, **{key: more[key] for key in more if key != "save"})
+        return mk.moe_combine(y.sigmoid(), handle, p, group=group)
+
+    return rows if name == "rows" else ffn if name.endswith("ffn") else halves
 
 
 def check_compiled(group):
@@ -166,7 +174,7 @@ def check_autocast(group):
     for name, names in CALLS.items():
         with torch.autocast("cpu", torch.bfloat16):
             y, *found = gradients(call_of(group, name), leaves(group, names))
-        assert y.dtype == torch.bfloat16
+        assert y.dtype == (torch.float32 if name == "rows" else torch.bfloat16)  # what does not multiply does not cast
         assert all(each.dtype == torch.float32 for each in found)
 
 

@@ -1,9 +1,10 @@
 """Expert parallelism: dispatch tokens to the ranks of their experts, run the experts, combine the results.
 
-Three operators, each one persistent kernel per rank:
+Four operators, each one persistent kernel per rank:
 
 - `moe_dispatch_matmul` (dispatch_matmul.py) sends tokens to the ranks of their experts and multiplies them there with a
   grouped GEMM.
+- `moe_dispatch` (dispatch_rows.py) only sends them.
 - `moe_combine` (combine.py) returns the experts' rows to the ranks of their tokens, as weighted sums.
 - `moe_ffn` (ffn.py) runs the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
 
@@ -44,8 +45,8 @@ number of nodes. Buffers with an area per other node are in that order. The *cap
 it can receive. The *status* says whether the routing of a call can be carried out; all ranks compute the same status.
 """
 
-from mkernel.ops.moe.halves import moe_combine, moe_dispatch_matmul
+from mkernel.ops.moe.halves import moe_combine, moe_dispatch, moe_dispatch_matmul
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.layer import moe_ffn
 
-__all__ = ["Handle", "moe_combine", "moe_dispatch_matmul", "moe_ffn"]
+__all__ = ["Handle", "moe_combine", "moe_dispatch", "moe_dispatch_matmul", "moe_ffn"]

@@ -29,7 +29,7 @@ Who does what. A short sequence of launches, each made by every rank. What commu
 The others have a part of these steps. moe_combine: the rows of dout arrive by a `redispatch` without a GEMM, then
 `moe_combine_backward` gives dy = p * dout and dp = <dout, y>, then the rows of dp are combined. moe_dispatch_matmul: dx
 is a grouped GEMM and a combine, the bias's gradient a `moe_bias_grad`, and dw a `moe_weight_grad` over the rows of x,
-which the forward pass has kept, or which a `redispatch` brings again.
+which the forward pass has kept, or which a `redispatch` brings again. moe_dispatch: dx is a combine without weights.
 
 What is signalled, why buffers are safe, and why it cannot deadlock. Each launch is complete in itself: it waits only
 for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py, and the local ones wait
@@ -166,6 +166,12 @@ def moe_combine_backward(
     launch, dy, weight_rows = gradient_rows.combine_backward(group, context, handle, moved.weights, y, moved.rows)
     group.launch(launch)
     return dy, _sum(group, handle, weight_rows).to(topk_weights.dtype)
+
+
+@collective
+def moe_dispatch_backward(dy: torch.Tensor, handle: Handle, *, group: Group) -> torch.Tensor:
+    """The gradient of moe_dispatch: of each token, the sum of the gradients of its rows."""
+    return _sum(group, handle, dy)
 
 
 def is_transposed(w: torch.Tensor) -> bool:

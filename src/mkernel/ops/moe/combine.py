@@ -182,7 +182,7 @@ def _launch(
 def check_handle(handle: Any) -> None:
     """Reject what is no handle."""
     if not isinstance(handle, Handle):
-        raise ArgumentError(f"handle must be the handle that moe_dispatch_matmul returned; got {type(handle).__name__}")
+        raise ArgumentError(f"handle must be the handle that a dispatch returned; got {type(handle).__name__}")
 
 
 def _check(

@@ -1,4 +1,5 @@
-"""mk.moe_dispatch_matmul and mk.moe_combine, the two halves of a layer, for PyTorch: gradients, graphs, autocast."""
+"""mk.moe_dispatch_matmul or mk.moe_dispatch, and mk.moe_combine, the two halves of a layer, for PyTorch: gradients,
+graphs, autocast."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 
 from mkernel.ops import library
-from mkernel.ops.moe import combine, dispatch_matmul, training
+from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, training
 from mkernel.ops.moe.arguments import check_save
 from mkernel.ops.moe.combine import check_handle
 from mkernel.ops.moe.handle import Handle, handle_in, numbers_in_graph, traced_handle
@@ -73,7 +74,7 @@ def moe_dispatch_matmul(
             x, topk_ids, w, group=group, bias=bias, capacity=capacity, max_tokens=max_tokens, config=config
         )
     if isinstance(group, str):
-        numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w, capacity, max_tokens, config)
+        numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config)
     else:
         numbers = training.dispatch_numbers(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     name, activations = library.name_of(group), save == "activations" and library.needs_gradients(w)
@@ -83,6 +84,55 @@ def moe_dispatch_matmul(
     if isinstance(group, str):
         return y, traced_handle(group, library.size_of(group), tables, numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
+
+
+@traceable()
+def moe_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    experts: int,
+    *,
+    group: Any = None,
+    capacity: int | None = None,
+    max_tokens: int | None = None,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, Handle]:
+    """Send every token to the ranks of its experts, in one kernel, and do nothing else there: for experts of your own.
+    `mk.moe_combine` takes their results back.
+
+    Differentiable: x has a gradient, which is a `mk.moe_combine` of that of the rows. The gradient of rows beyond the
+    sum of the counts is not used. The backward pass is a collective call, too.
+
+    Args:
+        x, topk_ids: as in moe_dispatch_matmul.
+        experts: how many experts this rank has; may differ between ranks and may be 0.
+        group, capacity, max_tokens, config: as in moe_dispatch_matmul.
+
+    Returns:
+        (rows, handle): rows [capacity, hidden], the tokens of this rank's experts, in the order of the rows of
+        moe_dispatch_matmul, whose handle this is, too. Rows beyond the sum of `handle.counts` are not written. The ends
+        of the experts' rows are `handle.counts.cumsum(0)`, which is what torch._grouped_mm takes as offs.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError: as in moe_dispatch_matmul; the rows are NaN.
+        CommTimeout: a peer did not arrive within the group's timeout.
+    """
+    library.refuse_forward_mode(x=x)
+    if not library.needs_dispatcher(x, topk_ids):
+        return dispatch_rows.moe_dispatch(
+            x, topk_ids, experts, group=group, capacity=capacity, max_tokens=max_tokens, config=config
+        )
+    if isinstance(group, str):
+        numbers = numbers_in_graph("moe_dispatch", group, x, topk_ids, experts, capacity, max_tokens, config)
+    else:
+        numbers = training.rows_numbers(group, x, topk_ids, experts, capacity, max_tokens, config)
+    rows, tables = torch.ops.mkernel.moe_dispatch(
+        x, topk_ids, library.name_of(group), list(numbers), library.encoded(config)
+    )
+    if isinstance(group, str):
+        return rows, traced_handle(group, library.size_of(group), tables, numbers)
+    return rows, handle_in(group, tables, x.shape[0], numbers)
 
 
 @traceable()

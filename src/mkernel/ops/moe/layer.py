@@ -88,7 +88,7 @@ def moe_ffn(
     if not library.needs_gradients(*tensors.values()):
         return torch.ops.mkernel.moe_ffn(*given, name, capacity, max_tokens, activation, numbers)
     if isinstance(group, str):
-        sizes = numbers_in_graph("moe_ffn", group, x, topk_ids, w_down, capacity, max_tokens, config)
+        sizes = numbers_in_graph("moe_ffn", group, x, topk_ids, w_down.shape[0], capacity, max_tokens, config)
     else:
         sizes = training.ffn_numbers(group, *matrices, Biases(b_gate_up, b_down), capacity, max_tokens, config)
     return registration.kept_result(given, name, sizes, activation, save, numbers)

@@ -171,6 +171,42 @@ def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, 
     )
 
 
+# -- moe_dispatch
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPlan:
+    """What a call of moe_dispatch will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    sizes: Sizes
+    copying: Copying
+    row_stride: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c, s = self.config, self.sizes
+        head = (
+            f"moe_dispatch: {c.ctas} CTAs ({c.send_ctas} send, {c.intra_ctas} intra), chunks of {c.chunk_rows} tokens, "
+            f"capacity {s.capacity} rows for {s.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_rows(group: Group, x: torch.Tensor, sizes: Sizes, config: Config | None) -> RowsPlan:
+    """Plan a dispatch without a GEMM. Depends only on shapes, strides, alignment and the group."""
+    defaults = planning.default_tiles(group.device, x.dtype, 1, True)
+    pick = planning.chooser(config)
+    copying = Copying.of(group, sizes, x.shape[1] * x.element_size(), pick)
+    return RowsPlan(
+        config=_settings(group, sizes, defaults, copying, x.dtype, True, pick),
+        sizes=sizes,
+        copying=copying,
+        row_stride=row_stride_of(x.shape[1], x.dtype),
+        reasons=(f"{copying}, if the routing is balanced",),
+    )
+
+
 # -- moe_combine
 
 

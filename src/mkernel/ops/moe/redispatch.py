@@ -43,7 +43,7 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle
-from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
+from mkernel.ops.moe.plan import DispatchPlan, RowsPlan, plan_dispatch, plan_rows
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, Tables, routing_of
 from mkernel.runtime.config import Config
@@ -148,13 +148,14 @@ def prepare(
     """The launch of `redispatch`, and what it gives. Collective if the workspace must grow."""
     sizes = handle.sizes
     wanted = Config(tile_m=handle.tile_m)
-    # without matrices, the plan is that of one column: only how rows move is taken from it
-    planned_for = w if w is not None else x.new_empty(sizes.experts, x.shape[1], 1)
     key = (
         "moe_redispatch", layout(x), None if w is None else (WeightLayout.of(w), w.shape), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),
     )  # fmt: skip
-    decided = group.planned(key, lambda: plan_dispatch(group, x, planned_for, sizes, wanted))
+    decided = group.planned(
+        key,
+        lambda: plan_rows(group, x, sizes, wanted) if w is None else plan_dispatch(group, x, w, sizes, wanted),
+    )
     memory = protocol.layout(OP, sizes, x.dtype, decided.row_stride, dispatches=True)
     counters = new_counters(handle)
     capacity, empty = max(sizes.capacity, 1), group.world.memory.empty
@@ -177,7 +178,7 @@ def new_counters(handle: Handle) -> torch.Tensor:
 
 
 def _launch(
-    group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, w: torch.Tensor | None,
+    group: Group, plan: DispatchPlan | RowsPlan, memory: Layout, x: torch.Tensor, w: torch.Tensor | None,
     weights: torch.Tensor | None, bias: torch.Tensor | None, moved: Moved, tables: Tables,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
@@ -217,6 +218,7 @@ def _launch(
     if w is None:
         return launch
     assert moved.y is not None
+    assert isinstance(plan, DispatchPlan)
     product = dict(
         rows=rows_descriptor(moved.rows, c.tile_m, c.tile_k),
         short_rows=rows_descriptor(moved.rows, plan.short_m, c.tile_k),

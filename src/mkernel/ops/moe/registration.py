@@ -250,6 +250,54 @@ def _differentiate_dispatch(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple
     return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 4)
 
 
+# -- moe_dispatch
+
+
+def _rows(
+    x: torch.Tensor, topk_ids: torch.Tensor, group: str, numbers: Sequence[int], config: Numbers = None
+) -> tuple[torch.Tensor, ...]:
+    rows, handle = training.moe_dispatch_kept(x, topk_ids, numbers, group=group, config=library.decoded(config))
+    return rows, handle.memory
+
+
+def _fake_rows(
+    x: torch.Tensor, topk_ids: torch.Tensor, group: str, numbers: Sequence[int], config: Numbers = None
+) -> tuple[torch.Tensor, ...]:
+    rows = x.new_empty(max(numbers[2], 1), row_stride_of(x.shape[1], x.dtype))[: numbers[2], : x.shape[1]]
+    return rows, _fake_tables(x, numbers, group)
+
+
+@collective
+def _rows_gradients(
+    dy: torch.Tensor, tables: torch.Tensor, tokens: int, numbers: Sequence[int], *, group: Any
+) -> torch.Tensor:
+    return backward.moe_dispatch_backward(dy, handle_in(group, tables, tokens, numbers), group=group)
+
+
+def _rows_backward(
+    dy: torch.Tensor, tables: torch.Tensor, tokens: int, group: str, numbers: Sequence[int]
+) -> torch.Tensor:
+    return _rows_gradients(dy, tables, tokens, numbers, group=group)
+
+
+def _fake_rows_backward(dy: torch.Tensor, tables: torch.Tensor, tokens: int, *_: Any) -> torch.Tensor:
+    return dy.new_empty(tokens, dy.shape[1])
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, _, ctx.group, ctx.numbers, _ = inputs
+    ctx.tokens, ctx.columns, ctx.dtype = x.shape[0], x.shape[1], x.dtype
+    _keep(ctx, (), output)
+
+
+def _differentiate_rows(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    (tables,) = ctx.saved_tensors
+    if dy is None:
+        dy = tables.new_zeros(ctx.numbers[2], ctx.columns, dtype=ctx.dtype)
+    dx = torch.ops.mkernel.moe_dispatch_backward(library.dense(dy), tables, ctx.tokens, ctx.group, ctx.numbers)
+    return dx, None, None, None, None
+
+
 # -- moe_combine
 
 
@@ -354,6 +402,14 @@ _define_backward(
     f"(Tensor dy, Tensor x, Tensor w, Tensor tables, Tensor rows, str group, {NUMBERS}, bool[] needed) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch_backward, _fake_dispatch_backward,
+)  # fmt: skip
+library.define(
+    "moe_dispatch", f"(Tensor x, Tensor topk_ids, str group, {NUMBERS}, int[]? config=None) -> (Tensor, Tensor)",
+    _rows, _fake_rows, save=_save_rows, backward=_differentiate_rows,
+)  # fmt: skip
+_define_backward(
+    "moe_dispatch", f"(Tensor dy, Tensor tables, SymInt tokens, str group, {NUMBERS}) -> Tensor",
+    _rows_backward, _fake_rows_backward,
 )  # fmt: skip
 library.define(
     "moe_combine",

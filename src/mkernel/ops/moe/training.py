@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.moe import dispatch_matmul, ffn
+from mkernel.ops.moe import dispatch_matmul, dispatch_rows, ffn
 from mkernel.ops.moe.arguments import check_ffn
 from mkernel.ops.moe.grouped import Biases
 from mkernel.ops.moe.handle import Handle, numbers_of
@@ -88,4 +88,33 @@ def dispatch_numbers(
         dispatch_matmul.check(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     sizes = dispatch_matmul.agree(group, x, topk_ids, w, capacity, max_tokens, config)
     chosen = dispatch_matmul.choose(group, x, topk_ids, w, sizes.max_tokens, config)
+    return numbers_of(sizes, tile_height(group.device, x.dtype, chosen))
+
+
+# -- moe_dispatch
+
+
+@collective
+def moe_dispatch_kept(
+    x: torch.Tensor, topk_ids: torch.Tensor, numbers: Sequence[int], *, group: Any, config: Config | None
+) -> tuple[torch.Tensor, Handle]:
+    """moe_dispatch. There is nothing to keep but the handle."""
+    _, experts, capacity, max_tokens, *_ = numbers
+    dispatch_rows.check(group, x, topk_ids, experts, capacity, max_tokens, config)
+    config = _as_decided(dispatch_rows.choose(group, x, topk_ids, experts, max_tokens, config), numbers)
+    sizes = dispatch_rows.agree(group, x, topk_ids, experts, capacity, max_tokens, config)
+    launch, rows, handle = dispatch_rows.prepare(group, x, topk_ids, sizes, config)
+    group.launch(launch)
+    return rows, handle
+
+
+def rows_numbers(
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None, max_tokens: int | None,
+    config: Config | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """`Handle.numbers` of a call of moe_dispatch. Collective."""
+    with torch.no_grad():
+        dispatch_rows.check(group, x, topk_ids, experts, capacity, max_tokens, config)
+    sizes = dispatch_rows.agree(group, x, topk_ids, experts, capacity, max_tokens, config)
+    chosen = dispatch_rows.choose(group, x, topk_ids, experts, sizes.max_tokens, config)
     return numbers_of(sizes, tile_height(group.device, x.dtype, chosen))
