@@ -81,10 +81,10 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
         raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
 
 
-def check_experts(experts: int) -> None:
+def check_experts(name: str, experts: int) -> None:
     """Reject what is no number of experts."""
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
-        raise ArgumentError(f"experts must be a whole number, 0 or more: the experts of this rank; got {experts!r}")
+        raise ArgumentError(f"{name} must be a whole number, 0 or more; got {experts!r}")
 
 
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:

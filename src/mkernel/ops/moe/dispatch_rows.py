@@ -122,7 +122,7 @@ def check(
     """Reject arguments that cannot be dispatched; the error names the argument and the rule."""
     check_config(OP, config)
     check_tokens(OP, group, x, topk_ids)
-    check_experts(experts)
+    check_experts("experts", experts)
     check_bounds(x.shape[0], capacity, max_tokens)
 
 
