@@ -114,7 +114,7 @@ def test_combine_refuses():
         y, handle = dispatch(group, LAYER)
         weights = LAYER.weights(0)
         for given, more, message in [
-            ((y, "handle", weights), {}, "handle must be the handle that moe_dispatch_matmul returned; got str"),
+            ((y, "handle", weights), {}, "handle must be the handle that a dispatch returned; got str"),
             ((y[:-1], handle, weights), {}, "must have all 12 rows of the dispatch"),
             ((y.double(), handle, weights), {}, "y has dtype torch.float64"),
             ((y, handle, weights[:3]), {}, r"topk_weights is \(3, 2\), but must be \(6, 2\)"),

@@ -19,6 +19,7 @@ from mkernel.nn.router import TopKRouter
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive, is_dtensor
 from mkernel.ops.moe import moe_ffn
 from mkernel.ops.moe.arguments import MOST_SLOTS, check_activation, check_experts, check_save
+from mkernel.ops.moe.sizes import capacity_of
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
 
@@ -60,9 +61,10 @@ class ParallelExperts(ParallelModule):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, *, shared_experts: int = 0,
-        bias: bool = False, group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
-        activation: str = "silu", save: str = "inputs", device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
+        bias: bool = False, group: Any = None, capacity: int | None = None, capacity_factor: float | None = None,
+        max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__(group)
         check_save(save)
@@ -72,7 +74,8 @@ class ParallelExperts(ParallelModule):
         check_experts("shared_experts", shared_experts)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.shared_experts = shared_experts
-        self.capacity, self.max_tokens, self.save, self.activation = capacity, max_tokens, save, activation
+        self.capacity, self.capacity_factor, self.max_tokens = capacity, capacity_factor, max_tokens
+        self.save, self.activation = save, activation
         mine = num_experts // self.world_size
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         inner = 2 * intermediate_size
@@ -140,10 +143,11 @@ class ParallelExperts(ParallelModule):
 
     def _capacity(self, tokens: int, k: int) -> int | None:
         """The capacity with the rows of shared experts, which are only those of this rank's tokens."""
-        if not self.shared_experts or (self.capacity is None and self.max_tokens is None):
-            return self.capacity
+        capacity = capacity_of(self.capacity, self.capacity_factor, self.max_tokens, k, self.world_size)
+        if not self.shared_experts or (capacity is None and self.max_tokens is None):
+            return capacity
         tokens = tokens if self.max_tokens is None else self.max_tokens
-        return (self.world_size * tokens * k if self.capacity is None else self.capacity) + tokens * self.shared_experts
+        return (self.world_size * tokens * k if capacity is None else capacity) + tokens * self.shared_experts
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums of the results of each token's experts, plus those of the shared ones. x: [tokens,
@@ -193,7 +197,8 @@ class ExpertParallelMoE(nn.Module):
         bias: add a bias to the products with each matrix of an expert.
         normalize, scores, scale, groups, top_groups, correction_bias: of the router, see `TopKRouter`.
         group: the group whose ranks share the experts; None is the current group.
-        capacity, max_tokens, activation, save: as in `mk.moe_ffn`; capacity is without the rows of shared experts.
+        capacity, capacity_factor, max_tokens, activation, save: as in `mk.moe_ffn`. The capacity is without the rows of
+            shared experts.
         generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
@@ -203,8 +208,8 @@ class ExpertParallelMoE(nn.Module):
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, shared_experts: int = 0,
         bias: bool = False, normalize: bool = True, scores: str = "softmax", scale: float = 1.0, groups: int = 1,
         top_groups: int = 1, correction_bias: bool = False, group: Any = None, capacity: int | None = None,
-        max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        capacity_factor: float | None = None, max_tokens: int | None = None, activation: str = "silu",
+        save: str = "inputs", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -223,7 +228,8 @@ class ExpertParallelMoE(nn.Module):
             )  # fmt: skip
             self.experts = ParallelExperts(
                 hidden_size, intermediate_size, num_experts, shared_experts=shared_experts, bias=bias, group=group,
-                capacity=capacity, max_tokens=max_tokens, activation=activation, save=save, **like,
+                capacity=capacity, capacity_factor=capacity_factor, max_tokens=max_tokens, activation=activation,
+                save=save, **like,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ from mkernel.lang.matrix import Block, Tiling
 from mkernel.lang.roles import take
 from mkernel.lang.signals import finish
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_tokens
+from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_save, check_tokens
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
@@ -89,11 +89,11 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle, new_handle
-from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
+from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
-from mkernel.ops.moe.sizes import Sizes, sized
+from mkernel.ops.moe.sizes import Sizes, capacity_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -289,6 +289,7 @@ def explain(
     group: Any = None,
     bias: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     save: str = "inputs",
     config: Config | None = None,
@@ -296,9 +297,20 @@ def explain(
     """The plan that `moe_dispatch_matmul` would carry out with these arguments, if no rank had more than max_tokens
     tokens (by default, more than this rank)."""
     group = current(group)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
+    check_save(save)
     check(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, w, most, config)
     sizes = sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_dispatch(group, x, w, sizes, chosen)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    before = ROWS_BEFORE if save == "activations" else 0
+    allocated = Allocation(
+        bytes_of(decided.config.tile_m + sizes.capacity, w.shape[2], x.dtype),
+        bytes_of(before + max(sizes.capacity, 1), w.shape[1], x.dtype),
+        bytes_of_tables(sizes),
+        protocol.layout("moe_dispatch_matmul", sizes, x.dtype, decided.row_stride, dispatches=True).nbytes,
+    )
+    return replace(
+        decided, reasons=(*decided.reasons, str(allocated), TUNABLE.origin(config, chosen)), memory=allocated
+    )

@@ -36,11 +36,11 @@ from mkernel.ops.moe import protocol, redispatch
 from mkernel.ops.moe.arguments import check_bounds, check_config, check_experts, check_tokens
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.handle import Handle, new_handle
-from mkernel.ops.moe.plan import RowsPlan, plan_rows
+from mkernel.ops.moe.plan import Allocation, RowsPlan, bytes_of, bytes_of_tables, plan_rows
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import Tables, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
-from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
+from mkernel.ops.moe.sizes import Sizes, capacity_of, row_stride_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -188,15 +188,23 @@ def explain(
     *,
     group: Any = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> RowsPlan:
     """The plan that `moe_dispatch` would carry out with these arguments, if no rank had more than max_tokens tokens (by
     default, more than this rank)."""
     group = current(group)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
     check(group, x, topk_ids, experts, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, experts, most, config)
     sizes = sized(group, topk_ids, experts, capacity, most, group.size * most, chosen)
     decided = plan_rows(group, x, sizes, chosen)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    allocated = Allocation(
+        bytes_of(max(sizes.capacity, 1), x.shape[1], x.dtype), 0, bytes_of_tables(sizes),
+        protocol.layout(redispatch.OP, sizes, x.dtype, decided.row_stride, dispatches=True).nbytes,
+    )  # fmt: skip
+    return replace(
+        decided, reasons=(*decided.reasons, str(allocated), TUNABLE.origin(config, chosen)), memory=allocated
+    )

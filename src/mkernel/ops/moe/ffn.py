@@ -71,7 +71,7 @@ from mkernel.lang.roles import COMPUTE, take
 from mkernel.lang.signals import finish, wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_activation, check_ffn
+from mkernel.ops.moe.arguments import check_activation, check_ffn, check_save
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
@@ -94,12 +94,12 @@ from mkernel.ops.moe.grouped import (
 from mkernel.ops.moe.handle import Handle, new_handle
 from mkernel.ops.moe.kinds import COMPUTED
 from mkernel.ops.moe.pieces import COUNTERS, DONE, GATED, combine_pieces
-from mkernel.ops.moe.plan import FfnPlan, plan_ffn
+from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.reduction import Combine
 from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, PIECES_TAKEN, TILES_TAKEN, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
-from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
+from mkernel.ops.moe.sizes import Sizes, capacity_of, row_stride_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.ops.moe.tile_order import interleaved, interleaved_until
 from mkernel.runtime.collective import collective
@@ -415,12 +415,14 @@ def repeat(
     b_gate_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.moe_ffn`; None for others."""
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
     passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out, b_gate_up, b_down)
     _, made = _repeat(group, passed, (capacity, max_tokens, activation, config))
     return None if made is None else made[0] if out is None else out
@@ -488,6 +490,7 @@ def explain(
     b_gate_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
     save: str = "inputs",
@@ -497,11 +500,28 @@ def explain(
     """The plan that `moe_ffn` would carry out with these arguments, if no rank had more than max_tokens tokens (by
     default, more than this rank)."""
     group = current(group)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
     check_activation(activation)
+    check_save(save)
     biases = Biases(b_gate_up, b_down)
     check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, biases, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, w_down, most, config)
     sizes = sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_ffn(group, x, w_gate_up, w_down, sizes, chosen)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    allocated = _allocation(decided, x, w_down, save == "activations", out is None)
+    return replace(
+        decided, reasons=(*decided.reasons, str(allocated), TUNABLE.origin(config, chosen)), memory=allocated
+    )
+
+
+def _allocation(plan: FfnPlan, x: torch.Tensor, w_down: torch.Tensor, keeps: bool, allocates_out: bool) -> Allocation:
+    """What a call allocates: see `_allocate` and `prepare_kept`."""
+    sizes, dtype = plan.sizes, x.dtype
+    _, inter, hidden = w_down.shape
+    capacity = max(sizes.capacity, 1)
+    own = bytes_of(plan.config.tile_m + capacity, hidden, dtype) + bytes_of(capacity, inter, dtype)
+    if keeps:
+        own += bytes_of(ROWS_BEFORE + capacity, hidden, dtype) + bytes_of(capacity, 2 * inter, dtype)
+    memory = protocol.layout("moe_ffn", sizes, dtype, plan.row_stride, dispatches=True, combines=True)
+    return Allocation(x.nbytes if allocates_out else 0, own, bytes_of_tables(sizes), memory.nbytes)

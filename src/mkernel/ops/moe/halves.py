@@ -12,6 +12,7 @@ from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, training
 from mkernel.ops.moe.arguments import check_save
 from mkernel.ops.moe.combine import check_handle
 from mkernel.ops.moe.handle import Handle, handle_in, numbers_in_graph, traced_handle
+from mkernel.ops.moe.sizes import capacity_of, slots_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 
@@ -25,6 +26,7 @@ def moe_dispatch_matmul(
     group: Any = None,
     bias: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     save: str = "inputs",
     config: Config | None = None,
@@ -45,6 +47,9 @@ def moe_dispatch_matmul(
         capacity: how many rows this rank can receive; may differ between ranks. None is enough for any routing: the
             tokens of all ranks times k, or 0 without experts. If the ids of a token are distinct, as torch.topk returns
             them, the tokens of all ranks times min(k, experts) are enough.
+        capacity_factor: a capacity that grows with the expected load instead: capacity_factor * max_tokens * k rows,
+            but no more than any routing needs. 1.0 is enough if the routing is balanced and ranks have equally many
+            experts. Needs max_tokens.
         max_tokens: the largest number of tokens of any rank, the same on every rank; it determines the size of
             workspaces. If None, the ranks exchange it on the host at every call, which costs time and keeps the call
             from returning before the other ranks have made it.
@@ -66,6 +71,7 @@ def moe_dispatch_matmul(
             calls return before they are done, the next call on the group or `group.synchronize()` raises them.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     check_save(save)
     x, w, bias = library.autocast(x, w, bias)
     library.refuse_forward_mode(x=x, w=w, bias=bias)
@@ -94,6 +100,7 @@ def moe_dispatch(
     *,
     group: Any = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Handle]:
@@ -106,7 +113,7 @@ def moe_dispatch(
     Args:
         x, topk_ids: as in moe_dispatch_matmul.
         experts: how many experts this rank has; may differ between ranks and may be 0.
-        group, capacity, max_tokens, config: as in moe_dispatch_matmul.
+        group, capacity, capacity_factor, max_tokens, config: as in moe_dispatch_matmul.
 
     Returns:
         (rows, handle): rows [capacity, hidden], the tokens of this rank's experts, in the order of the rows of
@@ -118,6 +125,7 @@ def moe_dispatch(
         CapacityError, RoutingError: as in moe_dispatch_matmul; the rows are NaN.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     library.refuse_forward_mode(x=x)
     if not library.needs_dispatcher(x, topk_ids):
         return dispatch_rows.moe_dispatch(

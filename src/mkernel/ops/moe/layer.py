@@ -11,6 +11,7 @@ from mkernel.ops.moe import ffn, registration, training
 from mkernel.ops.moe.arguments import check_activation, check_save
 from mkernel.ops.moe.grouped import Biases
 from mkernel.ops.moe.handle import numbers_in_graph
+from mkernel.ops.moe.sizes import capacity_of, slots_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 
@@ -27,6 +28,7 @@ def moe_ffn(
     b_gate_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
     save: str = "inputs",
@@ -48,8 +50,8 @@ def moe_ffn(
         w_down: [experts, inter, hidden], likewise.
         b_gate_up: [experts, 2*inter], what is added to the products with w_gate_up, before the activation.
         b_down: [experts, hidden], what is added to the products with w_down, before they are weighted.
-        group, capacity, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for each token and
-            expert on this rank.
+        group, capacity, capacity_factor, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for
+            each token and expert on this rank.
         activation: of gate: "silu" (SwiGLU), "gelu" (GeGLU, with tanh) or "relu" (ReGLU).
         save: what is kept for the backward pass, where there is one: "inputs", only what the caller passes and the
             tables of the routing; tokens are dispatched, and gate and up computed, once more. Or "activations": also
@@ -66,6 +68,7 @@ def moe_ffn(
         CapacityError, RoutingError: as in moe_dispatch_matmul; the result is NaN.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     check_save(save)
     check_activation(activation)
     x, w_gate_up, w_down, b_gate_up, b_down = library.autocast(x, w_gate_up, w_down, b_gate_up, b_down)
