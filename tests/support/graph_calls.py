@@ -58,6 +58,11 @@ def dispatch_and_combine(x, ids, weights, gate_up, w):
     return (mk.moe_combine(y, handle, weights),)
 
 
+def move_and_combine(x, ids, weights, gate_up, w):
+    y, handle = mk.moe_dispatch(x, ids, len(w), max_tokens=len(x))
+    return (mk.moe_combine(y, handle, weights),)
+
+
 # operator -> (inputs of a size and a turn, a call of them, sizes)
 CASES = {
     "all_gather_matmul": (gather, lambda a, b, bias: (mk.all_gather_matmul(a, b, bias=bias),), (128, 4, 600)),
@@ -67,6 +72,7 @@ CASES = {
     "ring_attention": (attention, attend_and_back, (256, 512)),
     "moe_ffn": (experts, lambda *given: (mk.moe_ffn(*given, max_tokens=len(given[0])),), (64, 128)),
     "moe_dispatch_matmul": (experts, dispatch_and_combine, (64, 128)),
+    "moe_dispatch": (experts, move_and_combine, (64, 128)),
 }
 
 

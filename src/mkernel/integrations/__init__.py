@@ -6,6 +6,7 @@
 - `ring_flash_attn`: the functions of the package ring-flash-attn, by their names.
 - `torchtitan`, `torchtitan_moe`: TorchTitan's fused tensor-parallel layers, and its expert-parallel token dispatcher.
   To be imported by name, since they import TorchTitan.
+- `token_switch`: PyTorch's interface of expert-parallel dispatch and combine, from 2.15 on. To be imported by name.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """
