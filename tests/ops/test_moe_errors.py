@@ -65,7 +65,7 @@ DISPATCH = [
     (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have at least 1 column"),
 ]
 FFN = [
-    ({}, dict(activation="tanh"), "activation must be one of silu, gelu, relu; got 'tanh'"),
+    ({}, dict(activation="tanh"), "activation must be one of silu, gelu, relu, relu2, none; got 'tanh'"),
     (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
     (
         dict(w_down=torch.ones(2, 7, 16)),

@@ -70,7 +70,7 @@ def test_more_than_16_experts_of_a_token_are_refused():
     run(work, cluster=(1, 1))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "none"])
 def test_activations(activation):
     """Forward and backward pass; recomputed, and kept."""
     layer = layer_of((1, 2), dtype=torch.float32, activation=activation)

@@ -68,8 +68,9 @@ def exact_ffn(layer: Layer, turn=0):
         loss = loss + p * ((activation_of(layer.activation)(gate) * up) @ down + after) @ dout
         with torch.no_grad():
             gate, up = (x.abs() @ gate_up.abs() + before.abs()).chunk(2)
-            d, inner = down.abs() @ dout.abs(), gate * up
-            dpre = p.abs() * torch.cat([d * up * (SLOPE * (1 + gate)), d * gate])
+            value, slope = (gate.square(), 2 * gate) if layer.activation == "relu2" else (gate, SLOPE * (1 + gate))
+            d, inner = down.abs() @ dout.abs(), value * up
+            dpre = p.abs() * torch.cat([d * up * slope, d * value])
             sizes["x"][source][token] += gate_up.abs() @ dpre
             sizes["weights"][source][token, slot] += d @ inner + (after.abs() * dout.abs()).sum()
             if layer.has_bias:

@@ -13,7 +13,10 @@ from support.operator_calls import assert_close, assert_same
 def activation_of(name):
     """In PyTorch."""
     functional = torch.nn.functional
-    return {"silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh"), "relu": torch.relu}[name]
+    return {
+        "silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh"), "relu": torch.relu,
+        "relu2": lambda x: torch.relu(x).square(), "none": lambda x: x,
+    }[name]  # fmt: skip
 
 
 def of_expert(bias, expert):

@@ -16,7 +16,7 @@ from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
 
 MOST_SLOTS = 16
-ACTIVATIONS = ("silu", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "none")
 MOST_RANKS_PER_NODE = 64  # reduction.py has one bit for each in a 64-bit word
 WEIGHT_DTYPES = (*DTYPES, torch.float64)  # dtypes of topk_weights, which are converted to fp32
 

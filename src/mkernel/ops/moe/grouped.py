@@ -221,14 +221,19 @@ def multiply_gated(rows, w, tile, k, tiling):
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """The inner activations of a gated FFN: activation(gate) * up."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "relu")
     if ACTIVATION == "silu":
         y = gate / (1.0 + tl.exp(-gate)) * up
     elif ACTIVATION == "gelu":
         # the approximation with tanh: z * (1 + tanh(u)) / 2 is z * sigmoid(2 * u)
         y = gate / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + GELU_CUBE * gate * gate))) * up
-    else:
+    elif ACTIVATION == "relu":
         y = tl.maximum(gate, 0.0) * up
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        y = positive * positive * up
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        y = gate * up
     return y
 
 
@@ -244,9 +249,16 @@ def slope_of(gate, ACTIVATION: tl.constexpr):
         sigmoid = 1.0 / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + square)))
         value = gate * sigmoid
         slope = sigmoid + 2.0 * GELU * value * (1.0 - sigmoid) * (1.0 + 3.0 * square)
-    else:
+    elif ACTIVATION == "relu":
         value = tl.maximum(gate, 0.0)
         slope = tl.where(gate > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu2":
+        slope = 2.0 * tl.maximum(gate, 0.0)
+        value = 0.25 * slope * slope
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        value = gate
+        slope = tl.full(gate.shape, 1.0, tl.float32)
     return value, slope
 
 

@@ -52,7 +52,8 @@ def moe_ffn(
         b_down: [experts, hidden], what is added to the products with w_down, before they are weighted.
         group, capacity, capacity_factor, max_tokens, config: as in moe_dispatch_matmul. capacity is in rows, one for
             each token and expert on this rank.
-        activation: of gate: "silu" (SwiGLU), "gelu" (GeGLU, with tanh) or "relu" (ReGLU).
+        activation: of gate: "silu" (SwiGLU), "gelu" (GeGLU, with tanh), "relu" (ReGLU), "relu2" (the square of ReLU) or
+            "none" (gate * up).
         save: what is kept for the backward pass, where there is one: "inputs", only what the caller passes and the
             tables of the routing; tokens are dispatched, and gate and up computed, once more. Or "activations": also
             the rows of the experts, and gate and up: capacity x (hidden + 2*inter) elements.
