@@ -17,6 +17,7 @@ from mkernel.net import Verbs, devices
 from mkernel.net.config import transport_config
 from mkernel.runtime import connect
 from mkernel.runtime.errors import ArgumentError, TransportError
+from mkernel.scale import calibrate
 
 
 def refused(kind: type[Exception], call: Callable[[], object]) -> str:
@@ -76,6 +77,41 @@ def rank_main(rank: int) -> None:
         store.set("done", "1")
 
 
+def calibration() -> None:
+    """Between the two devices, in one process."""
+    calibrate.ROUNDS = calibrate.TRANSFERS = calibrate.FLOODS = 2
+    calibrate.PATIENCE = WAIT
+    found, how = calibrate.measure_network()
+    assert how == "RDMA (rxe0:1, rxe1:1)", how
+    assert all(value > 0 for value in found.values()), found
+    print("calibrated over verbs", flush=True)
+
+
+def forked(function: Callable[..., None], *arguments: object) -> int:
+    """The id of a process that calls a function, and exits with 0 if it returns."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            function(*arguments)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return child
+
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def one_of_two(rank: int) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    rank_main(rank)
+
+
 def main() -> int:
     choices()
     assert "'verbs'" in refused(ArgumentError, lambda: transport_config("infiniband"))
@@ -83,22 +119,8 @@ def main() -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-                rank_main(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    codes = [code_of(child) for child in [forked(one_of_two, rank) for rank in range(2)]]
+    return max(*codes, code_of(forked(calibration)))
 
 
 if __name__ == "__main__":

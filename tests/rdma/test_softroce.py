@@ -70,3 +70,4 @@ def test_ranks(parts):
     code, output = parts["ranks"]
     assert code == 0, output
     assert output.count("right over verbs") == 2, output
+    assert "calibrated over verbs" in output
