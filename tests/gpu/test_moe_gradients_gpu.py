@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.forked_processes import run_python, torchrun
-from support.moe_gradients import ffn_gradients, halves_gradients
+from support.moe_gradients import ffn_gradients, halves_gradients, rows_gradients
 from support.moe_reference import Layer
 
 import mkernel as mk
@@ -33,6 +33,19 @@ def test_threads(cluster, dtype, save, call):
             assert torch.equal(one, other), "the same inputs give the same bits"
 
     mk.spawn(on_rank, nodes=nodes, gpus_per_node=gpus, device="cuda", timeout=30.0)
+
+
+@pytest.mark.parametrize("call", [ffn_gradients, halves_gradients, rows_gradients])
+@pytest.mark.parametrize("cluster", LAYERS)
+def test_biases_and_rows_alone(cluster, call):
+    """With biases, forward and backward; and a dispatch without a GEMM."""
+    layer = replace(LAYERS[cluster], has_bias=call is not rows_gradients)
+
+    def on_rank(group):
+        for turn in (0, 1):
+            call(group, layer, turn, max_tokens=120)
+
+    mk.spawn(on_rank, nodes=cluster[0], gpus_per_node=cluster[1], device="cuda", timeout=30.0)
 
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])

@@ -1,5 +1,6 @@
 """Blocks, attention and mixture of experts in the simulator, beside plain modules in float64."""
 
+import copy
 import functools
 
 import pytest
@@ -79,23 +80,40 @@ def test_attention_of_packed_documents():
 class PlainExperts(torch.nn.Module):
     """Each token through each of its experts, one after the other."""
 
-    def forward(self, x, ids, weights, gate_up, down):
+    def forward(self, x, ids, weights, gate_up, down, b_gate_up=None, b_down=None):
+        b_gate_up = torch.zeros_like(gate_up[:, :, 0]) if b_gate_up is None else b_gate_up
+        b_down = torch.zeros_like(down[:, :, 0]) if b_down is None else b_down
         rows = [torch.zeros_like(token) for token in x]
         for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
             expert = ids[token, slot]
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            rows[token] = rows[token] + weights[token, slot] * (down[expert] @ (F.silu(gate) * up))
+            gate, up = (gate_up[expert] @ x[token] + b_gate_up[expert]).chunk(2)
+            result = down[expert] @ (F.silu(gate) * up) + b_down[expert]
+            rows[token] = rows[token] + weights[token, slot] * result
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "normalize"), [*((*world, True) for world in WORLDS), (1, 2, False)])
-def test_mixture_of_experts(nodes, gpus, normalize):
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "normalize", "options"),
+    [
+        *((*world, True, {}) for world in WORLDS), (1, 2, False, {}), (1, 2, True, dict(bias=True)),
+        (1, 1, True, dict(shared_experts=1)), (1, 2, True, dict(shared_experts=2, bias=True, save="activations")),
+        (2, 1, True, dict(shared_experts=2, max_tokens=8)),
+    ],
+)  # fmt: skip
+def test_mixture_of_experts(nodes, gpus, normalize, options):
     experts, k = 12, 3
     state = {
         "gate.weight": values(experts, HIDDEN, seed=1),
         "experts.gate_up_proj": values(experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5,
         "experts.down_proj": values(experts, HIDDEN, INNER, seed=3) * INNER**-0.5,
     }
+    if options.get("bias"):
+        state["experts.gate_up_proj_bias"] = values(experts, 2 * INNER, seed=4)
+        state["experts.down_proj_bias"] = values(experts, HIDDEN, seed=5)
+    shared = options.get("shared_experts", 0)
+    for name in [name for name in state if name.startswith("experts.")] if shared else ():
+        all_experts = values(shared, *state[name].shape[1:], seed=6 + len(name))
+        state[name.replace("experts.", "experts.shared_")] = all_experts * INNER**-0.5
 
     def tokens_of(rank):
         return values(2, 3 + rank, HIDDEN, seed=10 + rank)  # each rank has other tokens, and not as many
@@ -113,14 +131,20 @@ def test_mixture_of_experts(nodes, gpus, normalize):
             weights, ids = torch.softmax(tokens @ wide["gate.weight"].t(), -1).topk(k)
             if normalize:
                 weights = weights / weights.sum(-1, keepdim=True)
-            y = PlainExperts()(tokens, ids, weights, wide["experts.gate_up_proj"], wide["experts.down_proj"])
+            parameters = [value for name, value in wide.items() if ".shared_" not in name][1:]
+            if shared:  # the last experts, which each token names
+                others = [value for name, value in wide.items() if ".shared_" in name]
+                parameters = [torch.cat(pair) for pair in zip(parameters, others, strict=True)]
+                named = torch.arange(experts, experts + shared).expand(len(ids), shared)
+                ids, weights = torch.cat([ids, named], 1), torch.cat([weights, weights.new_ones(len(ids), shared)], 1)
+            y = PlainExperts()(tokens, ids, weights, *parameters)
             y = y.reshape(x.shape)
             y.backward(gradient_of(rank).double())
             inputs.append((x.grad, y.detach()))
         return wide, inputs
 
     def on_rank(group):
-        module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, normalize=normalize)
+        module = nn.ExpertParallelMoE(HIDDEN, INNER, experts, k, normalize=normalize, **options)
         module.load_state_dict(state)
         assert module.experts.down_proj.shape == (experts // group.size, HIDDEN, INNER)
         x = tokens_of(group.rank).requires_grad_()
@@ -131,15 +155,56 @@ def test_mixture_of_experts(nodes, gpus, normalize):
         assert_near(x.grad, inputs[group.rank][0])
         for name, parameter in module.named_parameters():
             whole = plain[name].grad
-            mine = whole if name == "gate.weight" else whole.chunk(group.size)[group.rank]
+            replicated = name == "gate.weight" or ".shared_" in name
+            mine = whole if replicated else whole.chunk(group.size)[group.rank]
             assert_near(parameter.grad, mine, name)
         with torch.no_grad():
             assert_near(module(x), inputs[group.rank][1])
         full = nn.full_state_dict(module)
-        assert list(full) == list(state)
+        assert set(full) == set(state)
         assert all(torch.equal(full[name], state[name]) for name in state)
 
     spawn(on_rank, nodes, gpus)
+
+
+def test_shared_experts_are_behind_the_others_in_memory():
+    """So no matrix is copied in a call; also behind `to` and in copies. Where they are not, the result is the same."""
+
+    def on_rank(group):
+        torch.manual_seed(3)
+        layer, x = nn.ExpertParallelMoE(8, 16, 4, 2, shared_experts=2, max_tokens=4), values(4, 8, seed=group.rank)
+        assert "num_experts=4, shared_experts=2, shard" in repr(layer)
+        expected = layer(x)
+        for module in (layer, copy.deepcopy(layer), layer.half().float()):
+            for name in ("gate_up_proj", "down_proj"):
+                own = getattr(module.experts, name)
+                assert module.experts._all(name).data_ptr() == own.data_ptr()
+        layer = nn.ExpertParallelMoE(8, 16, 4, 2, shared_experts=2).to(torch.float16)
+        assert layer.experts._all("down_proj").data_ptr() == layer.experts.down_proj.data_ptr()
+        torch.manual_seed(3)
+        other = nn.ExpertParallelMoE(8, 16, 4, 2, shared_experts=2)
+        other.experts.shared_down_proj = torch.nn.Parameter(other.experts.shared_down_proj.detach().clone())
+        assert other.experts._all("down_proj").data_ptr() != other.experts.down_proj.data_ptr()
+        assert torch.equal(other(x), expected)
+        with pytest.raises(mk.ArgumentError, match="a token can go to at most 16 experts"):
+            nn.ExpertParallelMoE(8, 16, 32, 15, shared_experts=2)
+
+    spawn(on_rank)
+
+
+def test_shared_experts_cost_no_traffic_but_their_names():
+    def bytes_sent(shared):
+        def on_rank(group):
+            torch.manual_seed(3)  # the same router
+            layer = nn.ExpertParallelMoE(8, 16, 4, 2, shared_experts=shared, max_tokens=4)
+            with torch.no_grad():
+                layer(values(4, 8, seed=group.rank))
+            group.barrier()
+            return group.world.traffic.network[0][1]
+
+        return spawn(on_rank, 2, 1)[-1]
+
+    assert bytes_sent(2) - bytes_sent(0) == 2 * 4 * (4 + 4)  # an id and a weight for each token and shared expert
 
 
 def test_experts_start_alike_on_any_number_of_ranks():

@@ -73,6 +73,26 @@ def test_the_bias_balances_the_load_and_is_saved():
     assert list(nn.TopKRouter(HIDDEN, EXPERTS, 2).state_dict()) == ["weight"]
 
 
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 1), (1, 1)])
+def test_the_load_of_all_ranks(nodes, gpus):
+    """Exact, also beyond what TF32 can count to; the same on every rank, and so are biases that follow it."""
+
+    def ids_of(rank):
+        ids = torch.randint(-1, EXPERTS, (40 + rank, 3), generator=torch.Generator().manual_seed(rank))
+        return torch.cat([ids, torch.full((5000, 3), 2)])
+
+    def on_rank(group):
+        router = nn.TopKRouter(HIDDEN, EXPERTS, 3, correction_bias=True)
+        load = nn.expert_load(ids_of(group.rank), EXPERTS)
+        router.adjust_bias(load)
+        return load, router.e_score_correction_bias
+
+    everyone = torch.cat([ids_of(rank).flatten() for rank in range(nodes * gpus)])
+    for load, bias in mk.spawn(on_rank, nodes=nodes, gpus_per_node=gpus, device="cpu"):
+        assert torch.equal(load, torch.bincount(everyone[everyone >= 0], minlength=EXPERTS))
+        assert torch.equal(bias.sign(), (load.double().mean() - load).sign().float())
+
+
 def test_a_layer_with_such_a_router():
     options = dict(scores="sigmoid", groups=4, top_groups=2, correction_bias=True)
 

@@ -73,7 +73,7 @@ GIVEN = [
     lambda **given: nn.RowParallelLinear(*FEATURES, **given),
     lambda **given: nn.ParallelSwiGLU(*FEATURES, bias=True, **given),
     lambda **given: nn.ParallelQKV(24, 24, 12, head_dim=4, **given),
-    lambda **given: nn.ExpertParallelMoE(8, 16, 6, 2, **given),
+    lambda **given: nn.ExpertParallelMoE(8, 16, 6, 2, bias=True, **given),
 ]
 
 

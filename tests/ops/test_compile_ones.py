@@ -19,6 +19,7 @@ CASES = [
     ("ring_attention_backward", [*ALONE, *NODES], [(1, 1, 4, 128)]),
     ("moe_dispatch_matmul", [(2, 2)], [(1, 1, 1)]),
     ("moe_combine", [(2, 2)], [(1, 1)]),
+    ("moe_dispatch", [(2, 2)], [(1, 1)]),
     ("moe_ffn", [(1, 1)], [(1, 1, 1)]),
 ]
 # bytes: dk and dv of 64 x 128 keys take half of a thread's registers (see test_ring_attention_backward_compile.py)

@@ -16,7 +16,10 @@ from mkernel import operators
 pytestmark = pytest.mark.thorough
 
 # Whose CTAs wait for those with a higher program id: all of a launch must run at once, which the launch sees to.
-AT_ONCE = {"all_gather_matmul_weight_grad", "ring_attention_backward", "moe_dispatch_matmul", "moe_combine", "moe_ffn"}
+AT_ONCE = {
+    "all_gather_matmul_weight_grad", "ring_attention_backward", "moe_dispatch_matmul", "moe_dispatch", "moe_combine",
+    "moe_ffn",
+}  # fmt: skip
 
 CLUSTERS = [(4, 2), (4, 4), (8, 1)]
 SEEDS = 20
@@ -40,6 +43,7 @@ SCENARIOS = {
     "ring_attention": lambda cluster: attends(Attends, cluster),
     "ring_attention_backward": lambda cluster: attends(AttendsBackward, cluster),
     "moe_dispatch_matmul": lambda cluster: Routes(cluster, "moe_dispatch_matmul", layer(cluster)),
+    "moe_dispatch": lambda cluster: Routes(cluster, "moe_dispatch", layer(cluster)),
     "moe_combine": lambda cluster: Routes(cluster, "moe_combine", layer(cluster)),
     "moe_ffn": lambda cluster: Routes(cluster, "moe_ffn", layer(cluster)),
 }

@@ -42,6 +42,7 @@ SCENARIOS = {
     "ring_attention": [attends(cluster)[0] for cluster in CLUSTERS],
     "ring_attention_backward": [attends(cluster)[1] for cluster in CLUSTERS],
     "moe_dispatch_matmul": [Routes(c, "moe_dispatch_matmul", layer(c[0] * c[1])) for c in CLUSTERS],
+    "moe_dispatch": [Routes(c, "moe_dispatch", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_combine": [Routes(c, "moe_combine", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_ffn": [Routes(c, "moe_ffn", layer(c[0] * c[1])) for c in CLUSTERS],
 }

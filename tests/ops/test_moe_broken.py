@@ -30,10 +30,11 @@ from mkernel.lang.requests import post
 from mkernel.lang.roles import SEND
 from mkernel.ops.moe import dispatch as moe_dispatch
 from mkernel.ops.moe import ffn as moe_ffn
-from mkernel.ops.moe import grouped, protocol, reduction, routing, schedule
+from mkernel.ops.moe import grouped, pieces, protocol, reduction, routing, schedule
 from mkernel.ops.moe.dispatch import _first_row
-from mkernel.ops.moe.ffn import _wait_gated, _wait_tiles
+from mkernel.ops.moe.ffn import _wait_gated
 from mkernel.ops.moe.grouped import store_rows, store_rows_through_pointers, wait_placed
+from mkernel.ops.moe.pieces import _wait_tiles
 from mkernel.ops.moe.protocol import notify_held, wait_held, wait_numbered
 from mkernel.ops.moe.reduction import _factor, _post_back, _wait_back, _wait_partials
 from mkernel.ops.moe.routing import (
@@ -340,9 +341,9 @@ BROKEN = {
     "the second GEMM waits for all tiles but one": Broken(ALONE, {moe_ffn._wait_gated: wait_for_gates_but_one}),
     "tiles are not released": Broken(ALONE, {moe_ffn._count_tile: count_tile_relaxed}),
     "stores through descriptors are not waited for": Broken(ALONE, {moe_ffn._count_tile: count_tile_under_way}),
-    "rows are summed before they are computed": Broken(ALONE, {moe_ffn._wait_tiles: wait_for_no_tiles}),
+    "rows are summed before they are computed": Broken(ALONE, {pieces._wait_tiles: wait_for_no_tiles}),
     "rows are summed before their places are known": Broken(
-        LAYER_FEW, {moe_ffn._wait_settled: do_not_wait_until_settled}
+        LAYER_FEW, {pieces._wait_settled: do_not_wait_until_settled}
     ),
     "tiles of the layer do not wait for their rows": Broken(LAYER, {grouped.wait_placed: wait_for_no_rows}),
     "tokens are collected before those that departed are numbered": Broken(

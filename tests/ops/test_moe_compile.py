@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, launched
 from mkernel.ops.moe import combine, dispatch_matmul, ffn
 from mkernel.ops.moe.bench import _gemm_alone_kernel, gemm_alone
+from mkernel.ops.moe.grouped import Biases
 from mkernel.runtime.planning import default_tiles
 
 pytestmark = pytest.mark.thorough  # they take up to a minute each
@@ -20,7 +21,7 @@ GROUPS = {"one rank": (1, 1), "four ranks": (1, 4), "two nodes": (2, 2)}
 EXPERTS, K, TOKENS, SIZE = 16, 8, 1024, 2048  # of a rank, of a token, of a rank, and of a token and of its results
 
 
-def launch_of(op, cluster, dtype, paced=False, transposed=False, described=True, tokens=TOKENS):
+def launch_of(op, cluster, dtype, paced=False, transposed=False, described=True, tokens=TOKENS, biased=False):
     """What rank 0 of a cluster launches. described: TMA can read the matrices; transposed: they are [out, in]."""
 
     def matrices(rows, columns):
@@ -34,10 +35,13 @@ def launch_of(op, cluster, dtype, paced=False, transposed=False, described=True,
         if op == "moe_ffn":
             gate_up, down = matrices(SIZE, 2 * SIZE), matrices(SIZE, SIZE)
             sizes = ffn.agree(group, x, ids, down, None, tokens, None)
-            return ffn.prepare(group, x, ids, weights, gate_up, down, out, sizes, None)
+            biases = (torch.empty(EXPERTS, 2 * SIZE, dtype=dtype), torch.empty(EXPERTS, SIZE, dtype=dtype))
+            given = (group, x, ids, weights, gate_up, down, out, sizes, None)
+            return ffn.prepare(*given, biases=Biases(*biases) if biased else ffn.NO_BIASES)
         w = matrices(SIZE, SIZE)
         sizes = dispatch_matmul.agree(group, x, ids, w, None, tokens, None)
-        launch, y, handle = dispatch_matmul.prepare(group, x, ids, w, sizes, None)
+        bias = torch.empty(EXPERTS, SIZE, dtype=dtype) if biased else None
+        launch, y, handle = dispatch_matmul.prepare(group, x, ids, w, sizes, None, bias)
         return launch if op == "moe_dispatch_matmul" else combine.prepare(group, y, handle, weights, out, None)
 
     return launched(prepare, cluster, links=paced_links(paced))
@@ -112,6 +116,12 @@ def test_ffn():
     assert "fence.proxy.async.global" in compiled.ptx
 
 
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_ffn"])
+def test_biases(op):
+    """They cost no spills beyond those of a call without them."""
+    check_default_tile(build(op, torch.bfloat16, "two nodes", biased=True), op)
+
+
 def test_combine():
     compiled = build("moe_combine", torch.bfloat16, "two nodes")
     check_combine(compiled)
@@ -170,9 +180,11 @@ def test_products_of_the_backward_pass(step):
     assert compiled.registers * 8 * 32 <= REGISTERS
 
 
-@pytest.mark.parametrize("step", ["redispatch alone", "gated", "combine"])
+@pytest.mark.parametrize("step", ["redispatch alone", "gated", "gated with bias", "combine", "bias grad"])
 def test_rows_of_the_backward_pass(step):
     compiled = compile_launch(backward_launch(step))
     assert not compiled.spilled
-    assert compiled.ptx.count("ld.global.v4") >= 2
-    assert compiled.ptx.count("st.global.v4") >= 2
+    assert compiled.ptx.count("ld.global.v4") + compiled.ptx.count("ld.global.v2") >= 2
+    if step != "bias grad":
+        assert compiled.ptx.count("ld.global.v4") >= 2
+        assert compiled.ptx.count("st.global.v4") >= 2

@@ -65,7 +65,7 @@ DISPATCH = [
     (dict(w=torch.ones(2, 16, 0)), {}, "matrices must have at least 1 column"),
 ]
 FFN = [
-    ({}, dict(activation="tanh"), "activation must be one of silu, gelu, relu; got 'tanh'"),
+    ({}, dict(activation="tanh"), "activation must be one of silu, gelu, relu, relu2, none; got 'tanh'"),
     (dict(w_gate_up=torch.ones(2, 16, 7)), {}, "half of its columns are gate, half are up"),
     (
         dict(w_down=torch.ones(2, 7, 16)),
@@ -114,7 +114,7 @@ def test_combine_refuses():
         y, handle = dispatch(group, LAYER)
         weights = LAYER.weights(0)
         for given, more, message in [
-            ((y, "handle", weights), {}, "handle must be the handle that moe_dispatch_matmul returned; got str"),
+            ((y, "handle", weights), {}, "handle must be the handle that a dispatch returned; got str"),
             ((y[:-1], handle, weights), {}, "must have all 12 rows of the dispatch"),
             ((y.double(), handle, weights), {}, "y has dtype torch.float64"),
             ((y, handle, weights[:3]), {}, r"topk_weights is \(3, 2\), but must be \(6, 2\)"),

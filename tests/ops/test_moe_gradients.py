@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.moe_gradients import ffn_gradients, halves_gradients
+from support.moe_gradients import ffn_gradients, halves_gradients, rows_gradients
 from support.moe_reference import SMALL, Layer, layer_of
 from support.operator_calls import Guards, assert_same, cluster_name, run
 
@@ -53,7 +53,24 @@ def test_several_tiles_and_blocks(call):
     run(work, cluster=(1, 2), seed=4)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("call", [ffn_gradients, halves_gradients, rows_gradients])
+@pytest.mark.parametrize("k", [1, 16])
+@pytest.mark.parametrize("cluster", [(1, 2), pytest.param((2, 1), marks=THOROUGH)], ids=cluster_name)
+def test_top_1_and_top_16(cluster, k, call):
+    """The fewest and the most experts of a token, forward and backward."""
+    layer = Layer((5, 4), (9, 10), k=k, hidden=8, out=8, dtype=torch.float32)
+    run(lambda group: call(group, layer, max_tokens=6), cluster=cluster)
+
+
+def test_more_than_16_experts_of_a_token_are_refused():
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match="topk_ids has 17 experts per token; it must be 1 to 16"):
+            mk.moe_dispatch(torch.ones(2, 8), torch.zeros(2, 17, dtype=torch.int64), 20)
+
+    run(work, cluster=(1, 1))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "none"])
 def test_activations(activation):
     """Forward and backward pass; recomputed, and kept."""
     layer = layer_of((1, 2), dtype=torch.float32, activation=activation)

@@ -72,6 +72,7 @@ SINCE_HOPPER = {
     "reduce_few_rows_kernel": Call("matmul_reduce_scatter", (16, 1024, 32768), ONE_NODE),
     "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE, multicast=True),
     "moe_dispatch_matmul_kernel": Call("moe_dispatch_matmul", (4096, 2048, 2048)),
+    "moe_dispatch_kernel": Call("moe_dispatch", (4096, 2048)),
     "moe_combine_kernel": Call("moe_combine", (4096, 2048)),
     "moe_ffn_kernel": Call("moe_ffn", (4096, 2048, 2048)),
     **{kernel: Step(kernel) for kernel in moe_backward_launches.STEPS},

@@ -36,12 +36,14 @@ SCENARIOS = {
     "ring_attention": Attends((2, 2), KEYS, calls=2),
     "ring_attention_backward": AttendsBackward((2, 2), FEW_KEYS, calls=2),
     "moe_dispatch_matmul": Routes((1, 2), "moe_dispatch_matmul", LAYER, calls=2),
+    "moe_dispatch": Routes((1, 2), "moe_dispatch", LAYER, calls=2),
     "moe_combine": Routes((1, 2), "moe_combine", LAYER, calls=2),
     "moe_ffn": Routes((2, 1), "moe_ffn", LAYER, calls=2),
 }  # fmt: skip
 # signals between nodes, of which there is one here, or within a node, where there is one rank
 UNUSED = {
     "moe_dispatch_matmul": {"unused", "node_entered", "numbered"},
+    "moe_dispatch": {"unused", "node_entered", "numbered"},
     "moe_combine": {"unused", "node_entered", "numbered", "back"},
     "moe_ffn": {"unused", "entered"},
 }

@@ -236,6 +236,14 @@ def moe_dispatch_matmul(group):
     check_weighted(combined, *layer.weighted(two_products, layer.w, layer.back))
 
 
+def moe_dispatch(group):
+    layer = Layer(group)
+    rows, handle = mk.moe_dispatch(layer.x, layer.ids, len(layer.w))
+    done(group, rows)
+    expected = torch.cat([part for _, _, part in layer.rows()])
+    assert torch.equal(rows[: int(handle.counts.sum())].double(), expected)
+
+
 def moe_ffn(group):
     layer = Layer(group)
     y = done(group, mk.moe_ffn(layer.x, layer.ids, layer.weights, layer.gate_up, layer.back))
@@ -246,7 +254,7 @@ OPERATORS = {
     operator.__name__: operator
     for operator in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_ffn, all_gather_scaled_matmul,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch, moe_ffn, all_gather_scaled_matmul,
         scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip

@@ -58,6 +58,16 @@ def dispatch_and_combine(x, ids, weights, gate_up, w):
     return (mk.moe_combine(y, handle, weights),)
 
 
+def decode(*given):
+    """With memory for twice the expected load, however many ranks there are."""
+    return (mk.moe_ffn(*given, max_tokens=len(given[0]), capacity_factor=2.0),)
+
+
+def move_and_combine(x, ids, weights, gate_up, w):
+    y, handle = mk.moe_dispatch(x, ids, len(w), max_tokens=len(x))
+    return (mk.moe_combine(y, handle, weights),)
+
+
 # operator -> (inputs of a size and a turn, a call of them, sizes)
 CASES = {
     "all_gather_matmul": (gather, lambda a, b, bias: (mk.all_gather_matmul(a, b, bias=bias),), (128, 4, 600)),
@@ -66,7 +76,9 @@ CASES = {
     "matmul_all_reduce": (products, lambda a, b: (mk.matmul_all_reduce(a, b),), (128, 4, 600)),
     "ring_attention": (attention, attend_and_back, (256, 512)),
     "moe_ffn": (experts, lambda *given: (mk.moe_ffn(*given, max_tokens=len(given[0])),), (64, 128)),
+    "moe_ffn_decoding": (experts, decode, (32, 64)),
     "moe_dispatch_matmul": (experts, dispatch_and_combine, (64, 128)),
+    "moe_dispatch": (experts, move_and_combine, (64, 128)),
 }
 
 

@@ -61,6 +61,11 @@ def moe_dispatch_matmul(group, large):
     return lambda: mk.moe_dispatch_matmul(x, ids, w, group=group)
 
 
+def moe_dispatch(group, large):
+    x, ids, _ = _routed(group, 32 if large else 16)
+    return lambda: mk.moe_dispatch(x, ids, 2, group=group)
+
+
 def moe_combine(group, large):
     x, ids, weights = _routed(group, 16)
     y, handle = mk.moe_dispatch_matmul(x, ids, _randn(group, 2, 16, 8), group=group)
@@ -97,7 +102,7 @@ CALLS = {
     call.__name__: call
     for call in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_combine, moe_ffn, all_gather_scaled_matmul,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch, moe_combine, moe_ffn, all_gather_scaled_matmul,
         scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip

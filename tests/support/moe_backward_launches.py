@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mkernel.compiling import launched
-from mkernel.ops.moe import ffn, gradient_rows, grouped_matmul, redispatch, weight_grad
+from mkernel.ops.moe import bias_grad, ffn, gradient_rows, grouped_matmul, redispatch, weight_grad
 from mkernel.ops.moe.grouped import empty_rows
 
 EXPERTS, K, TOKENS, SIZE = 16, 8, 1024, 2048  # of a rank, of a token, of a rank, and of a token and of its results
@@ -16,6 +16,7 @@ STEPS = {  # kernel -> step
     "moe_combine_backward_kernel": "combine",
     "moe_weight_grad_kernel": "weight grad",
     "moe_grouped_matmul_kernel": "product",
+    "moe_bias_grad_kernel": "bias grad",
 }
 
 
@@ -42,6 +43,10 @@ def backward_launch(step, dtype=torch.bfloat16, capability=90):
             "gated": lambda: gradient_rows.gated_backward(*here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE))[
                 0
             ],
+            "gated with bias": lambda: gradient_rows.gated_backward(
+                *here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE), "silu", (down[:, 0], rows(SIZE))
+            )[0],
+            "bias grad": lambda: bias_grad.prepare(*here, rows(SIZE), weights.view(-1))[0],
             "combine": lambda: gradient_rows.combine_backward(*here, weights, rows(SIZE), rows(SIZE))[0],
             "weight grad": lambda: weight_grad.prepare(*here, rows(SIZE), rows(2 * SIZE))[0],
             "product": lambda: grouped_matmul.prepare(

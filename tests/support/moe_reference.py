@@ -13,7 +13,15 @@ from support.operator_calls import assert_close, assert_same
 def activation_of(name):
     """In PyTorch."""
     functional = torch.nn.functional
-    return {"silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh"), "relu": torch.relu}[name]
+    return {
+        "silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh"), "relu": torch.relu,
+        "relu2": lambda x: torch.relu(x).square(), "none": lambda x: x,
+    }[name]  # fmt: skip
+
+
+def of_expert(bias, expert):
+    """In float64; zero without a bias."""
+    return torch.zeros((), dtype=torch.float64) if bias is None else bias[expert].double()
 
 
 SMALL = mk.Config(tile_m=16, tile_n=32, tile_k=16)
@@ -33,6 +41,7 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
     routing: str = "random"
     activation: str = "silu"  # of moe_ffn
+    has_bias: bool = False
 
     @property
     def size(self):
@@ -88,6 +97,22 @@ class Layer:
         shape = (self.experts[rank], self.out, self.hidden)
         return self._values(*shape, key=(6, rank, turn), scale=self.out**-0.5)
 
+    def _bias(self, rank, columns, key):
+        return self._values(self.experts[rank], columns, key=key) if self.has_bias else None
+
+    def bias(self, rank, turn=0):
+        return self._bias(rank, self.out, (8, rank, turn))
+
+    def b_gate_up(self, rank, turn=0):
+        return self._bias(rank, 2 * self.out, (9, rank, turn))
+
+    def b_down(self, rank, turn=0):
+        return self._bias(rank, self.hidden, (10, rank, turn))
+
+    def biases(self, rank, turn=0):
+        """Arguments of moe_ffn."""
+        return dict(b_gate_up=self.b_gate_up(rank, turn), b_down=self.b_down(rank, turn))
+
     # -- references
 
     def rows(self, rank, turn=0):
@@ -126,8 +151,8 @@ class Layer:
 
     def combined(self, rank, turn=0):
         def function(owner, expert):
-            w = self.w(owner, turn)[expert].double()
-            return lambda x: (x @ w, x.abs() @ w.abs())
+            w, bias = self.w(owner, turn)[expert].double(), of_expert(self.bias(owner, turn), expert)
+            return lambda x: (x @ w + bias, x.abs() @ w.abs() + bias.abs())
 
         return self.result_of_experts(rank, turn, self.out, function)
 
@@ -135,25 +160,36 @@ class Layer:
         def function(owner, expert):
             gate, up = self.gate_up(owner, turn)[expert].double().chunk(2, dim=1)
             down = self.down(owner, turn)[expert].double()
+            before, after = (of_expert(bias, expert) for bias in self.biases(owner, turn).values())
 
             def apply(x):
-                inner = activation_of(self.activation)(x @ gate) * (x @ up)
-                return inner @ down, inner.abs() @ down.abs()
+                pre = x @ torch.cat([gate, up], dim=1) + before
+                inner = activation_of(self.activation)(pre[:, : self.out]) * pre[:, self.out :]
+                return inner @ down + after, inner.abs() @ down.abs() + after.abs()
 
             return apply
 
         return self.result_of_experts(rank, turn, self.hidden, function)
 
 
-def check_dispatch(layer, rank, y, handle, turn=0, w=None):
-    """Everything that a dispatch returns is as the plain reference says."""
+def check_rows(layer, rank, handle, turn=0):
+    """The handle of a dispatch is as the plain reference says. Returns the counts of rows."""
     counts, sources, tokens = layer.rows(rank, turn)
     assert handle.counts.tolist() == counts
     rows = sum(counts)
     assert handle.source[:rows].tolist() == sources
     assert handle.token[:rows].tolist() == tokens
+    return counts
+
+
+def check_dispatch(layer, rank, y, handle, turn=0, w=None):
+    """Everything that a dispatch returns is as the plain reference says."""
+    counts = check_rows(layer, rank, handle, turn)
+    rows = sum(counts)
     x, w = layer.dispatched(rank, turn).double(), (layer.w(rank, turn) if w is None else w).double()
-    parts = [part @ matrix for part, matrix in zip(x.split(counts), w, strict=True)] if counts else []
+    bias = layer.bias(rank, turn)
+    split = zip(x.split(counts), w, strict=True) if counts else ()
+    parts = [part @ matrix + of_expert(bias, expert) for expert, (part, matrix) in enumerate(split)]
     exact = torch.cat(parts) if parts else torch.empty(0, w.shape[2], dtype=torch.float64)
     assert_close(y[:rows], exact, layer.hidden)
     assert y[rows:].isnan().all(), "rows beyond the counts were written"
@@ -174,10 +210,24 @@ def dispatch(group, layer, turn=0, *, check=True, **arguments):
     """One checked call of moe_dispatch_matmul on this rank."""
     rank = group.rank
     y, handle = mk.moe_dispatch_matmul(
-        layer.x(rank, turn), layer.ids(rank, turn), layer.w(rank, turn), group=group, **arguments
-    )
+        layer.x(rank, turn), layer.ids(rank, turn), layer.w(rank, turn), group=group, bias=layer.bias(rank, turn),
+        **arguments,
+    )  # fmt: skip
     if check:
         check_dispatch(layer, rank, y, handle, turn)
+    return y, handle
+
+
+def dispatch_rows(group, layer, turn=0, **arguments):
+    """One checked call of moe_dispatch on this rank."""
+    rank = group.rank
+    y, handle = mk.moe_dispatch(
+        layer.x(rank, turn), layer.ids(rank, turn), layer.experts[rank], group=group, **arguments
+    )
+    check_rows(layer, rank, handle, turn)
+    expected = layer.dispatched(rank, turn)
+    assert_same(y[: len(expected)], expected)
+    assert y[len(expected) :].isnan().all(), "rows beyond the counts were written"
     return y, handle
 
 
@@ -198,7 +248,7 @@ def ffn(group, layer, turn=0, **arguments):
     x = before.clone()
     y = mk.moe_ffn(
         x, layer.ids(rank, turn), layer.weights(rank, turn), layer.gate_up(rank, turn), layer.down(rank, turn),
-        group=group, activation=layer.activation, **arguments,
+        group=group, activation=layer.activation, **layer.biases(rank, turn), **arguments,
     )  # fmt: skip
     assert_same(x, before)
     if layer.tokens[rank]:

@@ -14,12 +14,17 @@ from support.moe_gradients import ffn_gradients, halves_gradients
 from support.moe_reference import SMALL, Layer
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 2, 2, 16, 8, 6  # of a rank; TOKENS is the most of any rank
-CALLS = {"ffn": ("x", "weights", "gate_up", "down"), "halves": ("x", "weights", "w")}
+CALLS = {
+    "ffn": ("x", "weights", "gate_up", "down"), "halves": ("x", "weights", "w"),
+    "biased ffn": ("x", "weights", "gate_up", "down", "b_gate_up", "b_down"),
+    "biased halves": ("x", "weights", "w", "bias"),
+    "rows": ("x", "weights"),
+}  # fmt: skip
 
 
 def layer_of(group):
     tokens = tuple(TOKENS - rank % 2 for rank in range(group.size))
-    return Layer(tokens, (EXPERTS,) * group.size, k=K, hidden=HIDDEN, out=INTER, dtype=torch.float32)
+    return Layer(tokens, (EXPERTS,) * group.size, k=K, hidden=HIDDEN, out=INTER, dtype=torch.float32, has_bias=True)
 
 
 def leaves(group, names, transposed=True):
@@ -35,16 +40,7 @@ def leaves(group, names, transposed=True):
 
 def call_of(group, name, **more):
     ids = layer_of(group).ids(group.rank)
-    more = dict(max_tokens=TOKENS) | more
-
-    def of_ffn(x, weights, gate_up, down):
-        return mk.moe_ffn(x, ids, weights, gate_up, down, group=group, **more)
-
-    def of_halves(x, weights, w):
-        y, handle = mk.moe_dispatch_matmul(x, ids, w, group=group, **more)
-        return mk.moe_combine(y.sigmoid(), handle, weights, group=group)
-
-    return of_ffn if name == "ffn" else of_halves
+    return with_ids(group, name, ids, **more)
 
 
 def gradients(function, inputs):
@@ -73,26 +69,35 @@ def calls(group):
     numbers = [K, EXPERTS, capacity, TOKENS, 8, 16]
     dout, out = torch.ones(len(x), HIDDEN), torch.zeros(len(x), HIDDEN)
     _, tables, rows, pre = registered("moe_ffn", "_kept")(
-        plain[0], ids, *plain[1:], name, numbers, "silu", True, config
+        plain[0], ids, *plain[1:], None, None, name, numbers, "silu", True, config
     )
-    y, routed, _ = torch.ops.mkernel.moe_dispatch_matmul(plain[0], ids, w.detach(), name, numbers, False, config)
+    y, routed, _ = torch.ops.mkernel.moe_dispatch_matmul(plain[0], ids, w.detach(), None, name, numbers, False, config)
     y = torch.zeros_like(y)  # its rows beyond the counts are not written
     short = torch.zeros(len(x), INTER)
+    bare, biases = (*plain, None, None), [torch.ones(EXPERTS, n, requires_grad=True) for n in (2 * INTER, HIDDEN)]
+    biased = (*plain, *[each.detach() for each in biases])
+    none, all_four = [True, False, False, False], [True, True, True, True]
     return [
-        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, None, None, "silu")),
-        ("moe_ffn", "", (plain[0], ids, *plain[1:], name, capacity, TOKENS, "gelu", config)),
-        ("moe_ffn", "_out", (plain[0], ids, *plain[1:], name, None, TOKENS, "relu", None, out)),
-        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, "relu", False)),
-        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, name, numbers, "silu", True, config)),
-        ("moe_ffn", "_backward", (dout, *plain, tables, rows, pre, name, numbers, "silu", [True, False])),
-        ("moe_ffn", "_backward", (dout, *plain, tables, rows[:0], pre[:0], name, numbers, "gelu", [True, True])),
-        ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, False)),
-        ("moe_dispatch_matmul", "", (x, ids, w, name, numbers, True, config)),
-        ("moe_dispatch_matmul", "_backward", (y, plain[0], w.detach(), routed, rows[:0], name, numbers, [True])),
+        ("moe_ffn", "", (bare[0], ids, *bare[1:], name, None, None, "silu")),
+        ("moe_ffn", "", (biased[0], ids, *biased[1:], name, capacity, TOKENS, "gelu", config)),
+        ("moe_ffn", "_out", (bare[0], ids, *bare[1:], name, None, TOKENS, "relu", None, out)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, None, None, name, numbers, "relu", False)),
+        ("moe_ffn", "_kept", (x, ids, weights, gate_up, down, *biases, name, numbers, "silu", True, config)),
+        ("moe_ffn", "_backward", (dout, *bare, tables, rows, pre, name, numbers, "silu", none)),
+        ("moe_ffn", "_backward", (dout, *biased, tables, rows[:0], pre[:0], name, numbers, "gelu", all_four)),
+        ("moe_dispatch_matmul", "", (x, ids, w, None, name, numbers, False)),
+        ("moe_dispatch_matmul", "", (x, ids, w, torch.ones(EXPERTS, INTER), name, numbers, True, config)),
+        (
+            "moe_dispatch_matmul", "_backward",
+            (y, plain[0], w.detach(), routed, rows[:0], name, numbers, [True, True]),
+        ),
+        ("moe_dispatch", "", (x, ids, name, numbers)),
+        ("moe_dispatch", "", (plain[0], ids, name, numbers, config)),
+        ("moe_dispatch", "_backward", (torch.ones(capacity, HIDDEN), routed, len(x), name, numbers)),
         ("moe_combine", "", (y.detach().requires_grad_(), routed, weights, name, numbers)),
         ("moe_combine", "_out", (y, routed, plain[1], name, numbers, None, short)),
         ("moe_combine", "_backward", (short.clone(), y, routed, plain[1], name, numbers)),
-    ]
+    ]  # fmt: skip
 
 
 def check_opcheck(group):
@@ -100,7 +105,7 @@ def check_opcheck(group):
     made = calls(group)
     for operator, variant, arguments in made:
         # what is not written of tables and rows differs between two runs, which the last test would compare
-        whole = variant != "_kept" and (operator, variant) != ("moe_dispatch_matmul", "")
+        whole = variant != "_kept" and (operator, variant) not in (("moe_dispatch_matmul", ""), ("moe_dispatch", ""))
         used = (*tests, "test_aot_dispatch_dynamic") if whole else tests
         outcome = torch.library.opcheck(registered(operator, variant).default, arguments, test_utils=used)
         assert set(outcome.values()) == {"SUCCESS"}, (operator, variant, outcome)
@@ -126,15 +131,21 @@ def check_fake_tensors(group):
         assert [layout(each) for each in made] == [layout(each) for each in real]
 
 
-def with_ids(group, name, ids):
-    if name == "ffn":
-        return lambda x, p, up, down: mk.moe_ffn(x, ids, p, up, down, group=group, max_tokens=TOKENS)
+def with_ids(group, name, ids, **more):
+    more = dict(group=group, max_tokens=TOKENS) | more
 
-    def halves(x, p, w):
-        y, handle = mk.moe_dispatch_matmul(x, ids, w, group=group, max_tokens=TOKENS)
+    def ffn(x, p, up, down, b_up=None, b_down=None):
+        return mk.moe_ffn(x, ids, p, up, down, b_gate_up=b_up, b_down=b_down, **more)
+
+    def halves(x, p, w, bias=None):
+        y, handle = mk.moe_dispatch_matmul(x, ids, w, bias=bias, **more)
         return mk.moe_combine(y.sigmoid(), handle, p, group=group)
 
-    return halves
+    def rows(x, p):
+        y, handle = mk.moe_dispatch(x, ids, EXPERTS, **{key: more[key] for key in more if key != "save"})
+        return mk.moe_combine(y.sigmoid(), handle, p, group=group)
+
+    return rows if name == "rows" else ffn if name.endswith("ffn") else halves
 
 
 def check_compiled(group):
@@ -163,7 +174,7 @@ def check_autocast(group):
     for name, names in CALLS.items():
         with torch.autocast("cpu", torch.bfloat16):
             y, *found = gradients(call_of(group, name), leaves(group, names))
-        assert y.dtype == torch.bfloat16
+        assert y.dtype == (torch.float32 if name == "rows" else torch.bfloat16)  # what does not multiply does not cast
         assert all(each.dtype == torch.float32 for each in found)
 
 

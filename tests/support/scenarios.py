@@ -11,7 +11,7 @@ import torch
 import mkernel as mk
 from support import attention_gradients, attention_reference, operator_calls, reduce_reference, weight_grad_reference
 from support.broken_variants import SimulatedCalls
-from support.moe_reference import Layer, combine, dispatch, ffn
+from support.moe_reference import Layer, combine, dispatch, dispatch_rows, ffn
 from support.operator_calls import assert_product, assert_same
 from support.reduce_reference import WAYS
 
@@ -165,7 +165,7 @@ class AttendsBackward(SimulatedCalls):
 
 
 LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)
-EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_combine": combine, "moe_ffn": ffn}
+EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_dispatch": dispatch_rows, "moe_combine": combine, "moe_ffn": ffn}
 
 
 @dataclass(frozen=True)

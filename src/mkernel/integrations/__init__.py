@@ -4,7 +4,9 @@
 - `context_parallel`: attention in PyTorch's `context_parallel`.
 - `huggingface`: attention of Hugging Face transformers, for context parallelism.
 - `ring_flash_attn`: the functions of the package ring-flash-attn, by their names.
-- `torchtitan`: TorchTitan's fused tensor-parallel layers. To be imported by name, since it imports TorchTitan.
+- `torchtitan`, `torchtitan_moe`: TorchTitan's fused tensor-parallel layers, and its expert-parallel token dispatcher.
+  To be imported by name, since they import TorchTitan.
+- `token_switch`: PyTorch's interface of expert-parallel dispatch and combine, from 2.15 on. To be imported by name.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """

@@ -12,7 +12,7 @@ from mkernel.nn.blocks import ParallelQKV, ParallelSwiGLU
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.nn.moe import ExpertParallelMoE, ParallelExperts
 from mkernel.nn.replicated import check_replicated, sum_gradients
-from mkernel.nn.router import TopKRouter
+from mkernel.nn.router import TopKRouter, expert_load
 from mkernel.nn.shards import ParallelModule, full_state_dict
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "RowwiseParallel",
     "TopKRouter",
     "check_replicated",
+    "expert_load",
     "full_state_dict",
     "functional",
     "sum_gradients",

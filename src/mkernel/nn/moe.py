@@ -1,4 +1,10 @@
-"""A mixture-of-experts layer whose experts are divided among the ranks."""
+"""A mixture-of-experts layer whose experts are divided among the ranks.
+
+Shared experts, which every token goes to, are computed in the same launch as the others. Each rank has all of them, as
+its last experts: behind its own ones in memory, so that the kernel finds one tensor of matrices. A token names those of
+its own rank in further columns of its ids, with a weight of one. So it needs no communication for them, and their
+tiles are some of those that are computed while other tokens, or results, are on their way.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,30 @@ from torch import nn
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.router import TopKRouter
-from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
+from mkernel.nn.shards import ParallelModule, check_divisible, check_positive, is_dtensor
 from mkernel.ops.moe import moe_ffn
-from mkernel.ops.moe.arguments import check_activation, check_save
+from mkernel.ops.moe.arguments import MOST_SLOTS, check_activation, check_experts, check_save
+from mkernel.ops.moe.sizes import capacity_of
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
+
+NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+
+
+class _Joined(torch.autograd.Function):
+    """Two tensors as one: a view if the second is behind the first in memory, otherwise a copy of both."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        ctx.own = len(own)
+        same_memory = own.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
+        if same_memory and own.storage_offset() + own.numel() == shared.storage_offset() and own.is_contiguous():
+            return own.as_strided((len(own) + len(shared), *own.shape[1:]), own.stride())
+        return torch.cat([own, shared])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient[: ctx.own], gradient[ctx.own :]
 
 
 class ParallelExperts(ParallelModule):
@@ -21,14 +47,22 @@ class ParallelExperts(ParallelModule):
     (r+1)*num_experts/world-1. Each is a SwiGLU MLP. Arguments as in `ExpertParallelMoE`.
 
     `gate_up_proj` is [num_experts/world, 2*intermediate_size, hidden_size], gate above up; `down_proj` is
-    [num_experts/world, hidden_size, intermediate_size].
+    [num_experts/world, hidden_size, intermediate_size]. With bias=True, `gate_up_proj_bias` is [num_experts/world,
+    2*intermediate_size] and `down_proj_bias` [num_experts/world, hidden_size]. Each has a counterpart for the shared
+    experts, if there are any: `shared_gate_up_proj` [shared_experts, 2*intermediate_size, hidden_size] and so on. These
+    are the same on every rank.
     """
 
-    shard_dims = {"gate_up_proj": 0, "down_proj": 0}  # noqa: RUF012
+    shard_dims = {"gate_up_proj": 0, "down_proj": 0, "gate_up_proj_bias": 0, "down_proj_bias": 0}  # noqa: RUF012
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, *, group: Any = None,
-        capacity: int | None = None, max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
+        self, hidden_size: int, intermediate_size: int, num_experts: int, *, shared_experts: int = 0,
+        bias: bool = False, group: Any = None, capacity: int | None = None, capacity_factor: float | None = None,
+        max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
@@ -37,40 +71,104 @@ class ParallelExperts(ParallelModule):
         check_activation(activation)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         check_divisible("num_experts", num_experts, self.world_size)
+        check_experts("shared_experts", shared_experts)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
-        self.capacity, self.max_tokens, self.save, self.activation = capacity, max_tokens, save, activation
+        self.shared_experts = shared_experts
+        self.capacity, self.capacity_factor, self.max_tokens = capacity, capacity_factor, max_tokens
+        self.save, self.activation = save, activation
         mine = num_experts // self.world_size
         like: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.gate_up_proj = nn.Parameter(torch.empty(mine, 2 * intermediate_size, hidden_size, **like))
-        self.down_proj = nn.Parameter(torch.empty(mine, hidden_size, intermediate_size, **like))
+        inner = 2 * intermediate_size
+        shapes = ((inner, hidden_size), (hidden_size, intermediate_size), (inner,), (hidden_size,))
+        for name, shape in zip(NAMES, shapes, strict=True):
+            missing = name.endswith("bias") and not bias
+            whole = None if missing else torch.empty(mine + shared_experts, *shape, **like)
+            self.register_parameter(name, None if whole is None else nn.Parameter(whole[:mine]))
+            if shared_experts:
+                self.register_parameter(f"shared_{name}", None if whole is None else nn.Parameter(whole[mine:]))
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Each matrix starts as the weight of an `nn.Linear`. Every rank draws those of all experts and keeps its own,
-        so the values do not depend on the number of ranks."""
+        """Each matrix starts as the weight of an `nn.Linear`, and each bias as that of one. Every rank draws those of
+        all experts and keeps its own, so the values do not depend on the number of ranks."""
         mine = self.num_experts // self.world_size
         first = self.membership.rank * mine
         with agreed_generator(self.membership.known_group, self.down_proj.device, generator) as generator:
-            for parameter in (self.gate_up_proj, self.down_proj):
-                bound = parameter.shape[2] ** -0.5
+            for name in NAMES:
+                parameter = getattr(self, name)
+                if parameter is None:
+                    continue
+                bound = (self.intermediate_size if name.startswith("down") else self.hidden_size) ** -0.5
                 drawn = torch.empty_like(parameter[0])
                 for expert in range(self.num_experts):
                     drawn.uniform_(-bound, bound, generator=generator)
                     if first <= expert < first + mine:
                         parameter[expert - first] = drawn
+                if self.shared_experts:
+                    getattr(self, f"shared_{name}").uniform_(-bound, bound, generator=generator)
+
+    def _adjoin(self) -> None:
+        """Move shared experts behind the others in memory."""
+        for name in NAMES if self.shared_experts else ():
+            own, shared = getattr(self, name), getattr(self, f"shared_{name}")
+            if own is not None and not is_dtensor(own):
+                both = torch.cat([own.data, shared.data])
+                own.data, shared.data = both[: len(own)], both[len(own) :]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelExperts:
+        super()._apply(fn, recurse)  # of `to` and the like: moves each parameter on its own
+        self._adjoin()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy, or of a module from a file
+        self._adjoin()
+
+    def _all(self, name: str) -> torch.Tensor | None:
+        """A parameter of all experts that this rank computes."""
+        own = getattr(self, name)
+        if own is None or not self.shared_experts:
+            return own
+        shared = with_summed_gradient(getattr(self, f"shared_{name}"), self.group)
+        return torch.cat([own, shared]) if torch.compiler.is_compiling() else _Joined.apply(own, shared)
+
+    def _with_shared(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights that also name the shared experts, behind the other ones of their rank."""
+        mine, rank, shared = self.num_experts // self.world_size, self.membership.rank, self.shared_experts
+        first = rank * (mine + shared) + mine
+        of_shared = torch.arange(first, first + shared, dtype=ids.dtype, device=ids.device).expand(len(ids), shared)
+        moved = ids + ids.div(mine, rounding_mode="floor") * shared  # negative ones stay so
+        return torch.cat([moved, of_shared], dim=1), torch.cat([weights, weights.new_ones(len(ids), shared)], dim=1)
+
+    def _capacity(self, tokens: int, k: int) -> int | None:
+        """The capacity with the rows of shared experts, which are only those of this rank's tokens."""
+        capacity = capacity_of(self.capacity, self.capacity_factor, self.max_tokens, k, self.world_size)
+        if not self.shared_experts or (capacity is None and self.max_tokens is None):
+            return capacity
+        tokens = tokens if self.max_tokens is None else self.max_tokens
+        return (self.world_size * tokens * k if capacity is None else capacity) + tokens * self.shared_experts
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sums of the results of each token's experts. x: [tokens, hidden_size]."""
+        """The weighted sums of the results of each token's experts, plus those of the shared ones. x: [tokens,
+        hidden_size]."""
+        capacity = self._capacity(len(x), ids.shape[1])
+        if self.shared_experts:
+            ids, weights = self._with_shared(ids, weights)
+        gate_up, down, b_gate_up, b_down = (self._all(name) for name in NAMES)
+        assert gate_up is not None
+        assert down is not None
         return moe_ffn(
-            x, ids, weights, self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2), group=self.group,
-            capacity=self.capacity, max_tokens=self.max_tokens, activation=self.activation, save=self.save,
+            x, ids, weights, gate_up.transpose(1, 2), down.transpose(1, 2), group=self.group, b_gate_up=b_gate_up,
+            b_down=b_down, capacity=capacity, max_tokens=self.max_tokens, activation=self.activation, save=self.save,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
+        more = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
+        more += "" if self.down_proj_bias is None else ", bias=True"
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
-            f"num_experts={self.num_experts}, shard {self.membership.rank} of {self.membership.size}"
+            f"num_experts={self.num_experts}{more}, shard {self.membership.rank} of {self.membership.size}"
         )
 
 
@@ -85,29 +183,41 @@ class ExpertParallelMoE(nn.Module):
     The parameters have the names and shapes of Hugging Face's Mixtral and Qwen-MoE blocks (transformers 5):
     `gate.weight` [num_experts, hidden_size], replicated; `experts.gate_up_proj` [num_experts, 2*intermediate_size,
     hidden_size], gate above up, and `experts.down_proj` [num_experts, hidden_size, intermediate_size], divided by
-    experts.
+    experts. With bias=True, those of GPT-OSS's experts, too: `experts.gate_up_proj_bias` and `experts.down_proj_bias`.
 
     Args:
         hidden_size: features of the input and the output.
         intermediate_size: inner features of an expert.
         num_experts: experts of the whole layer; divisible by the number of ranks.
         top_k: experts per token.
+        shared_experts: experts that every token goes to, with a weight of one, besides its top_k. Every rank has all of
+            them and computes those of its own tokens, in the same kernel; the backward pass sums their gradients over
+            the ranks. They are as large as the others: the one of DeepSeek-V3 with n times their inner features is n
+            of them. With top_k at most 16.
+        bias: add a bias to the products with each matrix of an expert.
         normalize, scores, scale, groups, top_groups, correction_bias: of the router, see `TopKRouter`.
         group: the group whose ranks share the experts; None is the current group.
-        capacity, max_tokens, activation, save: as in `mk.moe_ffn`.
+        capacity, capacity_factor, max_tokens, activation, save: as in `mk.moe_ffn`. The capacity is without the rows of
+            shared experts.
         generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, normalize: bool = True,
-        scores: str = "softmax", scale: float = 1.0, groups: int = 1, top_groups: int = 1,
-        correction_bias: bool = False, group: Any = None, capacity: int | None = None, max_tokens: int | None = None,
-        activation: str = "silu", save: str = "inputs", device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
+        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, shared_experts: int = 0,
+        bias: bool = False, normalize: bool = True, scores: str = "softmax", scale: float = 1.0, groups: int = 1,
+        top_groups: int = 1, correction_bias: bool = False, group: Any = None, capacity: int | None = None,
+        capacity_factor: float | None = None, max_tokens: int | None = None, activation: str = "silu",
+        save: str = "inputs", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_experts("shared_experts", shared_experts)
+        if isinstance(top_k, int) and top_k + shared_experts > MOST_SLOTS:
+            raise ArgumentError(
+                f"top_k is {top_k} and shared_experts {shared_experts}: a token can go to at most {MOST_SLOTS} experts"
+            )
         group = current(group)
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         with agreed_generator(group, torch.empty(0, **like).device, generator) as generator:
@@ -117,8 +227,9 @@ class ExpertParallelMoE(nn.Module):
                 top_groups=top_groups, correction_bias=correction_bias, **like,
             )  # fmt: skip
             self.experts = ParallelExperts(
-                hidden_size, intermediate_size, num_experts, group=group, capacity=capacity, max_tokens=max_tokens,
-                activation=activation, save=save, **like,
+                hidden_size, intermediate_size, num_experts, shared_experts=shared_experts, bias=bias, group=group,
+                capacity=capacity, capacity_factor=capacity_factor, max_tokens=max_tokens, activation=activation,
+                save=save, **like,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

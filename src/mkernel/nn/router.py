@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from mkernel.nn.shards import check_positive
 from mkernel.ops.moe.arguments import MOST_SLOTS
+from mkernel.ops.reduce import matmul_all_reduce
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import current
 
 BEST = 2  # experts that stand for a group when groups are compared
 SCORES = ("softmax", "sigmoid")
+EXACT = 2048  # integers below it are exact in all formats of a product: TF32 has 11 bits
+
+
+@torch.no_grad()
+def expert_load(ids: torch.Tensor, num_experts: int, *, group: Any = None) -> torch.Tensor:
+    """How many tokens of all ranks go to each expert: what `TopKRouter.adjust_bias` takes. Collective; the host does
+    not wait for it.
+
+    Args:
+        ids: the experts of this rank's tokens, as a router returns them; negative ones are dropped. Fewer than four
+            million may name the same expert.
+        num_experts: experts of the whole layer.
+        group: the group whose ranks share them; None is the current group.
+
+    Returns:
+        [num_experts], int64, the same on every rank.
+    """
+    places = (ids.flatten() + 1).clamp_min(0).long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add(0, places, torch.ones_like(places))[1:]
+    digits = torch.stack([counts // EXACT, counts % EXACT]).float()
+    high, low = matmul_all_reduce(torch.eye(2, device=ids.device), digits, group=current(group)).long()
+    return high * EXACT + low
 
 
 class TopKRouter(nn.Module):
@@ -101,7 +127,7 @@ class TopKRouter(nn.Module):
     def adjust_bias(self, load: torch.Tensor, rate: float = 0.001) -> None:
         """Balance the load without a loss for it, as DeepSeek-V3 does after each step: raise the bias of experts with
         less than the average load by `rate`, and lower that of the others. load: [num_experts], how many tokens of all
-        ranks have gone to each expert; it must be the same on every rank."""
+        ranks have gone to each expert (`expert_load`); it must be the same on every rank."""
         bias = self.e_score_correction_bias
         if bias is None:
             raise ArgumentError("this router has no bias to adjust: build it with correction_bias=True")

@@ -84,10 +84,21 @@ class Layout:
 
     def workspace(self, group: Group) -> Workspace:
         """A workspace that is large enough for this call. Collective if it must grow."""
-        signal_words = _end(self._words) + 2 * max(_end(self._signals), _end(self._counters))
+        return group.workspace(self.op, signal_words=self._signal_words, half_bytes=self._half_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the smallest workspace for this call."""
+        return -(-self._signal_words * WORD // ALIGNMENT) * ALIGNMENT + 2 * self._half_bytes
+
+    @property
+    def _signal_words(self) -> int:
+        return max(_end(self._words) + 2 * max(_end(self._signals), _end(self._counters)), 1)
+
+    @property
+    def _half_bytes(self) -> int:
         nbytes = _end_bytes(self._buffers)
-        half_bytes = nbytes if self.double_buffered else -(-nbytes // 2)
-        return group.workspace(self.op, signal_words=max(signal_words, 1), half_bytes=half_bytes)
+        return nbytes if self.double_buffered else -(-nbytes // 2)
 
     # -- for the kernel
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mkernel.ops.moe.grouped import Biases
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -15,7 +16,7 @@ from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.operands import DTYPES, has_descriptors
 
 MOST_SLOTS = 16
-ACTIVATIONS = ("silu", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "none")
 MOST_RANKS_PER_NODE = 64  # reduction.py has one bit for each in a 64-bit word
 WEIGHT_DTYPES = (*DTYPES, torch.float64)  # dtypes of topk_weights, which are converted to fp32
 
@@ -57,6 +58,18 @@ def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype,
         raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have at least 1 column")
 
 
+def check_bias(op: str, group: Group, name: str, bias: torch.Tensor | None, w: torch.Tensor, of: str) -> None:
+    """Reject a bias that cannot be added to products with the matrices w of the experts. of: their name."""
+    if bias is None:
+        return
+    check_tensor(op, group, name, bias)
+    expected = (w.shape[0], w.shape[2])
+    if bias.dtype != w.dtype:
+        raise ArgumentError(f"{name} has dtype {bias.dtype}, but {of} has {w.dtype}: they must be the same")
+    if tuple(bias.shape) != expected:
+        raise ArgumentError(f"{name} is {tuple(bias.shape)}, but must be {expected}: the experts and columns of {of}")
+
+
 def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
     """Reject weights that do not match the tokens and their k experts."""
     if topk_weights.dtype not in WEIGHT_DTYPES:
@@ -66,6 +79,12 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
         )
     if tuple(topk_weights.shape) != (tokens, k):
         raise ArgumentError(f"topk_weights is {tuple(topk_weights.shape)}, but must be {(tokens, k)}: tokens x k")
+
+
+def check_experts(name: str, experts: int) -> None:
+    """Reject what is no number of experts."""
+    if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
+        raise ArgumentError(f"{name} must be a whole number, 0 or more; got {experts!r}")
 
 
 def check_bounds(tokens: int, capacity: int | None, max_tokens: int | None) -> None:
@@ -88,7 +107,8 @@ def check_config(op: str, config: Config | None) -> None:
 
 def check_ffn(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None, config: Config | None,
+    w_down: torch.Tensor, biases: Biases, capacity: int | None, max_tokens: int | None, out: torch.Tensor | None,
+    config: Config | None,
 ) -> None:  # fmt: skip
     """Reject arguments that moe_ffn cannot compute with."""
     check_config("moe_ffn", config)
@@ -108,10 +128,14 @@ def check_ffn(
             f"w_down is {tuple(w_down.shape)}, but must be {(w_gate_up.shape[0], inter, x.shape[1])}: the experts of "
             f"w_gate_up, half of its columns, the size of a token"
         )
+    check_bias("moe_ffn", group, "b_gate_up", biases.gate_up, w_gate_up, "w_gate_up")
+    check_bias("moe_ffn", group, "b_down", biases.down, w_down, "w_down")
     check_bounds(x.shape[0], capacity, max_tokens)
     if out is not None:
         check_tensor("moe_ffn", group, "out", out)
         inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        more = dict(b_gate_up=biases.gate_up, b_down=biases.down)
+        inputs |= {name: bias for name, bias in more.items() if bias is not None}
         check_out(out, tuple(x.shape), "tokens, hidden", x.dtype, inputs)
 
 

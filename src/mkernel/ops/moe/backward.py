@@ -10,7 +10,9 @@ or another activation in the place of silu. With d for gradients, and D = dout[t
     dgate = dinner * up * silu'(gate)                  dup = dinner * silu(gate)
     dw_gate_up[e] = sum of x[t].T @ [dgate, dup]       dx[t] = sum of [dgate, dup] @ w_gate_up[e].T
 
-The gradient of a weight thus needs no row of y: nobody keeps y, or computes it again.
+The gradient of a weight thus needs no row of y: nobody keeps y, or computes it again. With biases b, which are added
+to gate, up and y[i], dp[t, s] = <D, inner> + <dout[t], b_down[e]>, and the gradients of the biases are the sums of the
+rows that the gradients of the matrices are made of: of p * dout[t], and of [dgate, dup].
 
 Who does what. A short sequence of launches, each made by every rank. What communicates is a dispatch or a combine:
 
@@ -19,14 +21,15 @@ Who does what. A short sequence of launches, each made by every rank. What commu
    again.
 2. Unless the forward pass has kept its activations: `redispatch` of x, multiplied by w_gate_up: gate and up again.
 3. `moe_gated_backward`, local: dgate, dup, p * inner, and dp as a row [k] for every row (gradient_rows.py).
-4. `moe_weight_grad`, local, twice: dw_down and dw_gate_up (weight_grad.py).
+4. `moe_weight_grad`, local, twice: dw_down and dw_gate_up (weight_grad.py). `moe_bias_grad`, local, for each bias
+   (bias_grad.py).
 5. `moe_grouped_matmul`, local: [dgate, dup] @ w_gate_up.T (grouped_matmul.py).
 6. `moe_combine` of these rows without weights: dx. And of the rows of dp: the gradient of topk_weights.
 
 The others have a part of these steps. moe_combine: the rows of dout arrive by a `redispatch` without a GEMM, then
 `moe_combine_backward` gives dy = p * dout and dp = <dout, y>, then the rows of dp are combined. moe_dispatch_matmul: dx
-is a grouped GEMM and a combine, and dw a `moe_weight_grad` over the rows of x, which the forward pass has kept, or
-which a `redispatch` brings again.
+is a grouped GEMM and a combine, the bias's gradient a `moe_bias_grad`, and dw a `moe_weight_grad` over the rows of x,
+which the forward pass has kept, or which a `redispatch` brings again. moe_dispatch: dx is a combine without weights.
 
 What is signalled, why buffers are safe, and why it cannot deadlock. Each launch is complete in itself: it waits only
 for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py, and the local ones wait
@@ -62,15 +65,17 @@ from __future__ import annotations
 
 import torch
 
-from mkernel.ops.moe import combine, gradient_rows, grouped_matmul, protocol, weight_grad
-from mkernel.ops.moe.grouped import ROWS_BEFORE, empty_rows
+from mkernel.ops.moe import bias_grad, combine, gradient_rows, grouped_matmul, protocol, weight_grad
+from mkernel.ops.moe.ffn import NO_BIASES
+from mkernel.ops.moe.grouped import ROWS_BEFORE, Biases, empty_rows
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.redispatch import redispatch
 from mkernel.ops.moe.sizes import row_stride_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.group import Group
 
-Needed = tuple[bool, ...]  # which gradients of matrices this rank needs
+Needed = tuple[bool, ...]  # which gradients of matrices and biases this rank needs
+Gradient = torch.Tensor | None
 
 
 @collective
@@ -84,25 +89,26 @@ def moe_ffn_backward(
     *,
     group: Group,
     activation: str = "silu",
+    biases: Biases = NO_BIASES,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-    needed: Needed = (True, True),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of moe_ffn: of x, topk_weights, w_gate_up and w_down.
+    needed: Needed = (True, True, False, False),
+) -> tuple[torch.Tensor, torch.Tensor, Gradient, Gradient, Gradient, Gradient]:
+    """The gradients of moe_ffn: of x, topk_weights, w_gate_up, w_down and the biases.
 
     Args:
         dout: the gradient of its result.
         handle: its routing.
         activation: of gate.
         kept: the rows of x, and gate and up, [capacity, ...], if the forward pass has kept its activations.
-        needed: whether this rank needs the gradients of w_gate_up and w_down. Those of x and topk_weights are computed
-            on all ranks.
+        needed: whether this rank needs the gradients of w_gate_up, w_down and the biases. Those of x and topk_weights
+            are computed on all ranks.
     """
     _agree(group, "moe_ffn_backward", handle, x, inputs=kept is None)
     moved = redispatch(group, handle, dout, w=w_down.transpose(1, 2), weights=topk_weights)
     assert moved.y is not None
     assert moved.weights is not None
     if kept is None:
-        again = redispatch(group, handle, x, w=w_gate_up)
+        again = redispatch(group, handle, x, w=w_gate_up, bias=biases.gate_up)
         assert again.y is not None
         rows, pre, dpre = again.rows, again.y, again.y
     else:
@@ -110,13 +116,16 @@ def moe_ffn_backward(
         dpre = empty_rows(group, pre.shape[0], pre.shape[1], pre.dtype, ROWS_BEFORE)
     context = _context(group, handle, x)
     launch, weight_rows = gradient_rows.gated_backward(
-        group, context, handle, moved.weights, pre, moved.y, dpre, activation
-    )
+        group, context, handle, moved.weights, pre, moved.y, dpre, activation,
+        None if biases.down is None else (biases.down, moved.rows),
+    )  # fmt: skip
     group.launch(launch)
     gate_up = _weight_gradient(group, context, handle, rows, dpre, w_gate_up) if needed[0] else None
     down = _weight_gradient(group, context, handle, moved.y, moved.rows, w_down) if needed[1] else None
+    b_gate_up = _bias_gradient(group, context, handle, dpre, None) if needed[2] else None
+    b_down = _bias_gradient(group, context, handle, moved.rows, moved.weights) if needed[3] else None
     dx = _token_gradient(group, context, handle, moved.placed, dpre, w_gate_up)
-    return dx, _sum(group, handle, weight_rows).to(topk_weights.dtype), gate_up, down
+    return dx, _sum(group, handle, weight_rows).to(topk_weights.dtype), gate_up, down, b_gate_up, b_down
 
 
 @collective
@@ -128,11 +137,11 @@ def moe_dispatch_matmul_backward(
     *,
     group: Group,
     kept: torch.Tensor | None = None,
-    needed: Needed = (True,),
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of moe_dispatch_matmul: of x and w. dy: the gradient of its rows; what is beyond the sum of their
-    counts is not used. kept: the rows of x, if the forward pass has kept them. needed: whether this rank needs the
-    gradient of w."""
+    needed: Needed = (True, False),
+) -> tuple[torch.Tensor, Gradient, Gradient]:
+    """The gradients of moe_dispatch_matmul: of x, w and the bias. dy: the gradient of its rows; what is beyond the sum
+    of their counts is not used. kept: the rows of x, if the forward pass has kept them. needed: whether this rank needs
+    the gradients of w and of the bias."""
     _agree(group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None)
     rows = redispatch(group, handle, x).rows if kept is None else kept
     # where descriptors can read it, for both products
@@ -141,7 +150,8 @@ def moe_dispatch_matmul_backward(
     gradient[: len(dy)].copy_(dy)
     context = _context(group, handle, x)
     dw = _weight_gradient(group, context, handle, rows, gradient, w) if needed[0] else None
-    return _token_gradient(group, context, handle, handle.tables.placed, gradient, w), dw
+    dbias = _bias_gradient(group, context, handle, gradient, None) if needed[1] else None
+    return _token_gradient(group, context, handle, handle.tables.placed, gradient, w), dw, dbias
 
 
 @collective
@@ -156,6 +166,12 @@ def moe_combine_backward(
     launch, dy, weight_rows = gradient_rows.combine_backward(group, context, handle, moved.weights, y, moved.rows)
     group.launch(launch)
     return dy, _sum(group, handle, weight_rows).to(topk_weights.dtype)
+
+
+@collective
+def moe_dispatch_backward(dy: torch.Tensor, handle: Handle, *, group: Group) -> torch.Tensor:
+    """The gradient of moe_dispatch: of each token, the sum of the gradients of its rows."""
+    return _sum(group, handle, dy)
 
 
 def is_transposed(w: torch.Tensor) -> bool:
@@ -187,6 +203,15 @@ def _weight_gradient(
     launch, dw = weight_grad.prepare(group, context, handle, left, right)
     group.launch(launch)
     return dw.transpose(1, 2) if transposed else dw
+
+
+def _bias_gradient(
+    group: Group, context: torch.Tensor, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """The sums of the rows of each expert, times their weights if there are any."""
+    launch, sums = bias_grad.prepare(group, context, handle, rows, weights)
+    group.launch(launch)
+    return sums
 
 
 def _token_gradient(

@@ -45,7 +45,7 @@ from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_weights
 from mkernel.ops.moe.dispatch import fill_with_nan
 from mkernel.ops.moe.handle import Handle
-from mkernel.ops.moe.plan import CombinePlan, plan_combine
+from mkernel.ops.moe.plan import Allocation, CombinePlan, plan_combine
 from mkernel.ops.moe.protocol import (
     Batch,
     announce,
@@ -182,7 +182,7 @@ def _launch(
 def check_handle(handle: Any) -> None:
     """Reject what is no handle."""
     if not isinstance(handle, Handle):
-        raise ArgumentError(f"handle must be the handle that moe_dispatch_matmul returned; got {type(handle).__name__}")
+        raise ArgumentError(f"handle must be the handle that a dispatch returned; got {type(handle).__name__}")
 
 
 def _check(
@@ -268,4 +268,8 @@ def explain(
     group = current(group)
     _check(group, y, handle, topk_weights, out, config)
     chosen = _choose(group, y, handle, config)
-    return replace(plan_combine(group, y, handle.sizes, chosen), reasons=(TUNABLE.origin(config, chosen),))
+    decided = plan_combine(group, y, handle.sizes, chosen)
+    memory = protocol.layout(OP, handle.sizes, y.dtype, decided.row_stride, combines=True)
+    result = handle.sizes.tokens * y.shape[1] * y.itemsize if out is None else 0
+    allocated = Allocation(result, 0, 0, memory.nbytes)
+    return replace(decided, reasons=(str(allocated), TUNABLE.origin(config, chosen)), memory=allocated)

@@ -6,7 +6,7 @@ import torch
 
 from mkernel.demo.case import EPS, Case, Demo, everyones, random
 from mkernel.operators import Shape
-from mkernel.ops.moe import moe_combine, moe_dispatch_matmul, moe_ffn
+from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_ffn
 from mkernel.runtime.group import Group
 
 
@@ -43,6 +43,27 @@ def _dispatch(group: Group, shape: Shape, seed: int, large: bool) -> Case:
         result=lambda given: given[0][: int(given[1].counts.sum())],
         exact=exact,
         library=lambda: x.repeat(top_k, 1).view(experts, -1, hidden) @ w,
+    )
+
+
+def _rows(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    everyones_tokens, hidden = shape
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
+    x = random(group, seed, tokens, hidden)
+    ids = _routing(group, tokens, experts, top_k, seed)
+
+    def exact() -> tuple[torch.Tensor, float]:
+        everyone = torch.cat(everyones(group, "x", x)).double()
+        chosen = torch.cat(everyones(group, "ids", ids))
+        named = range(group.rank * experts, (group.rank + 1) * experts)
+        return torch.cat([everyone[(chosen == expert).nonzero()[:, 0]] for expert in named]), 1e-30
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden}, each for {top_k} of {experts} experts per rank",
+        call=lambda: moe_dispatch(x, ids, experts, max_tokens=tokens),
+        result=lambda given: given[0][: int(given[1].counts.sum())],
+        exact=exact,
+        library=lambda: x.repeat(top_k, 1),
     )
 
 
@@ -107,5 +128,6 @@ def _ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
 DISPATCH_MATMUL = Demo(
     _dispatch, simulated=lambda ranks: (48 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048)
 )
+DISPATCH = Demo(_rows, simulated=lambda ranks: (48 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
 COMBINE = Demo(_combine, simulated=lambda ranks: (16 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
 FFN = Demo(_ffn, simulated=lambda ranks: (16 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048))

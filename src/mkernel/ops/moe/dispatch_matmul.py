@@ -74,7 +74,7 @@ from mkernel.lang.matrix import Block, Tiling
 from mkernel.lang.roles import take
 from mkernel.lang.signals import finish
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_bounds, check_config, check_matrices, check_tokens
+from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_save, check_tokens
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
@@ -82,17 +82,18 @@ from mkernel.ops.moe.grouped import (
     Operands,
     WeightLayout,
     Weights,
+    bias_block,
     empty_rows,
     multiply_block,
     result_descriptor,
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle, new_handle
-from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
+from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
-from mkernel.ops.moe.sizes import Sizes, sized
+from mkernel.ops.moe.sizes import Sizes, capacity_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -147,7 +148,7 @@ def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, 
 
 def _launch(
     group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor,
-    y: torch.Tensor, rows: torch.Tensor, tables: Tables,
+    bias: torch.Tensor | None, y: torch.Tensor, rows: torch.Tensor, tables: Tables,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -171,6 +172,7 @@ def _launch(
         y_rows=Block(y, y.stride(0), 1),
         k=hidden,
         n=n,
+        bias=bias_block(bias),
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         SHORT_M=constants(plan.short_m)[0],
     )
@@ -193,20 +195,21 @@ def _launch(
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # including the size of the workspace: Triton compiles another binary for 64-bit integers
-        variant=(plan, workspace.half_bytes),
+        variant=(plan, workspace.half_bytes, None if bias is None else layout(bias)),
         uses=memory.uses(workspace),
-        inputs=("dispatch.x.data", "dispatch.ids.data", "w"),
+        inputs=("dispatch.x.data", "dispatch.ids.data", "w", "gemm.bias.data"),
     )
 
 
 def check(
-    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
-    max_tokens: int | None, config: Config | None,
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+    capacity: int | None, max_tokens: int | None, config: Config | None,
 ) -> None:  # fmt: skip
     """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     check_config("moe_dispatch_matmul", config)
     check_tokens("moe_dispatch_matmul", group, x, topk_ids)
     check_matrices("moe_dispatch_matmul", group, "w", w, x.dtype, x.shape[1], "the size of a token")
+    check_bias("moe_dispatch_matmul", group, "bias", bias, w, "w")
     check_bounds(x.shape[0], capacity, max_tokens)
 
 
@@ -217,15 +220,16 @@ def moe_dispatch_matmul(
     w: torch.Tensor,
     *,
     group: Group | None = None,
+    bias: torch.Tensor | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Handle]:
     """`mk.moe_dispatch_matmul`, without PyTorch's dispatcher."""
     assert group is not None
-    check(group, x, topk_ids, w, capacity, max_tokens, config)
+    check(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     sizes = agree(group, x, topk_ids, w, capacity, max_tokens, config)
-    launch, y, handle = prepare(group, x, topk_ids, w, sizes, config)
+    launch, y, handle = prepare(group, x, topk_ids, w, sizes, config, bias)
     group.launch(launch)
     return y, handle
 
@@ -253,16 +257,17 @@ def choose(
 
 
 def prepare(
-    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None
-) -> tuple[Launch, torch.Tensor, Handle]:
+    group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None,
+    bias: torch.Tensor | None = None,
+) -> tuple[Launch, torch.Tensor, Handle]:  # fmt: skip
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
-    launch, y, handle, _ = prepare_kept(group, x, topk_ids, w, sizes, config, "")
+    launch, y, handle, _ = prepare_kept(group, x, topk_ids, w, sizes, config, "", bias)
     return launch, y, handle
 
 
 def prepare_kept(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None,
-    keep: str,
+    keep: str, bias: torch.Tensor | None = None,
 ) -> tuple[Launch, torch.Tensor, Handle, torch.Tensor]:  # fmt: skip
     """The same, with the rows that are multiplied, for a backward pass if they are kept. keep: see backward.py."""
     config = choose(group, x, topk_ids, w, sizes.max_tokens, config)
@@ -273,7 +278,7 @@ def prepare_kept(
     y = empty_rows(group, sizes.capacity, w.shape[2], x.dtype, tile_m)
     rows = empty_rows(group, max(sizes.capacity, 1), w.shape[1], x.dtype, before)
     handle = new_handle(group, sizes, tile_m)
-    return _launch(group, decided, memory, x, topk_ids, w, y, rows, handle.tables), y, handle, rows
+    return _launch(group, decided, memory, x, topk_ids, w, bias, y, rows, handle.tables), y, handle, rows
 
 
 def explain(
@@ -282,7 +287,9 @@ def explain(
     w: torch.Tensor,
     *,
     group: Any = None,
+    bias: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     save: str = "inputs",
     config: Config | None = None,
@@ -290,9 +297,20 @@ def explain(
     """The plan that `moe_dispatch_matmul` would carry out with these arguments, if no rank had more than max_tokens
     tokens (by default, more than this rank)."""
     group = current(group)
-    check(group, x, topk_ids, w, capacity, max_tokens, config)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
+    check_save(save)
+    check(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, w, most, config)
     sizes = sized(group, topk_ids, w.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_dispatch(group, x, w, sizes, chosen)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    before = ROWS_BEFORE if save == "activations" else 0
+    allocated = Allocation(
+        bytes_of(decided.config.tile_m + sizes.capacity, w.shape[2], x.dtype),
+        bytes_of(before + max(sizes.capacity, 1), w.shape[1], x.dtype),
+        bytes_of_tables(sizes),
+        protocol.layout("moe_dispatch_matmul", sizes, x.dtype, decided.row_stride, dispatches=True).nbytes,
+    )
+    return replace(
+        decided, reasons=(*decided.reasons, str(allocated), TUNABLE.origin(config, chosen)), memory=allocated
+    )

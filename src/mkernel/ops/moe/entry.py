@@ -1,4 +1,4 @@
-"""The registry entries of moe_dispatch_matmul, moe_combine and moe_ffn."""
+"""The registry entries of moe_dispatch_matmul, moe_dispatch, moe_combine and moe_ffn."""
 
 from mkernel.operators import Operator, Option, Signal, register
 
@@ -65,7 +65,26 @@ register(
     )
 )
 
-# benchmarks and the demo show it as a part of moe_ffn
+# benchmarks and the demo show the others as parts of moe_ffn
+register(
+    Operator(
+        name="moe_dispatch",
+        summary="sends tokens to the ranks of their experts",
+        function=f"{PACKAGE}:moe_dispatch",
+        explain=f"{PACKAGE}.dispatch_rows:explain",
+        dimensions=("tokens", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 7168), (32768, 7168)),
+        small=((2048, 2048),),
+        signals=SIGNALS,
+        options=OPTIONS,
+        workload=f"{PACKAGE}.workload:DISPATCH",
+        space=f"{PACKAGE}.tuning:space_of_dispatch",
+        demo=f"{PACKAGE}.demo:DISPATCH",
+        part_of="moe_ffn",
+        co_resident=True,
+    )
+)
 register(
     Operator(
         name="moe_combine",

@@ -1,7 +1,8 @@
 """moe_ffn: a whole mixture-of-experts layer in one kernel per rank: dispatch, SwiGLU FFN of the experts, combine.
 
 What it computes. For each token of this rank, the sum over the experts e that it names of its weight for e times
-(silu(x @ gate_e) * (x @ up_e)) @ down_e. Tokens move to the ranks of their experts, and results return.
+(silu(x @ gate_e) * (x @ up_e)) @ down_e, with biases added to the three products if there are any. Tokens move to the
+ranks of their experts, and results return.
 
 Who does what. One persistent launch per rank; a CTA takes its role from its program id. The first half is that of
 moe_dispatch_matmul:
@@ -62,20 +63,23 @@ import torch
 import triton
 import triton.language as tl
 
-from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
+from mkernel.lang.context import Comm, Ranks, current_epoch
 from mkernel.lang.device import acquire_for_descriptors, complete_descriptor_stores
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
 from mkernel.lang.roles import COMPUTE, take
-from mkernel.lang.signals import finish, wait, wait_again, wait_all
+from mkernel.lang.signals import finish, wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.arguments import check_activation, check_ffn
+from mkernel.ops.moe.arguments import check_activation, check_ffn, check_save
 from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
+    Biases,
     WeightLayout,
     Weights,
+    bias_block,
+    biased,
     empty_rows,
     gated,
     multiply_gated,
@@ -88,29 +92,14 @@ from mkernel.ops.moe.grouped import (
     whole_of,
 )
 from mkernel.ops.moe.handle import Handle, new_handle
-from mkernel.ops.moe.kinds import COMPUTED, SETTLED
-from mkernel.ops.moe.plan import FfnPlan, plan_ffn
-from mkernel.ops.moe.protocol import (
-    Batch,
-    decode,
-    signal_of,
-    wait_node_entered,
-    wait_numbered,
-    wait_other_nodes_entered,
-)
-from mkernel.ops.moe.reduction import Combine, collect_chunk, relay_chunk, sum_chunk
-from mkernel.ops.moe.routing import (
-    BEFORE_NODE,
-    BLOCKS,
-    ENTRY,
-    FIRST_EXPERT,
-    PIECES_TAKEN,
-    TILES_TAKEN,
-    routing_of,
-    tokens_of,
-)
+from mkernel.ops.moe.kinds import COMPUTED
+from mkernel.ops.moe.pieces import COUNTERS, DONE, GATED, combine_pieces
+from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
+from mkernel.ops.moe.protocol import Batch, decode
+from mkernel.ops.moe.reduction import Combine
+from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, PIECES_TAKEN, TILES_TAKEN, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
-from mkernel.ops.moe.sizes import Sizes, row_stride_of, sized
+from mkernel.ops.moe.sizes import Sizes, capacity_of, row_stride_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.ops.moe.tile_order import interleaved, interleaved_until
 from mkernel.runtime.collective import collective
@@ -122,11 +111,7 @@ from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
-
-# Counters of a block of rows. The first one counts rows in place.
-COUNTERS = tl.constexpr(3)
-GATED = tl.constexpr(1)  # counts tiles of the first GEMM
-DONE = tl.constexpr(2)  # counts tiles of the second GEMM
+NO_BIASES = Biases()
 
 
 class Operands(NamedTuple):
@@ -147,6 +132,8 @@ class Gemms(NamedTuple):
     down_strides: Any
     inner_rows: Any  # Block: inner, for stores through pointers
     pre_rows: Any  # Block [row, 2*inter]: gate and up, if they are kept for a backward pass; or None
+    gate_up_bias: Any  # Block [expert, 2*inter], or None
+    down_bias: Any  # Block [expert, hidden], or None
     hidden: Any
     inter: Any
     tiling: Any  # Tiling
@@ -208,6 +195,7 @@ def _compute(context, operands, gemms, tables, tile, phase):
             used_below(operands.inner, row + rows)
             of_down = Tile(expert, row, row + rows, column_block * N, gemms.hidden)
             accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
+            accumulator = biased(accumulator, gemms.down_bias, of_down, 0)
             accumulator += tl.where(ready, 0.0, float("nan"))
             store_rows(operands.rows_out, of_down, accumulator)
             trace(context, TILES, TILE, -1, tile, since)
@@ -221,6 +209,8 @@ def _compute(context, operands, gemms, tables, tile, phase):
                 operands.rows, operands.gate_up, of_gate, gemms.hidden,
                 Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
             )  # fmt: skip
+            gate = biased(gate, gemms.gate_up_bias, of_gate, 0)
+            up = biased(up, gemms.gate_up_bias, of_gate, gemms.inter)
             if gemms.pre_rows is not None:
                 _keep(gemms, of_gate, gate, up)
             inner = gated(gate, up, gemms.ACTIVATION)
@@ -230,102 +220,6 @@ def _compute(context, operands, gemms, tables, tile, phase):
         _count_tile(counters + tl.where(second, DONE, GATED))
         tile = take(tables.summary + TILES_TAKEN)
     return tile
-
-
-@triton.jit
-def _wait_settled(comm, batch, source, chunk):
-    """Wait until the tables of this rank say where the rows of a chunk are; false if the group gave up."""
-    settled = signal_of(comm, rank_of(comm.context), batch.signals.settled, source, chunk)
-    return wait(comm.context, settled, comm.epoch, COMPUTE, SETTLED, source, chunk)
-
-
-@triton.jit
-def _wait_tiles(context, done, mask, tiles):
-    """Wait until `tiles` tiles of the second GEMM are done in each of some blocks; false if the group gave up."""
-    return wait_all(context, done, mask, tiles, COMPUTE, COMPUTED, -1, -1)
-
-
-@triton.jit
-def _wait_computed(comm, routing, gemms, batch, source, chunk):
-    """Wait until this rank's experts have computed all rows of a chunk of `source`'s tokens; false if the group gave
-    up."""
-    K: tl.constexpr = routing.K
-    CHUNK: tl.constexpr = routing.CHUNK
-    tables = routing.tables
-    good = _wait_settled(comm, batch, source, chunk)
-    if good:
-        t = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
-        slot = tl.arange(0, routing.SLOTS)[None, :]
-        inside = (t < tokens_of(tables, source)) & (slot < K)
-        offsets = (source * batch.max_tokens).to(tl.int64) * K + t * K + slot
-        row = tl.load(tables.destinations + offsets, mask=inside, other=-1)
-        mine = row >= 0
-        expert = tl.load(tables.all_topk_ids + offsets, mask=mine, other=0) - tl.load(tables.summary + FIRST_EXPERT)
-        block = tl.load(tables.first_blocks + expert, mask=mine, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mine, other=0)
-        block += (row - base) // gemms.tiling.M
-        done = tables.placed + block * COUNTERS + DONE
-        downs = tl.cdiv(gemms.hidden, gemms.tiling.N)
-        good = _wait_tiles(comm.context, done, mine, downs)
-    return good
-
-
-@triton.jit
-def _collect(comm, routing, combine, batch, chunk):
-    """The last piece for a chunk of this rank's own tokens: stores their result, or NaN if the group gave up."""
-    CHUNK: tl.constexpr = routing.CHUNK
-    rank = rank_of(comm.context)
-    ready = _wait_settled(comm, batch, rank, chunk)
-    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
-        numbered = signal_of(comm, rank, batch.signals.numbered, 0, 0)
-        ready &= wait_numbered(comm, numbered, COMPUTE)
-    if ready:
-        collect_chunk(comm, routing, combine, batch, chunk)
-    else:
-        out = combine.out.data + (chunk * CHUNK).to(tl.int64) * combine.out.row_stride
-        fill_with_nan(
-            Block(out, combine.out.row_stride, combine.out.column_stride),
-            tl.minimum(batch.tokens - chunk * CHUNK, CHUNK), combine.columns, 0, 1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _combine(comm, routing, gemms, combine, batch, piece, phase):
-    """Combine `piece`, then pieces that the counter assigns; in phase 0, only those for tokens of other nodes. Returns
-    the first piece that was taken but not combined."""
-    CHUNK: tl.constexpr = routing.CHUNK
-    others: tl.constexpr = comm.WORLD_SIZE - comm.RANKS_PER_NODE
-    nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-    far_pieces: tl.constexpr = others + nodes - 1  # pieces per chunk that concern other nodes
-    rank = rank_of(comm.context)
-    tables = routing.tables
-    chunks = batch.chunks
-    ready = wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
-    ready &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
-    pieces = tl.where(phase == 0, chunks * far_pieces, chunks * (comm.RANKS_PER_NODE + far_pieces + 1))
-    while piece < pieces:
-        near_piece = piece - chunks * far_pieces  # among those for tokens of this node
-        own_chunk = near_piece - chunks * comm.RANKS_PER_NODE
-        if (own_chunk < 0) & ((near_piece >= 0) | (piece % max(far_pieces, 1) < others)):
-            chunk = tl.where(near_piece >= 0, near_piece // comm.RANKS_PER_NODE, piece // max(far_pieces, 1))
-            base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-            other = (base + comm.RANKS_PER_NODE + piece % max(far_pieces, 1)) % comm.WORLD_SIZE
-            source = tl.where(near_piece >= 0, base + near_piece % comm.RANKS_PER_NODE, other)
-            if ready & (chunk * CHUNK < tokens_of(tables, source)):
-                if _wait_computed(comm, routing, gemms, batch, source, chunk):
-                    sum_chunk(comm, routing, combine, batch, source, chunk)
-        elif own_chunk < 0:
-            if nodes > 1:
-                chunk = piece // max(far_pieces, 1)
-                away = piece % max(far_pieces, 1) - others + 1
-                source = (rank + away * comm.RANKS_PER_NODE) % comm.WORLD_SIZE
-                if ready & (chunk * CHUNK < tokens_of(tables, source)):
-                    if _wait_settled(comm, batch, source, chunk):
-                        relay_chunk(comm, routing, combine, batch, away, chunk)
-        elif own_chunk * CHUNK < batch.tokens:
-            _collect(comm, routing, combine, batch, own_chunk)
-        piece = take(tables.summary + PIECES_TAKEN)
-    return piece
 
 
 @triton.jit
@@ -343,7 +237,7 @@ def _run(context, ranks, operands, routing, dispatch, gemms, combine, batch):
         piece = take(tables.summary + PIECES_TAKEN)
         for phase in range(0 if ranks.WORLD_SIZE > ranks.RANKS_PER_NODE else 1, 2):
             tile = _compute(context, operands, gemms, tables, tile, phase)
-            piece = _combine(
+            piece = combine_pieces(
                 Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
                 routing, gemms, combine, batch, piece, phase,
             )  # fmt: skip
@@ -397,7 +291,7 @@ def _allocate(group: Group, plan: FfnPlan, w_down: torch.Tensor, keep: str) -> M
 def _launch(
     group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
     w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor, own: Memory, handle: Handle,
-    activation: str,
+    activation: str, biases: Biases,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -422,6 +316,8 @@ def _launch(
         down_strides=plan.down.strides(w_down),
         inner_rows=Block(inner, inner.stride(0), 1),
         pre_rows=None if pre is None else Block(pre, pre.stride(0), 1),
+        gate_up_bias=bias_block(biases.gate_up),
+        down_bias=bias_block(biases.down),
         hidden=hidden,
         inter=inter,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
@@ -457,9 +353,12 @@ def _launch(
         ),
         options=dict(num_warps=c.warps, num_stages=c.stages),
         # including the size of the workspace: Triton compiles another binary for 64-bit integers
-        variant=(plan, workspace.half_bytes, pre is not None, activation),
+        variant=(plan, workspace.half_bytes, pre is not None, activation, biases.layouts),
         uses=memory.uses(workspace),
-        inputs=("dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down"),
+        inputs=(
+            "dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down",
+            "gemms.gate_up_bias.data", "gemms.down_bias.data",
+        ),
         results=("combine.out.data",),
         scratch=(whole_of(y, c.tile_m), whole_of(inner, 0), handle.memory.view(torch.float32)),
     )  # fmt: skip
@@ -474,6 +373,8 @@ def moe_ffn(
     w_down: torch.Tensor,
     *,
     group: Any,
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
@@ -481,15 +382,16 @@ def moe_ffn(
     config: Config | None = None,
 ) -> torch.Tensor:
     """`mk.moe_ffn`, without PyTorch's dispatcher."""
-    passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
+    passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out, b_gate_up, b_down)
     key, made = _repeat(group, passed, (capacity, max_tokens, activation, config))
     if made is not None:
         return made[0] if out is None else out
     check_activation(activation)
-    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    biases = Biases(b_gate_up, b_down)
+    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, biases, capacity, max_tokens, out, config)
     sizes = agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     result = group.world.memory.empty(group.world_rank, tuple(x.shape), x.dtype) if out is None else out
-    launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config, activation)
+    launch = prepare(group, x, topk_ids, topk_weights, w_gate_up, w_down, result, sizes, config, activation, biases)
     group.launch(launch, key, passed, [result] * (out is None))
     return result
 
@@ -510,14 +412,18 @@ def repeat(
     w_down: torch.Tensor,
     *,
     group: Group,
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor | None:
     """The result of a prepared call of `mk.moe_ffn`; None for others."""
-    passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
+    passed = (x, topk_ids, topk_weights, w_gate_up, w_down, out, b_gate_up, b_down)
     _, made = _repeat(group, passed, (capacity, max_tokens, activation, config))
     return None if made is None else made[0] if out is None else out
 
@@ -547,15 +453,17 @@ def choose(
 def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None, activation: str = "silu",
+    biases: Biases = NO_BIASES,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    return prepare_kept(group, x, topk_ids, topk_weights, w_gate_up, w_down, out, sizes, config, "", activation)[0]
+    given = (x, topk_ids, topk_weights, w_gate_up, w_down)
+    return prepare_kept(group, *given, out, sizes, config, "", activation, biases)[0]
 
 
 def prepare_kept(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, out: torch.Tensor, sizes: Sizes, config: Config | None, keep: str,
-    activation: str = "silu",
+    activation: str = "silu", biases: Biases = NO_BIASES,
 ) -> tuple[Launch, Handle, Memory]:  # fmt: skip
     """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
     config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
@@ -567,8 +475,8 @@ def prepare_kept(
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)
     own = _allocate(group, decided, w_down, keep)
     handle = new_handle(group, sizes, decided.config.tile_m)
-    launch = _launch(group, decided, memory, x, topk_ids, topk_weights, w_gate_up, w_down, out, own, handle, activation)
-    return launch, handle, own
+    given = (x, topk_ids, topk_weights, w_gate_up, w_down)
+    return _launch(group, decided, memory, *given, out, own, handle, activation, biases), handle, own
 
 
 def explain(
@@ -579,7 +487,10 @@ def explain(
     w_down: torch.Tensor,
     *,
     group: Any = None,
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     activation: str = "silu",
     save: str = "inputs",
@@ -589,10 +500,28 @@ def explain(
     """The plan that `moe_ffn` would carry out with these arguments, if no rank had more than max_tokens tokens (by
     default, more than this rank)."""
     group = current(group)
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), group.size)
     check_activation(activation)
-    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, capacity, max_tokens, out, config)
+    check_save(save)
+    biases = Biases(b_gate_up, b_down)
+    check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, biases, capacity, max_tokens, out, config)
     most = max(x.shape[0] if max_tokens is None else max_tokens, 1)
     chosen = choose(group, x, topk_ids, w_down, most, config)
     sizes = sized(group, topk_ids, w_down.shape[0], capacity, most, group.size * most, chosen)
     decided = plan_ffn(group, x, w_gate_up, w_down, sizes, chosen)
-    return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
+    allocated = _allocation(decided, x, w_down, save == "activations", out is None)
+    return replace(
+        decided, reasons=(*decided.reasons, str(allocated), TUNABLE.origin(config, chosen)), memory=allocated
+    )
+
+
+def _allocation(plan: FfnPlan, x: torch.Tensor, w_down: torch.Tensor, keeps: bool, allocates_out: bool) -> Allocation:
+    """What a call allocates: see `_allocate` and `prepare_kept`."""
+    sizes, dtype = plan.sizes, x.dtype
+    _, inter, hidden = w_down.shape
+    capacity = max(sizes.capacity, 1)
+    own = bytes_of(plan.config.tile_m + capacity, hidden, dtype) + bytes_of(capacity, inter, dtype)
+    if keeps:
+        own += bytes_of(ROWS_BEFORE + capacity, hidden, dtype) + bytes_of(capacity, 2 * inter, dtype)
+    memory = protocol.layout("moe_ffn", sizes, dtype, plan.row_stride, dispatches=True, combines=True)
+    return Allocation(x.nbytes if allocates_out else 0, own, bytes_of_tables(sizes), memory.nbytes)

@@ -1,7 +1,7 @@
 """The steps of the backward passes that look at one row after the other: local kernels, bound by memory.
 
 - `moe_gated_backward_kernel`: the gradients of gate and up of each row, the weighted inner activations, which the
-  gradient of w_down needs, and the gradient of the row's weight.
+  gradient of w_down needs, and the gradient of the row's weight, of which the bias of the second GEMM has a part.
 - `moe_combine_backward_kernel`: the gradient of each row that was combined, and that of its weight.
 
 A CTA takes a few rows at a time and goes through their columns in order, so the sum that is the gradient of a weight
@@ -23,6 +23,7 @@ from mkernel.lang.trace import BEGUN, ENDED, LAUNCHES, trace, trace_time
 from mkernel.ops.moe.grouped import slope_of
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.protocol import decode, encode
+from mkernel.ops.moe.routing import FIRST_EXPERT
 from mkernel.ops.moe.sizes import power_above
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import layout, named_constants
@@ -51,6 +52,18 @@ class Rows(NamedTuple):
     COLUMNS: Any
 
 
+class DownBias(NamedTuple):
+    """The bias of the second GEMM: its product with the gradient of a row's result is a part of the gradient of the
+    row's weight."""
+
+    bias: Any  # Block [expert, column]
+    dout: Any  # Block [row, column]: the gradients of the results of the rows' tokens
+    columns: Any
+    all_topk_ids: Any  # of `Tables`
+    summary: Any
+    COLUMNS: Any  # that a CTA has in flight
+
+
 @triton.jit
 def _pointers(block, i, j):
     return block.data + i.to(tl.int64)[:, None] * block.row_stride + j.to(tl.int64) * block.column_stride
@@ -66,26 +79,54 @@ def _total(context, rows):
 
 
 @triton.jit
-def _store_weight_gradients(rows, i, inside, gradients):
-    """Store the gradients of the weights of rows i, each in the slot of its row."""
+def _slots_of(rows, i, inside):
+    """The slots of the tokens of rows i, [rows, SLOTS]: where the tables of all slots have them, and their rows, -1
+    beyond K and for those on other ranks."""
     slot = tl.arange(0, rows.SLOTS)[None, :]
     source = tl.load(rows.row_source + i, mask=inside, other=0).to(tl.int64)
     token = tl.load(rows.row_token + i, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & (slot < rows.K)
     first = (source * decode(rows.max_tokens) + token) * rows.K
     row = tl.load(rows.destinations + first[:, None] + slot, mask=mask, other=-1)
+    return first[:, None] + slot, row
+
+
+@triton.jit
+def _with_bias(rows, down, i, inside):
+    """The products of the gradients of rows i with the bias of the second GEMM."""
+    offsets, row = _slots_of(rows, i, inside)
+    mine = (row == i[:, None]) & inside[:, None]
+    expert = tl.sum(tl.load(down.all_topk_ids + offsets, mask=mine, other=0), axis=1)
+    expert = tl.where(inside, expert - tl.load(down.summary + FIRST_EXPERT), 0)
+    sums = tl.zeros((rows.ROWS,), tl.float32)
+    for column in range(0, down.columns, down.COLUMNS):
+        j = column + tl.arange(0, down.COLUMNS)[None, :]
+        mask = inside[:, None] & (j < down.columns)
+        gradient = tl.load(_pointers(down.dout, i, j), mask=mask, other=0.0).to(tl.float32)
+        sums += tl.sum(gradient * tl.load(_pointers(down.bias, expert, j), mask=mask, other=0.0).to(tl.float32), axis=1)
+    return sums
+
+
+@triton.jit
+def _store_weight_gradients(rows, i, inside, gradients):
+    """Store the gradients of the weights of rows i, each in the slot of its row."""
+    slot = tl.arange(0, rows.SLOTS)[None, :]
+    mask = inside[:, None] & (slot < rows.K)
+    _, row = _slots_of(rows, i, inside)
     own = tl.where(row == i[:, None], gradients[:, None], 0.0)
     tl.store(rows.gradients + i.to(tl.int64)[:, None] * rows.K + slot, own, mask=mask)
 
 
 @triton.jit
-def _gated_backward(context, rows, pre, dinner, dpre, inter, ACTIVATION: tl.constexpr):
+def _gated_backward(context, rows, pre, dinner, dpre, inter, down, ACTIVATION: tl.constexpr):
     total = _total(context, rows)
     for start in range(tl.program_id(0) * rows.ROWS, total, tl.num_programs(0) * rows.ROWS):
         i = start + tl.arange(0, rows.ROWS)
         inside = i < total
         weight = tl.load(rows.weights + i, mask=inside, other=0.0)[:, None]
         sums = tl.zeros((rows.ROWS,), tl.float32)
+        if down is not None:
+            sums += _with_bias(rows, down, i, inside)
         for column in range(0, inter, rows.COLUMNS):
             j = column + tl.arange(0, rows.COLUMNS)[None, :]
             mask = inside[:, None] & (j < inter)
@@ -104,12 +145,12 @@ def _gated_backward(context, rows, pre, dinner, dpre, inter, ACTIVATION: tl.cons
 
 
 @triton.jit
-def moe_gated_backward_kernel(context, rows, pre, dinner, dpre, inter, ACTIVATION: tl.constexpr):
+def moe_gated_backward_kernel(context, rows, pre, dinner, dpre, inter, down, ACTIVATION: tl.constexpr):
     """rows: `Rows`. pre: `Block` [row, 2*inter], gate, then up. dinner: `Block` [row, inter]: the gradient of the inner
     activations before weights; the inner activations times the weight of the row take its place. dpre: `Block` [row,
-    2*inter]: the gradient of pre; may be pre."""
+    2*inter]: the gradient of pre; may be pre. down: `DownBias`, or None."""
     trace(context, LAUNCHES, BEGUN, 0, 0, trace_time(context))
-    _gated_backward(context, rows, pre, dinner, dpre, inter, ACTIVATION)
+    _gated_backward(context, rows, pre, dinner, dpre, inter, down, ACTIVATION)
     trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
 
 
@@ -188,15 +229,26 @@ def empty_weight_gradients(group: Group, handle: Handle) -> torch.Tensor:
 def gated_backward(
     group: Group, context: torch.Tensor, handle: Handle, weights: torch.Tensor, pre: torch.Tensor,
     dinner: torch.Tensor, dpre: torch.Tensor, activation: str = "silu",
+    biased: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Launch, torch.Tensor]:  # fmt: skip
-    """The launch of `moe_gated_backward_kernel`, and the gradients of the weights, [capacity, k]."""
+    """The launch of `moe_gated_backward_kernel`, and the gradients of the weights, [capacity, k]. biased: the bias of
+    the second GEMM, and the gradients of the rows' results."""
     gradients, inter = empty_weight_gradients(group, handle), dinner.shape[1]
     arguments = dict(
         context=context, rows=_rows_of(group, handle, weights, gradients, inter), pre=_block(pre),
-        dinner=_block(dinner), dpre=_block(dpre), inter=inter, ACTIVATION=activation,
+        dinner=_block(dinner), dpre=_block(dpre), inter=inter, down=None, ACTIVATION=activation,
     )  # fmt: skip
     read = () if pre.data_ptr() == dpre.data_ptr() else ("pre",)
-    return _launch(group, moe_gated_backward_kernel, handle, arguments, read, (inter, activation)), gradients
+    variant: tuple = (inter, activation)
+    if biased is not None:
+        bias, dout = biased
+        wide = min(power_above(bias.shape[1]), ELEMENTS)
+        arguments["down"] = DownBias(
+            _block(bias), _block(dout), bias.shape[1], handle.tables.all_topk_ids, handle.tables.summary,
+            **named_constants(COLUMNS=wide),
+        )  # fmt: skip
+        variant = (*variant, layout(bias), layout(dout)[1:])
+    return _launch(group, moe_gated_backward_kernel, handle, arguments, read, variant), gradients
 
 
 def combine_backward(

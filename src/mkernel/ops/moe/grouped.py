@@ -30,7 +30,7 @@ from mkernel.ops.moe.routing import ENTRY
 from mkernel.ops.moe.schedule import tile_of
 from mkernel.ops.moe.sizes import row_stride_of
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import BYTES, constants, describable, descriptor
+from mkernel.runtime.operands import BYTES, constants, describable, descriptor, layout
 
 GELU, GELU_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)  # sqrt(2 / pi), and of the cubic term
 ROWS_BEFORE = 64  # extra rows before the first, of rows that a weight gradient is computed from (weight_grad.py)
@@ -124,6 +124,24 @@ def short_tile(device: torch.device, tile_m: int) -> int:
     return max(tile_m // 2, min(least, tile_m))
 
 
+class Biases(NamedTuple):
+    """The biases of the experts of a layer, if they have any: [experts, 2*inter], gate, then up, and [experts,
+    hidden]."""
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+    @property
+    def layouts(self) -> tuple:
+        """What a binary depends on."""
+        return tuple(None if bias is None else layout(bias) for bias in self)
+
+
+def bias_block(bias: torch.Tensor | None) -> Block | None:
+    """A bias [experts, columns] as kernels get it."""
+    return None if bias is None else Block(bias, bias.stride(0), bias.stride(1))
+
+
 class Operands(NamedTuple):
     """What the grouped GEMM reads and writes: each row of y is a row of `rows` times the matrix of its expert."""
 
@@ -140,6 +158,7 @@ class Gemm(NamedTuple):
     y_rows: Any  # Block: the rows of y, for stores through pointers
     k: Any
     n: Any
+    bias: Any  # Block [expert, column], or None
     tiling: Any  # Tiling
     SHORT_M: Any  # height of short tiles, see `short_tile`
 
@@ -157,6 +176,18 @@ def _weights_at(w, expert, depth, column, k, n, tiling):
         block = Block(matrix, w.strides.row, w.strides.column)
         y = masked_block(block, depth, column, k, n, tiling.K, tiling.N)
     return y
+
+
+@triton.jit
+def biased(values, bias, tile, first):
+    """A tile of products plus the bias of its expert, elements from `first` on for its columns; as it is without a
+    bias."""
+    if bias is not None:
+        j = tile.column + tl.arange(0, values.shape[1])
+        pointers = bias.data + tl.cast(tile.part, tl.int64) * bias.row_stride
+        pointers += (first + j).to(tl.int64) * bias.column_stride
+        values += tl.load(pointers, mask=j < tile.columns, other=0.0).to(tl.float32)[None, :]
+    return values
 
 
 @triton.jit
@@ -190,14 +221,19 @@ def multiply_gated(rows, w, tile, k, tiling):
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """The inner activations of a gated FFN: activation(gate) * up."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "relu")
     if ACTIVATION == "silu":
         y = gate / (1.0 + tl.exp(-gate)) * up
     elif ACTIVATION == "gelu":
         # the approximation with tanh: z * (1 + tanh(u)) / 2 is z * sigmoid(2 * u)
         y = gate / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + GELU_CUBE * gate * gate))) * up
-    else:
+    elif ACTIVATION == "relu":
         y = tl.maximum(gate, 0.0) * up
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        y = positive * positive * up
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        y = gate * up
     return y
 
 
@@ -213,9 +249,16 @@ def slope_of(gate, ACTIVATION: tl.constexpr):
         sigmoid = 1.0 / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + square)))
         value = gate * sigmoid
         slope = sigmoid + 2.0 * GELU * value * (1.0 - sigmoid) * (1.0 + 3.0 * square)
-    else:
+    elif ACTIVATION == "relu":
         value = tl.maximum(gate, 0.0)
         slope = tl.where(gate > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu2":
+        slope = 2.0 * tl.maximum(gate, 0.0)
+        value = 0.25 * slope * slope
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        value = gate
+        slope = tl.full(gate.shape, 1.0, tl.float32)
     return value, slope
 
 
@@ -270,6 +313,7 @@ def multiply_block(context, operands, gemm, tables, tile):
     since = trace_time(context)
     if _is_tall(rows, M, SHORT_M):
         accumulator = multiply_rows(operands.rows, operands.w, tile_at, gemm.k, gemm.tiling)
+        accumulator = biased(accumulator, gemm.bias, tile_at, 0)
         accumulator += tl.where(placed, 0.0, float("nan"))
         store_rows(operands.y, tile_at, accumulator)
     elif SHORT_M < M:
@@ -278,6 +322,7 @@ def multiply_block(context, operands, gemm, tables, tile):
             operands.short_rows, operands.w, tile_at, gemm.k,
             Tiling(SHORT_M, gemm.tiling.N, gemm.tiling.K, gemm.tiling.GROUP, gemm.tiling.PRECISION),
         )  # fmt: skip
+        short = biased(short, gemm.bias, tile_at, 0)
         short += tl.where(placed, 0.0, float("nan"))
         # storing through a descriptor would need more shared memory
         store_rows_through_pointers(gemm.y_rows, tile_at, short)

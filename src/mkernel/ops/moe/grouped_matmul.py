@@ -86,6 +86,7 @@ def prepare(
                 y_rows=Block(y, y.stride(0), 1),
                 k=k,
                 n=n,
+                bias=None,
                 tiling=Tiling(*constants(tile_m, tiles.tile_n, tiles.tile_k, tiles.group_m, precision)),
                 SHORT_M=constants(short_m)[0],
             ),

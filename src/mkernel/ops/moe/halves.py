@@ -1,4 +1,5 @@
-"""mk.moe_dispatch_matmul and mk.moe_combine, the two halves of a layer, for PyTorch: gradients, graphs, autocast."""
+"""mk.moe_dispatch_matmul or mk.moe_dispatch, and mk.moe_combine, the two halves of a layer, for PyTorch: gradients,
+graphs, autocast."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 
 from mkernel.ops import library
-from mkernel.ops.moe import combine, dispatch_matmul, training
+from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, training
 from mkernel.ops.moe.arguments import check_save
 from mkernel.ops.moe.combine import check_handle
 from mkernel.ops.moe.handle import Handle, handle_in, numbers_in_graph, traced_handle
+from mkernel.ops.moe.sizes import capacity_of, slots_of
 from mkernel.runtime.collective import traceable
 from mkernel.runtime.config import Config
 
@@ -22,15 +24,17 @@ def moe_dispatch_matmul(
     w: torch.Tensor,
     *,
     group: Any = None,
+    bias: torch.Tensor | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     max_tokens: int | None = None,
     save: str = "inputs",
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Handle]:
     """Send every token to the ranks of its experts and multiply it there, overlapped, in one kernel.
 
-    Differentiable: x and w have gradients (ops/moe/backward.py). The gradient of rows beyond the sum of the counts is
-    not used. The backward pass is a collective call, too.
+    Differentiable: x, w and bias have gradients (ops/moe/backward.py). The gradient of rows beyond the sum of the
+    counts is not used. The backward pass is a collective call, too.
 
     Args:
         x: [tokens, hidden], this rank's tokens. Their number may differ between ranks and may be 0. Any strides.
@@ -39,9 +43,13 @@ def moe_dispatch_matmul(
         w: [experts, hidden, out], the matrices of this rank's experts. Their number may differ between ranks and may be
             0. A transposed view of [experts, out, hidden] is read without a copy.
         group: the group; the current one by default.
+        bias: [experts, out], what is added to the products of each expert.
         capacity: how many rows this rank can receive; may differ between ranks. None is enough for any routing: the
             tokens of all ranks times k, or 0 without experts. If the ids of a token are distinct, as torch.topk returns
             them, the tokens of all ranks times min(k, experts) are enough.
+        capacity_factor: a capacity that grows with the expected load instead: capacity_factor * max_tokens * k rows,
+            but no more than any routing needs. 1.0 is enough if the routing is balanced and ranks have equally many
+            experts. Needs max_tokens.
         max_tokens: the largest number of tokens of any rank, the same on every rank; it determines the size of
             workspaces. If None, the ranks exchange it on the host at every call, which costs time and keeps the call
             from returning before the other ranks have made it.
@@ -63,24 +71,76 @@ def moe_dispatch_matmul(
             calls return before they are done, the next call on the group or `group.synchronize()` raises them.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     check_save(save)
-    x, w = library.autocast(x, w)
-    library.refuse_forward_mode(x=x, w=w)
-    if not library.needs_dispatcher(x, topk_ids, w):
+    x, w, bias = library.autocast(x, w, bias)
+    library.refuse_forward_mode(x=x, w=w, bias=bias)
+    if not library.needs_dispatcher(x, topk_ids, w, bias):
         return dispatch_matmul.moe_dispatch_matmul(
-            x, topk_ids, w, group=group, capacity=capacity, max_tokens=max_tokens, config=config
+            x, topk_ids, w, group=group, bias=bias, capacity=capacity, max_tokens=max_tokens, config=config
         )
     if isinstance(group, str):
-        numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w, capacity, max_tokens, config)
+        numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config)
     else:
-        numbers = training.dispatch_numbers(group, x, topk_ids, w, capacity, max_tokens, config)
+        numbers = training.dispatch_numbers(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     name, activations = library.name_of(group), save == "activations" and library.needs_gradients(w)
     y, tables, _ = torch.ops.mkernel.moe_dispatch_matmul(
-        x, topk_ids, w, name, list(numbers), activations, library.encoded(config)
+        x, topk_ids, w, bias, name, list(numbers), activations, library.encoded(config)
     )
     if isinstance(group, str):
         return y, traced_handle(group, library.size_of(group), tables, numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
+
+
+@traceable()
+def moe_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    experts: int,
+    *,
+    group: Any = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    max_tokens: int | None = None,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, Handle]:
+    """Send every token to the ranks of its experts, in one kernel, and do nothing else there: for experts of your own.
+    `mk.moe_combine` takes their results back.
+
+    Differentiable: x has a gradient, which is a `mk.moe_combine` of that of the rows. The gradient of rows beyond the
+    sum of the counts is not used. The backward pass is a collective call, too.
+
+    Args:
+        x, topk_ids: as in moe_dispatch_matmul.
+        experts: how many experts this rank has; may differ between ranks and may be 0.
+        group, capacity, capacity_factor, max_tokens, config: as in moe_dispatch_matmul.
+
+    Returns:
+        (rows, handle): rows [capacity, hidden], the tokens of this rank's experts, in the order of the rows of
+        moe_dispatch_matmul, whose handle this is, too. Rows beyond the sum of `handle.counts` are not written. The ends
+        of the experts' rows are `handle.counts.cumsum(0)`, which is what torch._grouped_mm takes as offs.
+
+    Raises:
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError: as in moe_dispatch_matmul; the rows are NaN.
+        CommTimeout: a peer did not arrive within the group's timeout.
+    """
+    capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
+    library.refuse_forward_mode(x=x)
+    if not library.needs_dispatcher(x, topk_ids):
+        return dispatch_rows.moe_dispatch(
+            x, topk_ids, experts, group=group, capacity=capacity, max_tokens=max_tokens, config=config
+        )
+    if isinstance(group, str):
+        numbers = numbers_in_graph("moe_dispatch", group, x, topk_ids, experts, capacity, max_tokens, config)
+    else:
+        numbers = training.rows_numbers(group, x, topk_ids, experts, capacity, max_tokens, config)
+    rows, tables = torch.ops.mkernel.moe_dispatch(
+        x, topk_ids, library.name_of(group), list(numbers), library.encoded(config)
+    )
+    if isinstance(group, str):
+        return rows, traced_handle(group, library.size_of(group), tables, numbers)
+    return rows, handle_in(group, tables, x.shape[0], numbers)
 
 
 @traceable()

@@ -73,7 +73,7 @@ def numbers_of(sizes: Sizes, tile_m: int) -> tuple[int, ...]:
 
 
 def numbers_in_graph(
-    op: str, group: str, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, capacity: int | None,
+    op: str, group: str, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, capacity: int | None,
     max_tokens: int | None, config: Config | None,
 ) -> tuple[int, ...]:  # fmt: skip
     """`Handle.numbers` of a call that is traced, or whose tensors have no values. The ranks cannot be asked then."""
@@ -82,7 +82,7 @@ def numbers_in_graph(
             f"{op}: max_tokens must be given where a call is traced or its tensors have no values, and gradients or a "
             f"handle are wanted: the sizes of its results depend on it. Pass the largest number of tokens of any rank"
         )
-    k, experts, device = topk_ids.shape[1], w.shape[0], x.device
+    k, device = topk_ids.shape[1], x.device
     given, most = config or Config(), max(max_tokens, 1)
     if capacity is None:
         capacity = library.size_of(group) * max_tokens * k if experts else 0

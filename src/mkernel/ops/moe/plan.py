@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mkernel.ops.moe.grouped import WeightLayout, short_tile
+from mkernel.ops.moe.routing import table_words
 from mkernel.ops.moe.sizes import Sizes, row_stride_of
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
@@ -36,6 +37,45 @@ COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 819
 def tile_height(device: torch.device, dtype: torch.dtype, config: Config | None) -> int:
     """The rows of a block. It does not depend on matrices, so that it is known before a graph is run."""
     return planning.chooser(config)("tile_m", planning.default_tiles(device, dtype, 0, True).tile_m)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The bytes that a call allocates on this rank. `own` and `result` are tensors of the call; the workspace is in
+    the symmetric heap, and later calls use it again."""
+
+    result: int
+    own: int  # rows, and what experts make of them, as far as they are no results
+    tables: int  # of the routing
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.result + self.own + self.tables + self.workspace
+
+    def __str__(self) -> str:
+        parts = [
+            f"{_in_bytes(size)} {what}"
+            for size, what in ((self.result, "result"), (self.own, "rows and activations"), (self.tables, "routing"))
+            if size
+        ]
+        return f"allocates {', '.join(parts)}; its workspace, kept for later calls, has {_in_bytes(self.workspace)}"
+
+
+def _in_bytes(size: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}"
+    return f"{size} bytes"
+
+
+def bytes_of(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """The bytes of rows in memory of a launch."""
+    return rows * row_stride_of(columns, dtype) * dtype.itemsize
+
+
+def bytes_of_tables(sizes: Sizes) -> int:
+    return 4 * table_words(sizes.world_size, sizes.max_tokens, sizes.k, sizes.experts, sizes.capacity)
 
 
 # -- dispatch
@@ -125,6 +165,7 @@ class DispatchPlan:
     weights: WeightLayout
     precision: str
     reasons: tuple[str, ...]
+    memory: Allocation | None = None  # of `mk.explain`
 
     def __str__(self) -> str:
         c, s = self.config, self.sizes
@@ -171,6 +212,43 @@ def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, 
     )
 
 
+# -- moe_dispatch
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPlan:
+    """What a call of moe_dispatch will do, and why. `str(plan)` explains it."""
+
+    config: Settings
+    sizes: Sizes
+    copying: Copying
+    row_stride: int
+    reasons: tuple[str, ...]
+    memory: Allocation | None = None  # of `mk.explain`
+
+    def __str__(self) -> str:
+        c, s = self.config, self.sizes
+        head = (
+            f"moe_dispatch: {c.ctas} CTAs ({c.send_ctas} send, {c.intra_ctas} intra), chunks of {c.chunk_rows} tokens, "
+            f"capacity {s.capacity} rows for {s.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+def plan_rows(group: Group, x: torch.Tensor, sizes: Sizes, config: Config | None) -> RowsPlan:
+    """Plan a dispatch without a GEMM. Depends only on shapes, strides, alignment and the group."""
+    defaults = planning.default_tiles(group.device, x.dtype, 1, True)
+    pick = planning.chooser(config)
+    copying = Copying.of(group, sizes, x.shape[1] * x.element_size(), pick)
+    return RowsPlan(
+        config=_settings(group, sizes, defaults, copying, x.dtype, True, pick),
+        sizes=sizes,
+        copying=copying,
+        row_stride=row_stride_of(x.shape[1], x.dtype),
+        reasons=(f"{copying}, if the routing is balanced",),
+    )
+
+
 # -- moe_combine
 
 
@@ -185,6 +263,7 @@ class CombinePlan:
     chunks: int
     chunk_rows: int
     reasons: tuple[str, ...] = ()
+    memory: Allocation | None = None  # of `mk.explain`
 
     def __str__(self) -> str:
         head = (
@@ -231,6 +310,7 @@ class FfnPlan:
     down: WeightLayout
     precision: str
     reasons: tuple[str, ...]
+    memory: Allocation | None = None  # of `mk.explain`
 
     def __str__(self) -> str:
         c, s = self.config, self.sizes

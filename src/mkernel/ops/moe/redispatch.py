@@ -36,13 +36,14 @@ from mkernel.ops.moe.grouped import (
     Operands,
     WeightLayout,
     Weights,
+    bias_block,
     empty_rows,
     multiply_block,
     result_descriptor,
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle
-from mkernel.ops.moe.plan import DispatchPlan, plan_dispatch
+from mkernel.ops.moe.plan import DispatchPlan, RowsPlan, plan_dispatch, plan_rows
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, Tables, routing_of
 from mkernel.runtime.config import Config
@@ -121,7 +122,7 @@ def moe_redispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing
 
 def redispatch(
     group: Group, handle: Handle, x: torch.Tensor, *, w: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Moved:  # fmt: skip
     """Move rows [tokens, columns] along the routing of an earlier dispatch. Collective.
 
@@ -129,25 +130,32 @@ def redispatch(
         x: a row for each token of that dispatch, in a dtype that operators support.
         w: [experts, columns, n]: what to multiply the rows with, if anything.
         weights: [tokens, k]: a weight for each slot, which goes with its row.
+        bias: [experts, n], added to the products.
     """
-    launch, moved = prepare(group, handle, x, w, weights)
+    launch, moved = prepare(group, handle, x, w, weights, bias)
     group.launch(launch)
     return moved
 
 
 def prepare(
-    group: Group, handle: Handle, x: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+    group: Group,
+    handle: Handle,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Launch, Moved]:
     """The launch of `redispatch`, and what it gives. Collective if the workspace must grow."""
     sizes = handle.sizes
     wanted = Config(tile_m=handle.tile_m)
-    # without matrices, the plan is that of one column: only how rows move is taken from it
-    planned_for = w if w is not None else x.new_empty(sizes.experts, x.shape[1], 1)
     key = (
         "moe_redispatch", layout(x), None if w is None else (WeightLayout.of(w), w.shape), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),
     )  # fmt: skip
-    decided = group.planned(key, lambda: plan_dispatch(group, x, planned_for, sizes, wanted))
+    decided = group.planned(
+        key,
+        lambda: plan_rows(group, x, sizes, wanted) if w is None else plan_dispatch(group, x, w, sizes, wanted),
+    )
     memory = protocol.layout(OP, sizes, x.dtype, decided.row_stride, dispatches=True)
     counters = new_counters(handle)
     capacity, empty = max(sizes.capacity, 1), group.world.memory.empty
@@ -160,7 +168,7 @@ def prepare(
     )
     tables = Tables(*(getattr(handle.tables, name) if name in READ else None for name in Tables._fields))
     tables = tables._replace(placed=moved.placed, unsorted=counters[:COUNTER_WORDS])
-    return _launch(group, decided, memory, x, w, weights, moved, tables), moved
+    return _launch(group, decided, memory, x, w, weights, bias, moved, tables), moved
 
 
 def new_counters(handle: Handle) -> torch.Tensor:
@@ -170,8 +178,8 @@ def new_counters(handle: Handle) -> torch.Tensor:
 
 
 def _launch(
-    group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, w: torch.Tensor | None,
-    weights: torch.Tensor | None, moved: Moved, tables: Tables,
+    group: Group, plan: DispatchPlan | RowsPlan, memory: Layout, x: torch.Tensor, w: torch.Tensor | None,
+    weights: torch.Tensor | None, bias: torch.Tensor | None, moved: Moved, tables: Tables,
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
@@ -210,6 +218,7 @@ def _launch(
     if w is None:
         return launch
     assert moved.y is not None
+    assert isinstance(plan, DispatchPlan)
     product = dict(
         rows=rows_descriptor(moved.rows, c.tile_m, c.tile_k),
         short_rows=rows_descriptor(moved.rows, plan.short_m, c.tile_k),
@@ -220,6 +229,7 @@ def _launch(
             y_rows=Block(moved.y, moved.y.stride(0), 1),
             k=x.shape[1],
             n=w.shape[2],
+            bias=bias_block(bias),
             tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
             SHORT_M=constants(plan.short_m)[0],
         ),
@@ -229,5 +239,6 @@ def _launch(
         kernel=moe_redispatch_matmul_kernel,
         arguments={**launch.arguments, **product},
         options=dict(num_warps=c.warps, num_stages=c.stages),
-        inputs=(*launch.inputs, "w"),
+        variant=(launch.variant, None if bias is None else layout(bias)),
+        inputs=(*launch.inputs, "w", "gemm.bias.data"),
     )

@@ -16,7 +16,7 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.moe import backward, combine, ffn, training
-from mkernel.ops.moe.grouped import ROWS_BEFORE, whole_of
+from mkernel.ops.moe.grouped import ROWS_BEFORE, Biases, whole_of
 from mkernel.ops.moe.handle import Handle, handle_in
 from mkernel.ops.moe.routing import table_words
 from mkernel.ops.moe.sizes import row_stride_of
@@ -24,7 +24,10 @@ from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 
 Numbers = Sequence[int] | None  # an encoded configuration
-FFN = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, str group"
+FFN = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, "
+    "Tensor? b_down, str group"
+)
 NUMBERS = "int[] numbers"  # of the handle
 
 
@@ -51,6 +54,10 @@ def _fake_weight_gradient(w: torch.Tensor, needed: bool) -> torch.Tensor:
     return w.new_empty(w.shape)
 
 
+def _fake_bias_gradient(x: torch.Tensor, bias: torch.Tensor | None, needed: bool) -> torch.Tensor:
+    return x.new_empty(0 if bias is None or not needed else bias.shape)
+
+
 def _given(gradient: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
     """Operators return tensors only: an empty one in place of a gradient that nobody needs."""
     return w.new_empty(0) if gradient is None else gradient
@@ -61,12 +68,13 @@ def _given(gradient: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
 
 def _ffn(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, capacity: int | None, max_tokens: int | None, activation: str,
-    config: Numbers = None, out: torch.Tensor | None = None,
+    w_down: torch.Tensor, b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, group: str,
+    capacity: int | None, max_tokens: int | None, activation: str, config: Numbers = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return ffn.moe_ffn(
-        x, topk_ids, topk_weights, w_gate_up, w_down, group=group, capacity=capacity, max_tokens=max_tokens,
-        activation=activation, out=out, config=library.decoded(config),
+        x, topk_ids, topk_weights, w_gate_up, w_down, group=group, b_gate_up=b_gate_up, b_down=b_down,
+        capacity=capacity, max_tokens=max_tokens, activation=activation, out=out, config=library.decoded(config),
     )  # fmt: skip
 
 
@@ -76,12 +84,12 @@ def _ffn_into(*arguments: Any) -> None:
 
 def _ffn_kept(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, numbers: Sequence[int], activation: str, activations: bool,
-    config: Numbers = None,
+    w_down: torch.Tensor, b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, group: str,
+    numbers: Sequence[int], activation: str, activations: bool, config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     out, handle, memory = training.moe_ffn_kept(
         x, topk_ids, topk_weights, w_gate_up, w_down, numbers, group=group, keep=_what(activations),
-        config=library.decoded(config), activation=activation,
+        config=library.decoded(config), activation=activation, biases=Biases(b_gate_up, b_down),
     )  # fmt: skip
     if memory.pre is None:
         return out, handle.memory, x.new_empty(0), x.new_empty(0)
@@ -97,8 +105,8 @@ def kept_result(
 
 def _fake_ffn_kept(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
-    w_down: torch.Tensor, group: str, numbers: Sequence[int], activation: str, activations: bool,
-    config: Numbers = None,
+    w_down: torch.Tensor, b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, group: str,
+    numbers: Sequence[int], activation: str, activations: bool, config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     tables, capacity = _fake_tables(x, numbers, group), numbers[2]
     if not activations:
@@ -110,46 +118,52 @@ def _fake_ffn_kept(
 @collective
 def _ffn_gradients(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, numbers: Sequence[int], activation: str,
+    b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, tables: torch.Tensor, rows: torch.Tensor,
+    pre: torch.Tensor, numbers: Sequence[int], activation: str,
     needed: Sequence[bool], *, group: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     kept = None
     if rows.numel():
         kept = rows[ROWS_BEFORE:, : x.shape[1]], pre[:, : w_gate_up.shape[2]]
-    dx, dweights, gate_up, down = backward.moe_ffn_backward(
-        dout, x, topk_weights, w_gate_up, w_down, handle_in(group, tables, x.shape[0], numbers), group=group, kept=kept,
+    handle, biases = handle_in(group, tables, x.shape[0], numbers), Biases(b_gate_up, b_down)
+    dx, dweights, *others = backward.moe_ffn_backward(
+        dout, x, topk_weights, w_gate_up, w_down, handle, group=group, biases=biases, kept=kept,
         needed=tuple(needed), activation=activation,
     )  # fmt: skip
-    return dx, dweights, _given(gate_up, w_gate_up), _given(down, w_down)
+    return dx, dweights, *(_given(gradient, x) for gradient in others)
 
 
 def _ffn_backward(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, group: str, numbers: Sequence[int],
+    b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, tables: torch.Tensor, rows: torch.Tensor,
+    pre: torch.Tensor, group: str, numbers: Sequence[int],
     activation: str, needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return _ffn_gradients(
-        dout, x, topk_weights, w_gate_up, w_down, tables, rows, pre, numbers, activation, needed, group=group
-    )
+        dout, x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, tables, rows, pre, numbers, activation, needed,
+        group=group,
+    )  # fmt: skip
 
 
 def _fake_ffn_backward(
     dout: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    tables: torch.Tensor, rows: torch.Tensor, pre: torch.Tensor, group: str, numbers: Sequence[int],
+    b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, tables: torch.Tensor, rows: torch.Tensor,
+    pre: torch.Tensor, group: str, numbers: Sequence[int],
     activation: str, needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return (
         x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape),
         _fake_weight_gradient(w_gate_up, needed[0]), _fake_weight_gradient(w_down, needed[1]),
+        _fake_bias_gradient(x, b_gate_up, needed[2]), _fake_bias_gradient(x, b_down, needed[3]),
     )  # fmt: skip
 
 
 def _save_ffn(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, weights, gate_up, down, ctx.group, ctx.numbers, ctx.activation, _, _ = inputs
-    _keep(ctx, (x, weights, gate_up, down), output)
+    x, _, weights, gate_up, down, b_gate_up, b_down, ctx.group, ctx.numbers, ctx.activation, _, _ = inputs
+    _keep(ctx, (x, weights, gate_up, down, b_gate_up, b_down), output)
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: Any, inputs: tuple[torch.Tensor | None, ...], output: tuple[torch.Tensor, ...]) -> None:
     """Save these inputs, and all results but the first, which have no gradients."""
     ctx.save_for_backward(*inputs, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -158,13 +172,13 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor
 
 def _differentiate_ffn(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     """All ranks compute the gradients of tokens and weights, whichever of them a rank needs: it is one call."""
-    x, weights, gate_up, down, *kept = ctx.saved_tensors
+    x, weights, gate_up, down, b_gate_up, b_down, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad
     dout = torch.zeros_like(x) if dout is None else library.dense(dout)
-    dx, dweights, dgate_up, ddown = torch.ops.mkernel.moe_ffn_backward(
-        dout, x, weights, gate_up, down, *kept, ctx.group, ctx.numbers, ctx.activation, [needs[3], needs[4]]
+    dx, dweights, *others = torch.ops.mkernel.moe_ffn_backward(
+        dout, x, weights, gate_up, down, b_gate_up, b_down, *kept, ctx.group, ctx.numbers, ctx.activation, needs[3:7]
     )
-    wanted = zip((dx, None, dweights, dgate_up, ddown), needs)
+    wanted = zip((dx, None, dweights, *others), needs)
     return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 5)
 
 
@@ -172,18 +186,18 @@ def _differentiate_ffn(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[An
 
 
 def _dispatch(
-    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, group: str, numbers: Sequence[int], activations: bool,
-    config: Numbers = None,
+    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: str,
+    numbers: Sequence[int], activations: bool, config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     y, handle, rows = training.moe_dispatch_matmul_kept(
-        x, topk_ids, w, numbers, group=group, keep=_what(activations), config=library.decoded(config)
+        x, topk_ids, w, bias, numbers, group=group, keep=_what(activations), config=library.decoded(config)
     )
     return y, handle.memory, whole_of(rows, ROWS_BEFORE) if activations else x.new_empty(0)
 
 
 def _fake_dispatch(
-    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, group: str, numbers: Sequence[int], activations: bool,
-    config: Numbers = None,
+    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: str,
+    numbers: Sequence[int], activations: bool, config: Numbers = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     capacity, out = numbers[2], w.shape[2]
     tile_m = numbers[5]
@@ -198,10 +212,10 @@ def _dispatch_gradients(
     numbers: Sequence[int], needed: Sequence[bool], *, group: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     kept = rows[ROWS_BEFORE:, : x.shape[1]] if rows.numel() else None
-    dx, dw = backward.moe_dispatch_matmul_backward(
+    dx, dw, dbias = backward.moe_dispatch_matmul_backward(
         dy, x, w, handle_in(group, tables, x.shape[0], numbers), group=group, kept=kept, needed=tuple(needed)
     )
-    return dx, _given(dw, w)
+    return dx, _given(dw, w), _given(dbias, w)
 
 
 def _dispatch_backward(
@@ -215,11 +229,12 @@ def _fake_dispatch_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
     group: str, numbers: Sequence[int], needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return x.new_empty(x.shape), _fake_weight_gradient(w, needed[0])
+    dbias = x.new_empty((w.shape[0], w.shape[2]) if needed[1] else 0)
+    return x.new_empty(x.shape), _fake_weight_gradient(w, needed[0]), dbias
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, w, ctx.group, ctx.numbers, _, _ = inputs
+    x, _, w, _, ctx.group, ctx.numbers, _, _ = inputs
     _keep(ctx, (x, w), output)
 
 
@@ -228,8 +243,59 @@ def _differentiate_dispatch(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple
     needs = ctx.needs_input_grad
     if dy is None:
         dy = x.new_zeros(ctx.numbers[2], w.shape[2])
-    dx, dw = torch.ops.mkernel.moe_dispatch_matmul_backward(dy, x, w, tables, rows, ctx.group, ctx.numbers, [needs[2]])
-    return dx if needs[0] else None, None, dw if needs[2] else None, None, None, None, None
+    dx, dw, dbias = torch.ops.mkernel.moe_dispatch_matmul_backward(
+        dy, x, w, tables, rows, ctx.group, ctx.numbers, needs[2:4]
+    )
+    wanted = zip((dx, None, dw, dbias), needs)
+    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 4)
+
+
+# -- moe_dispatch
+
+
+def _rows(
+    x: torch.Tensor, topk_ids: torch.Tensor, group: str, numbers: Sequence[int], config: Numbers = None
+) -> tuple[torch.Tensor, ...]:
+    rows, handle = training.moe_dispatch_kept(x, topk_ids, numbers, group=group, config=library.decoded(config))
+    return rows, handle.memory
+
+
+def _fake_rows(
+    x: torch.Tensor, topk_ids: torch.Tensor, group: str, numbers: Sequence[int], config: Numbers = None
+) -> tuple[torch.Tensor, ...]:
+    rows = x.new_empty(max(numbers[2], 1), row_stride_of(x.shape[1], x.dtype))[: numbers[2], : x.shape[1]]
+    return rows, _fake_tables(x, numbers, group)
+
+
+@collective
+def _rows_gradients(
+    dy: torch.Tensor, tables: torch.Tensor, tokens: int, numbers: Sequence[int], *, group: Any
+) -> torch.Tensor:
+    return backward.moe_dispatch_backward(dy, handle_in(group, tables, tokens, numbers), group=group)
+
+
+def _rows_backward(
+    dy: torch.Tensor, tables: torch.Tensor, tokens: int, group: str, numbers: Sequence[int]
+) -> torch.Tensor:
+    return _rows_gradients(dy, tables, tokens, numbers, group=group)
+
+
+def _fake_rows_backward(dy: torch.Tensor, tables: torch.Tensor, tokens: int, *_: Any) -> torch.Tensor:
+    return dy.new_empty(tokens, dy.shape[1])
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, _, ctx.group, ctx.numbers, _ = inputs
+    ctx.tokens, ctx.columns, ctx.dtype = x.shape[0], x.shape[1], x.dtype
+    _keep(ctx, (), output)
+
+
+def _differentiate_rows(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    (tables,) = ctx.saved_tensors
+    if dy is None:
+        dy = tables.new_zeros(ctx.numbers[2], ctx.columns, dtype=ctx.dtype)
+    dx = torch.ops.mkernel.moe_dispatch_backward(library.dense(dy), tables, ctx.tokens, ctx.group, ctx.numbers)
+    return dx, None, None, None, None
 
 
 # -- moe_combine
@@ -320,21 +386,30 @@ library.define(
 )  # fmt: skip
 _define_backward(
     "moe_ffn",
-    "(Tensor dout, Tensor x, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor tables, Tensor rows, "
-    f"Tensor pre, str group, {NUMBERS}, str activation, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor x, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "
+    f"Tensor tables, Tensor rows, Tensor pre, str group, {NUMBERS}, str activation, bool[] needed) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _ffn_backward, _fake_ffn_backward,
 )  # fmt: skip
 library.define(
     "moe_dispatch_matmul",
-    f"(Tensor x, Tensor topk_ids, Tensor w, str group, {NUMBERS}, bool activations, int[]? config=None) "
+    f"(Tensor x, Tensor topk_ids, Tensor w, Tensor? bias, str group, {NUMBERS}, bool activations, int[]? config=None) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch, _fake_dispatch, save=_save_dispatch, backward=_differentiate_dispatch,
 )  # fmt: skip
 _define_backward(
     "moe_dispatch_matmul",
     f"(Tensor dy, Tensor x, Tensor w, Tensor tables, Tensor rows, str group, {NUMBERS}, bool[] needed) "
-    "-> (Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor)",
     _dispatch_backward, _fake_dispatch_backward,
+)  # fmt: skip
+library.define(
+    "moe_dispatch", f"(Tensor x, Tensor topk_ids, str group, {NUMBERS}, int[]? config=None) -> (Tensor, Tensor)",
+    _rows, _fake_rows, save=_save_rows, backward=_differentiate_rows,
+)  # fmt: skip
+_define_backward(
+    "moe_dispatch", f"(Tensor dy, Tensor tables, SymInt tokens, str group, {NUMBERS}) -> Tensor",
+    _rows_backward, _fake_rows_backward,
 )  # fmt: skip
 library.define(
     "moe_combine",

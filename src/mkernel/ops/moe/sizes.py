@@ -105,6 +105,32 @@ def sized(
     )
 
 
+def slots_of(topk_ids: Any) -> int:
+    """Experts per token; 1 for what is no matrix, which is refused later."""
+    return topk_ids.shape[1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 1
+
+
+def capacity_of(
+    capacity: int | None, factor: float | None, max_tokens: int | None, k: int, world_size: int
+) -> int | None:
+    """The capacity that a caller chooses, directly or as a multiple of the rows that a rank has if the routing is
+    balanced and ranks have equally many experts: max_tokens * k."""
+    if factor is None:
+        return capacity
+    if capacity is not None:
+        raise ArgumentError(
+            "capacity and capacity_factor both say how many rows this rank can receive: pass one of them"
+        )
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
+        raise ArgumentError(f"capacity_factor must be a number above 0, got {factor!r}")
+    if not isinstance(max_tokens, int):
+        raise ArgumentError(
+            "capacity_factor needs max_tokens, the largest number of tokens of any rank: the capacity is "
+            "capacity_factor * max_tokens * k rows"
+        )
+    return min(math.ceil(factor * max_tokens * k), world_size * max_tokens * k)
+
+
 def chunk_rows_of(group: Group, max_tokens: int, k: int, config: Config | None) -> int:
     """Tokens per chunk: a power of two, derived from values that are the same on every rank. A CTA holds the ids of a
     whole chunk in registers."""

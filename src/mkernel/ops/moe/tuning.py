@@ -23,6 +23,18 @@ def space(group: Group, plan: Any) -> Space:
     )  # fmt: skip
 
 
+def space_of_dispatch(group: Group, plan: Any) -> Space:
+    """The search space of moe_dispatch."""
+    c = plan.config
+    return Space(
+        dict(
+            ctas=ctas_near(group, plan, helpers=True),
+            intra_ctas=copiers_near(group, c.intra_ctas), send_ctas=copiers_near(group, c.send_ctas),
+            chunk_rows=near(c.chunk_rows, 8, plan.sizes.max_tokens), warps=(4, 8, 16), copy_bytes=COPY_BYTES,
+        )
+    )  # fmt: skip
+
+
 def space_of_combine(group: Group, plan: Any) -> Space:
     """The search space of moe_combine."""
     most = common_ctas(group)

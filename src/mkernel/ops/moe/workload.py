@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mkernel.operators import Shape
-from mkernel.ops.moe import combine, dispatch_matmul, ffn
+from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, ffn
 from mkernel.ops.moe.sizes import Sizes
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
@@ -86,6 +86,29 @@ def _dispatch(
     return Call(run, tried)
 
 
+def _rows(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None
+) -> Call:
+    tokens, hidden = shape
+    mine = _Tokens.of(group, tokens, hidden, dtype, experts, topk)
+    given = (mine.x, mine.ids, mine.experts)
+
+    def run(config: Config | None) -> torch.Tensor:
+        y, handle = dispatch_rows.moe_dispatch(*given, **mine.bounds, group=group, config=config)
+        return y.masked_fill_(torch.arange(len(y), device=y.device)[:, None] >= handle.counts.sum(), 0)
+
+    def prepare(config: Config | None) -> Launch:
+        routing = dispatch_rows.agree(group, *given, **mine.bounds, config=config)
+        return dispatch_rows.prepare(group, mine.x, mine.ids, routing, config)[0]
+
+    tried = Tried(
+        prepare=prepare,
+        explain=lambda config: dispatch_rows.explain(*given, **mine.bounds, group=group, config=config),
+        sizes=mine.sizes(hidden=hidden),
+    )
+    return Call(run, tried)
+
+
 def _combine(
     group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None
 ) -> Call:
@@ -146,6 +169,14 @@ def _cost_of_dispatch(shape: Shape, ranks: int) -> Cost:
     return Cost(tiles + ranks * math.ceil(tokens / TOKENS), tiles * blocks(hidden), rows * hidden // COPY, held)
 
 
+def _cost_of_rows(shape: Shape, ranks: int) -> Cost:
+    tokens, hidden = shape
+    rows = SIMULATED_SLOTS * tokens
+    return Cost(
+        ranks * math.ceil(tokens / TOKENS), 0, rows * hidden // COPY, rows * hidden * 2 + ranks * tokens * hidden
+    )
+
+
 def _cost_of_combine(shape: Shape, ranks: int) -> Cost:
     tokens, columns = shape
     routed = _cost_of_dispatch((tokens, columns, 64), ranks)  # a dispatch produces its input
@@ -171,5 +202,6 @@ def _cost_of_ffn(shape: Shape, ranks: int) -> Cost:
 DISPATCH_MATMUL = Workload(
     "moe_dispatch_matmul", (64, 64, 32), (1, 1, 8), _dispatch, _cost_of_dispatch, dispatch_matmul.TUNABLE
 )
+DISPATCH = Workload("moe_dispatch", (64, 32), (1, 8), _rows, _cost_of_rows, dispatch_rows.TUNABLE)
 COMBINE = Workload("moe_combine", (64, 32), (1, 8), _combine, _cost_of_combine, combine.TUNABLE)
 FFN = Workload("moe_ffn", (32, 32, 32), (1, 1, 8), _ffn, _cost_of_ffn, ffn.TUNABLE)

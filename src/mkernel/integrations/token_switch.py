@@ -1,0 +1,121 @@
+"""PyTorch's TokenSwitch (torch.distributed._token_switch, from 2.15 on), the interface of expert-parallel dispatch and
+combine, with mkernel's operators behind it.
+
+    switch = TokenSwitch(process_group, num_experts, max_dispatch_tokens_per_rank, max_recv_tokens_per_rank)
+    routing = switch.create_routing(topk_idx, counts, layout="expert_major")
+    rows, row_weights, _ = switch.dispatch(routing, tokens, topk_weights, max_recv_tokens)
+    out = switch.combine(routing, experts(rows, counts) * row_weights[:, None])
+
+The arguments are those of TokenSwitchNCCL, which is the implementation that comes with PyTorch. Here a group may be
+anything that `mk` takes, and needs no NCCL EP.
+
+Who does what. The interface has the routing before the tokens. So `create_routing` dispatches rows of one number, which
+gives the tables of the routing; `dispatch` moves tokens and weights along them (ops/moe/redispatch.py), which routes no
+token again; `combine` is a `mk.moe_combine` with weights of one. Autograd is that of PyTorch's base class: the gradient
+of `dispatch` is a `combine`, and that of `combine` a `dispatch`; weights have none. All calls are collective, those of
+backward passes, too.
+
+What it costs beside `mk.moe_dispatch`: the dispatch of one number per token, and a copy of the rows, because the
+interface wants them in memory of its own, with zeros behind those of the last expert. Whoever calls mkernel directly
+does better with `mk.moe_ffn`.
+
+This module imports a private module of PyTorch, so nothing else here imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import _token_switch as interface  # type: ignore[attr-defined,unused-ignore]
+
+from mkernel.ops.moe import Handle, moe_combine, moe_dispatch
+from mkernel.ops.moe.redispatch import Moved, redispatch
+from mkernel.runtime.collective import collective
+from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group, current
+
+LAYOUT = "expert_major"
+
+
+@collective
+def _move(tokens: torch.Tensor, weights: torch.Tensor, handle: Handle, *, group: Group) -> Moved:
+    """Tokens, and the weights of their slots, as rows of their experts."""
+    sizes = handle.sizes
+    group.agree(
+        "TokenSwitch.dispatch", columns=tokens.shape[1], dtype=tokens.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
+        chunk_rows=sizes.chunk_rows,
+    )  # fmt: skip
+    return redispatch(group, handle, tokens, weights=weights)
+
+
+class TokenSwitch(interface.TokenSwitch):
+    """Dispatch and combine of expert parallelism behind PyTorch's interface.
+
+    Args:
+        process_group: the group whose ranks share the experts: a ProcessGroup, a `mk.Group`, a mesh or a name.
+        num_experts: experts of all ranks; divisible by their number.
+        max_dispatch_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank.
+        max_recv_tokens_per_rank: the capacity: how many rows a rank can receive, one for each token and expert. Rows
+            beyond it are a `mk.CapacityError` on all ranks.
+        max_token_bytes: not needed here.
+    """
+
+    def __init__(
+        self, process_group: Any, num_experts: int, max_dispatch_tokens_per_rank: int, max_recv_tokens_per_rank: int,
+        max_token_bytes: int | None = None,
+    ):  # fmt: skip
+        self._group = current(process_group)
+        if num_experts % self._group.size:
+            raise ArgumentError(f"num_experts is {num_experts}, which {self._group.size} ranks cannot divide equally")
+        self._experts = num_experts // self._group.size
+        self._max_tokens, self._max_recv_tokens_per_rank = max_dispatch_tokens_per_rank, max_recv_tokens_per_rank
+
+    @torch.no_grad()
+    def create_routing(
+        self, topk_idx: torch.Tensor, per_expert_token_counts: torch.Tensor | None = None, *, layout: str
+    ) -> Any:
+        """The routing of these ids. Writes how many rows each expert of this rank gets to per_expert_token_counts."""
+        if layout != LAYOUT:
+            raise ArgumentError(f"layout must be {LAYOUT!r}, got {layout!r}")
+        numbers = torch.zeros(len(topk_idx), 1, device=topk_idx.device)
+        _, handle = moe_dispatch(
+            numbers, topk_idx, self._experts, group=self._group, capacity=self._max_recv_tokens_per_rank,
+            max_tokens=self._max_tokens,
+        )  # fmt: skip
+        if per_expert_token_counts is not None:
+            per_expert_token_counts[: self._experts].copy_(handle.counts)
+        return interface.Routing(handle=handle, topk_idx=topk_idx, layout=layout)
+
+    def _alloc_dispatch_outputs(
+        self, routing: Any, tokens: torch.Tensor, topk_weights: torch.Tensor, max_recv_tokens: int, H: int, K: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return tokens.new_empty(max_recv_tokens, H), topk_weights.new_empty(max_recv_tokens), None
+
+    @torch.no_grad()
+    def _dispatch(
+        self, routing: Any, tokens: torch.Tensor, topk_weights: torch.Tensor, out_tokens: torch.Tensor,
+        out_topk_weights: torch.Tensor | None, out_topk_idx: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        handle: Handle = routing.handle
+        moved = _move(tokens, topk_weights, handle, group=self._group)
+        assert moved.weights is not None
+        row = torch.arange(handle.capacity, device=tokens.device)
+        beyond = row >= handle.counts.sum()
+        for out, rows in ((out_tokens, moved.rows), (out_topk_weights, moved.weights)):
+            if out is None:
+                continue
+            if len(out) > handle.capacity:
+                out[handle.capacity :].zero_()
+            room = out[: handle.capacity]
+            shape = (-1, *[1] * (out.dim() - 1))
+            room.copy_(rows[: len(room)]).masked_fill_(beyond[: len(room)].view(shape), 0)
+
+    @torch.no_grad()
+    def _combine(self, routing: Any, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
+        handle: Handle = routing.handle
+        rows = expert_tokens[: handle.capacity]
+        if len(rows) < handle.capacity:  # those behind the last one that is needed are left out
+            rows = torch.cat([rows, rows.new_empty(handle.capacity - len(rows), rows.shape[1])])
+        ones = torch.ones_like(routing.topk_idx, dtype=torch.float32)
+        moe_combine(rows, handle, ones, group=self._group, out=out_tokens)
