@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # elements of k with a scale of their own, and rows of b [n, k] that share it
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # of quantized rows: the smallest normal number, as others may be flushed to 0
 
 
 class Scales(NamedTuple):
@@ -76,10 +77,12 @@ def multiply_scaled_step(accumulator, x, y, a, b, tile, depth, tiling):
 
 @triton.jit
 def scale_tile(total, a, b, tile):
-    """The finished sums of a tile, times the scales that are the same for all of k."""
+    """The finished sums of a tile, times the scales that are the same for all of k. One after the other: their product
+    may be too small for fp32, where that of all three is not. (Those of blocks are multiplied first, which saves a
+    product for each element in the loop; theirs must not be.)"""
     if a.strides.SCALED:
         if not a.strides.scales.BLOCKWISE:
             of_rows = load_scales(a.strides.scales, tile.part, tile.row, tile.rows, 0, total.shape[0])
             of_columns = load_scales(b.strides.scales, 0, tile.column, tile.columns, 0, total.shape[1])
-            total *= of_rows[:, None] * of_columns[None, :]
+            total = total * of_rows[:, None] * of_columns[None, :]
     return total

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.scaling import FP8, SIDE, blocks_of
+from mkernel.runtime.scaling import FP8, SIDE, SMALLEST, blocks_of
 
 RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 
@@ -16,6 +16,9 @@ def quantize(
     x: torch.Tensor, recipe: Any = "RowWise", *, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantize a tensor to fp8 such that the largest element that shares a scale becomes the largest number of fp8.
+
+    What cannot be represented is never hidden: NaN and infinity make all elements that share their scale NaN. Zeros
+    alone have the scale 1. No scale is less than 2**-126, so that no GPU takes one for 0.
 
     Activations a [..., k] and weights w [n, k], as torch.nn.Linear has them, are quantized alike, along k. Then
 
@@ -50,10 +53,11 @@ def quantize(
         largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     else:
         largest = _largest_of_blocks(x, 1 if name == "BlockWise1x128" else SIDE)
-    scale = largest.float() / torch.finfo(dtype).max
-    scale = torch.where(scale == 0, 1.0, scale)
-    most = torch.finfo(dtype).max
-    return (x.float() / _spread(scale, x.shape)).clamp(-most, most).to(dtype), scale
+    # Products, in place of quotients, so that GPUs, on which PyTorch multiplies by the reciprocal of a number, give the
+    # same bits. The largest element may exceed the largest number of fp8 by some 2**-22 of it, and is rounded to it.
+    scale = (largest.float() * (1 / torch.finfo(dtype).max)).clamp_min(SMALLEST)
+    scale = torch.where(largest == 0, 1.0, scale)
+    return (x.float() * _spread(scale.reciprocal(), x.shape)).to(dtype), scale
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

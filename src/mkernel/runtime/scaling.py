@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from mkernel.lang.matrix import Strides
-from mkernel.lang.scaling import BLOCK, Scales
+from mkernel.lang.scaling import BLOCK, SMALLEST_SCALE, Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import check_plain, constants, layout
@@ -39,6 +39,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST = (8, 9)  # compute capability with tensor cores for fp8
 SIDE: int = BLOCK.value
+SMALLEST: float = SMALLEST_SCALE.value
 
 
 def with_scales(strides: Strides, scales: Scales | None) -> Strides:
