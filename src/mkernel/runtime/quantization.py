@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.scaling import FP8, SIDE, SMALLEST, blocks_of
+from mkernel.runtime.scaling import FP8, SIDE, SMALLEST, blocks_of, for_library
 
 RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 
@@ -65,6 +65,31 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     an operator takes as scale_a for a, or as scale_b for b."""
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) * _spread(scale.to(wide), x.shape)).to(dtype)
+
+
+def multiply_quantized(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """a [..., k] @ b [k, n] on this rank alone: the library's product where it takes such operands, and otherwise that
+    of what they stand for, in fp32. The library mixes no recipes, and takes no blocks on CPUs."""
+    if scale_a.numel() != 1 and scale_b.numel() == 1:
+        scale_b = scale_b.reshape(1, 1).expand(1, b.shape[1])
+    blocks = scale_a.numel() != 1 and scale_a.shape[-1] > 1
+    rows, of_rows = a.reshape(-1, a.shape[-1]), scale_a.reshape(-1, scale_a.shape[-1]) if scale_a.dim() else scale_a
+    alike = scale_a.numel() == scale_b.numel() == 1 or (of_rows.shape[-1] == 1 and scale_b.shape == (1, b.shape[1]))
+    if (a.device.type == "cuda" and (alike or blocks) and _suits_library(rows, b)) or (alike and a.is_cpu):
+        scales = for_library(of_rows, blocks), for_library(scale_b, blocks)
+        y = torch._scaled_mm(rows, b, *scales, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    else:
+        y = (dequantize(rows, of_rows) @ dequantize(b, scale_b)).to(out_dtype)
+    y = y.view(*a.shape[:-1], b.shape[1])
+    return y if bias is None else y.add_(bias)
+
+
+def _suits_library(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Does the library multiply such matrices on GPUs?"""
+    return a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
 
 
 def quantize_operands(
