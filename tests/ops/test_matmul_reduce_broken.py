@@ -15,7 +15,6 @@ from support.broken_variants import (
     RACE,
     RELAXED_NOTIFY,
     RELAXED_WAIT,
-    WRONG,
     Broken,
     assert_caught,
     number_from_the_end,
@@ -31,10 +30,10 @@ import mkernel as mk
 from mkernel.lang import gemm, layout, requests, roles
 from mkernel.lang.context import SEGMENT, Comm, rank_of, segment_of
 from mkernel.lang.layout import slot_of, word_of
-from mkernel.lang.partials import load_partial, store_partial
+from mkernel.lang.partials import store_partial
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.signals import notify_in_loop, wait_again
+from mkernel.lang.signals import notify_in_loop
 from mkernel.ops.reduce import protocol
 from mkernel.ops.reduce.all_reduce import order as all_reduce_order
 from mkernel.ops.reduce.all_reduce import protocol as all_reduce
@@ -42,7 +41,6 @@ from mkernel.ops.reduce.all_reduce import two_level
 from mkernel.ops.reduce.all_reduce.order import slot_number
 from mkernel.ops.reduce.all_reduce.protocol import notify_finished, sum_nodes, wait_finished
 from mkernel.ops.reduce.all_reduce.two_level import _lag
-from mkernel.ops.reduce.kinds import PARTIAL
 from mkernel.ops.reduce.protocol import (
     peer_behind,
     post_node_sum,
@@ -171,22 +169,6 @@ def no_lag(comm):
 
 
 @triton.jit
-def sum_nodes_from_own(comm, exchange, block, tile, M: tl.constexpr, N: tl.constexpr):
-    NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-    rank = rank_of(comm.context)
-    for node in range(NODES):
-        if node != rank // comm.RANKS_PER_NODE:
-            source = node * comm.RANKS_PER_NODE + rank % comm.RANKS_PER_NODE
-            signal = signal_at(comm, exchange.node_sum, rank, node, slot_number(block))
-            wait_again(comm.context, signal, comm.epoch, COMPUTE, PARTIAL, source, tile)
-    total = tl.zeros((M, N), tl.float32)
-    for i in range(NODES):
-        node = (i + rank // comm.RANKS_PER_NODE) % NODES
-        total += load_partial(slot_at(comm, exchange.node_sums, rank, node, slot_number(block)), M, N)
-    return total
-
-
-@triton.jit
 def finished_far_away(comm, exchange, owner, block):
     return slot_at(comm, exchange.finished_tiles, owner, 1 << 30, slot_number(block))
 
@@ -250,10 +232,6 @@ BROKEN = {
     "all-reduce: own tiles first": Broken(AR_NODE, {all_reduce_order.round_at: round_of_own_first}, mk.CommTimeout),
     "all-reduce: tiles are gathered before the own one is finished": Broken(
         Sums((1, 2), REDUCE, rows=70, n=20, resident=1), {two_level._lag: no_lag}
-    ),
-    # sums in a fixed order: the same bits on every rank
-    "all-reduce: every node begins with itself": Broken(
-        Sums((3, 1), REDUCE, ctas=1, dtype=torch.float32), {all_reduce.sum_nodes: sum_nodes_from_own}, WRONG
     ),
     # memory
     "a tile is stored beyond out": Broken(NODE, {gemm.store_tile: store_tall_tile}, mk.SimulatorError),

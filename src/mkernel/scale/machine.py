@@ -25,7 +25,8 @@ class Machine:
     sms, capability: SMs, and the compute capability as a number: 90 for Hopper.
     sm_flops: of an SM while it works on a tile, by kind of work. tile_seconds: what a tile of a GEMM takes besides,
         mostly to store it.
-    pushed_seconds: how much more a tile takes that is stored in a peer's memory. partial_seconds: to add a peer's tile.
+    pushed_seconds: how much more a tile of 128 x 256 takes that is stored in a peer's memory. partial_seconds: to add
+    a peer's.
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
     library_flops: of the GPU with the library, by kind of work; the floor. beyond_library: how much faster than that a
         call can be at most.

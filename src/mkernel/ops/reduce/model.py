@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mkernel.ops.reduce.all_reduce.order import count_rounds, round_at
+from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, count_rounds, home_of, round_at
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
@@ -33,6 +33,15 @@ def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, bot
         ctas.wait(link.carry(ctas.clock, moved), "NVLink")
         ctas.wait(ctas.clock + machine.nvlink_seconds, "NVLink")
         ctas.work((ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy, "reduce")
+
+
+CALIBRATED = 128 * 256  # elements of the tiles whose `pushed_seconds` and `partial_seconds` a machine has
+
+
+def of_tile(engine: Engine, plan: Plan) -> tuple[float, float]:
+    """(seconds to push a tile, and to add a peer's): more for larger tiles."""
+    size = plan.config.tile_m * plan.config.tile_n / CALIBRATED
+    return engine.machine.pushed_seconds * size, engine.machine.partial_seconds * size
 
 
 # -- reduce-scatter
@@ -72,6 +81,7 @@ class _Scatter:
         self.ctas = engine.lanes("CTAs", c.ctas)
         self.bytes = c.tile_m * c.tile_n * problem.element
         self.seconds = engine.machine.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.pushing, self.adding = of_tile(engine, plan)
         self.pushed = np.zeros(engine.nodes * plan.tiles)
         self.summed = np.zeros(plan.tiles)
         self.link = engine.link(c.ctas)
@@ -99,7 +109,7 @@ class _Scatter:
 
     def push(self, lanes: Array, index: Array) -> None:
         machine = self.engine.machine
-        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes)
         self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
         self.due[lanes] = index
         if self.plan.hopper:  # a warp of its own signals
@@ -119,7 +129,7 @@ class _Scatter:
     def reduce(self, lanes: Array, index: Array) -> None:
         """Add the partials that the node has pushed."""
         self.ctas.wait(self.pushed[index], "partials", lanes)
-        self.ctas.work((self.engine.gpus_per_node - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((self.engine.gpus_per_node - 1) * self.adding, "reduce", lanes)
 
     def send(self, lanes: Array, node: Array, tile: Array) -> None:
         """The node's sum of a tile, to its owner."""
@@ -133,7 +143,7 @@ class _Scatter:
         """The sum of a tile of this rank's own rows."""
         self.reduce(lanes, tile)
         self.ctas.wait(self.summed[tile], "the network", lanes)
-        self.ctas.work((self.engine.nodes - 1) * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((self.engine.nodes - 1) * self.adding, "reduce", lanes)
 
 
 def run_reduce_scatter(engine: Engine, plan: Plan, problem: Problem) -> None:
@@ -164,7 +174,9 @@ class _Reduce:
     are indexed by block and CTA.
 
     pushed: when the last partial that this rank has pushed in a block is signalled; all ranks push at the same time.
-    summed: when the last sum of another node arrives for this rank's tile of a block.
+    summed: when the last sum of another node arrives for this rank's tile of a block. With homes (see home.py), while
+        only sums are on their way: when the one that this rank has sent arrives at the tile's home.
+    received: when the finished tile of a block arrives from its home.
     finished: when this rank's tile of a block can be read by the others, and theirs by this one.
     """
 
@@ -175,11 +187,13 @@ class _Reduce:
         self.gather_lanes = engine.lanes("gather warps", c.ctas) if plan.hopper else self.ctas
         self.bytes = c.tile_m * c.tile_n * problem.element
         self.seconds = m.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
+        self.pushing, self.adding = of_tile(engine, plan)
         self.rounds = np.broadcast_to(call(count_rounds, plan.tiles, cta=np.arange(c.ctas), ctas=c.ctas), c.ctas)
         blocks = -(-int(self.rounds.max()) // engine.gpus_per_node)
-        self.pushed, self.summed, self.finished = (np.zeros((blocks, c.ctas)) for _ in range(3))
+        self.pushed, self.summed, self.received, self.finished = (np.zeros((blocks, c.ctas)) for _ in range(4))
         self.link: Shares | Whole = engine.link(c.ctas)
-        self.lag = 2 if engine.nodes > 1 else 1
+        self.has_homes = engine.nodes >= FEWEST_WITH_HOMES.value
+        self.lag = 3 if self.has_homes else engine.nodes
 
     def run(self) -> None:
         gpus, c = self.engine.gpus_per_node, self.plan.config
@@ -198,15 +212,18 @@ class _Reduce:
             last = (place % gpus == gpus - 1) | (place + 1 == self.rounds[lanes])
             self.end_block(lanes[last], block)
         for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
+            lanes = cta[self.rounds > late * gpus]
             if self.engine.nodes > 1 and late == len(self.finished) - 1:
-                self.finish_later(cta[self.rounds > late * gpus], late)
+                self.finish_later(lanes, late)
+            if self.has_homes and late >= len(self.finished) - 2:
+                self.receive(lanes, late)
         for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
             if not self.plan.hopper:
                 self.gather(cta[self.rounds > late * gpus], late)
 
     def push(self, lanes: Array, block: int) -> None:
         machine = self.engine.machine
-        self.ctas.work(machine.pushed_seconds, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes)
         reached = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes)
         if not self.plan.hopper:
             self.ctas.wait(reached, "NVLink", lanes)
@@ -215,11 +232,13 @@ class _Reduce:
     def reduce(self, lanes: Array, block: int) -> None:
         machine, gpus = self.engine.machine, self.engine.gpus_per_node
         self.ctas.wait(self.pushed[block, lanes], "partials", lanes)
-        self.ctas.work((gpus - 1) * machine.partial_seconds, "reduce", lanes)
+        self.ctas.work((gpus - 1) * self.adding, "reduce", lanes)
         if self.engine.nodes == 1:
             self.finish(lanes, block)
             return
-        for offset in range(1, self.engine.nodes):
+        if self.has_homes:
+            lanes = lanes[self.homes_behind(lanes, block) > 0]
+        for offset in [self.homes_behind(lanes, block)] if self.has_homes else range(1, self.engine.nodes):
             self.ctas.work(machine.post_seconds, "post", lanes)
             accepted, arrived = self.engine.network.send(self.ctas.clock[lanes], self.bytes, offset)
             self.ctas.wait(accepted, "the network", lanes)
@@ -227,15 +246,67 @@ class _Reduce:
 
     def finish(self, lanes: Array, block: int) -> None:
         """A finished tile is stored where peers read it."""
-        self.ctas.work(self.engine.machine.pushed_seconds, "store", lanes)
+        self.ctas.work(self.pushing, "store", lanes)
         reached = self.ctas.clock[lanes]
         if self.plan.hopper:  # what peers read crosses the link, too
             reached = self.link.carry(reached, self.bytes * (self.engine.gpus_per_node - 1), lanes)
         self.finished[block, lanes] = reached + self.engine.machine.nvlink_seconds
 
+    def homes_behind(self, lanes: Array, block: int) -> Array:
+        """How many nodes behind this one the homes of a block's tiles are."""
+        c, nodes = self.plan.config, self.engine.nodes
+        homes = call(home_of, block, NODES=nodes, cta=lanes, ctas=c.ctas)
+        return (homes - self.engine.rank // self.engine.gpus_per_node) % nodes
+
+    def finish_at_home(self, lanes: Array, block: int) -> None:
+        """The tiles of which this node is the home. Of as many CTAs as there are nodes, one has such a tile. What it
+        receives, its neighbours have sent elsewhere, and what it sends, they receive."""
+        nodes, machine, network = self.engine.nodes, self.engine.machine, self.engine.network
+        behind = self.homes_behind(lanes, block)
+        neighbours = (lanes + block) // nodes
+        is_home = behind == 0
+        # a block of fewer CTAs than nodes has few homes, and they receive more than the others
+        homes = int(is_home.sum())
+        surplus = max(homes * (nodes - 1) - (len(lanes) - homes), 0) * self.bytes / network.card.rate
+        summed = np.zeros(int(neighbours.max()) + 1)
+        np.maximum.at(summed, neighbours, self.summed[block, lanes])
+        summed += surplus
+        adding = nodes * self.adding + self.pushing
+        sending = np.arange(1, nodes)
+        # where no neighbour has its home here: as if one had, and sent at the rate of the network
+        received = (
+            summed[neighbours] + adding + (nodes - behind) * self.bytes / network.card.rate + machine.network_seconds
+        )
+        own = lanes[is_home]
+        if len(own):
+            self.ctas.wait(summed[neighbours[is_home]], "the network", own)
+            self.ctas.work(nodes * self.adding, "reduce", own)
+            self.finish(own, block)
+            posted = self.ctas.clock[own][:, None] + sending * machine.post_seconds
+            accepted, arrived = network.send(posted, self.bytes, np.broadcast_to(sending, posted.shape))
+            self.ctas.work((nodes - 1) * machine.post_seconds, "post", own)
+            self.ctas.wait(accepted[:, -1], "the network", own)
+            place = np.full(len(summed), -1)
+            place[neighbours[is_home]] = np.arange(len(own))
+            at = place[neighbours]
+            known = (at >= 0) & ~is_home
+            received[known] = arrived[at[known], nodes - behind[known] - 1]
+        self.received[block, lanes] = received
+
+    def receive(self, lanes: Array, block: int) -> None:
+        """Finished tiles that come from their homes."""
+        away = lanes[self.homes_behind(lanes, block) > 0]
+        machine = self.engine.machine
+        self.ctas.wait(self.received[block, away], "the network", away)
+        self.ctas.work(self.pushing, "store", away)
+        self.finished[block, away] = self.ctas.clock[away] + machine.nvlink_seconds
+
     def finish_later(self, lanes: Array, block: int) -> None:
+        if self.has_homes:
+            self.finish_at_home(lanes, block)
+            return
         self.ctas.wait(self.summed[block, lanes], "the network", lanes)
-        self.ctas.work(self.engine.nodes * self.engine.machine.partial_seconds, "reduce", lanes)
+        self.ctas.work(self.engine.nodes * self.adding, "reduce", lanes)
         self.finish(lanes, block)
 
     def end_block(self, lanes: Array, block: int) -> None:
@@ -243,6 +314,8 @@ class _Reduce:
             return
         if self.engine.nodes > 1 and block >= 1:
             self.finish_later(lanes, block - 1)
+        if self.has_homes and block >= 2:
+            self.receive(lanes, block - 2)
         if self.plan.hopper:
             self.gather(lanes, block)
         elif block >= self.lag:

@@ -13,11 +13,12 @@ each rank owns one of them:
 - Tiles that other ranks own: the CTA pushes its partial to the owner. Every rank starts with the tile of the next
   rank, so at any time the ranks of a node push to different peers.
 - The tile that this rank owns: the CTA adds the partials that its node has pushed. With one node this is the final
-  sum. With several, it sends the node's sum to the owners in the other nodes and, one block later, adds the sums of
-  all nodes. Then it adds bias and residual, and stores the finished tile both in the result and in a slot that peers
-  read.
-- The other ranks' tiles of the previous block (with several nodes: of the block before that one): the CTA reads the
-  finished tiles from their owners' memory, and stores them in the result.
+  sum. With two, it sends the node's sum to the owner in the other node and, one block later, adds both sums. With more,
+  it sends the node's sum to one of the owners, the tile's home; there the sums of all nodes are added one block later,
+  and the finished tile is sent back (home.py). Whoever adds the last sum also adds bias and residual, and stores the
+  finished tile both in the result and in a slot that peers read.
+- The other ranks' tiles of the previous block (with two nodes, of the block before that one; with more, of the block
+  before that): the CTA reads the finished tiles from their owners' memory, and stores them in the result.
 
 So pushing, reducing and reading back are spread over the whole launch, and the links are never left to only one of
 them. A rank reads a finished tile from its owner instead of having it pushed, because the tile must pass through a CTA
@@ -29,7 +30,8 @@ take the kernel in multicast.py where multicast is available (see below), and on
 hopper.py. All others take two_level.py.
 
 Signals. `partial`: a slot holds the partial of a rank of the node. `node_sum`: a slot holds the sum of another node.
-`finished`: the owner's slot holds a finished tile. See `layout` in protocol.py. All hold epochs and only grow.
+`from_home`: this owner's slot holds the finished tile that its home has sent. `finished`: the owner's slot holds a
+finished tile. See `layout` in protocol.py. All hold epochs and only grow.
 
 Accumulation and rounding. The order is fixed. Within a node, the owner starts with its own partial, which is not
 rounded, and adds those of the following ranks in cyclic order. Then it adds the sums of all nodes from node 0 on, its
@@ -38,16 +40,18 @@ addition to the error of one product over all of k in fp32, the error is at most
 all partials and node sums) with u = eps/2 of reduce_dtype, plus eps/2 of the result's dtype times the result.
 
 Why it cannot deadlock. Order all steps by (program id, block, step), where the steps of a block are: push, reduce
-within the node, add the sums of the nodes, read finished tiles. Every wait is for an earlier step of a CTA with the
-same program id: reducing within the node waits for pushes of the same block; adding the sums of the nodes, for sums of
-the previous block; reading, for tiles finished in an earlier block. So the first waiting CTA in this order can always
+within the node, add the sums of the nodes, receive from the home, read finished tiles. Every wait is for an earlier
+step of a CTA with the same program id: reducing within the node waits for pushes of the same block; adding the sums of
+the nodes, for sums of the previous block; receiving, for a tile that its home finished in the previous block; reading,
+for tiles finished or received in an earlier block. So the first waiting CTA in this order can always
 proceed, even if the CTAs of a rank run one after the other. All ranks have the same number of CTAs, which they agree
 on before the launch. The proxy drains a full request ring, and waits for no kernel. Every wait has a timeout
 nevertheless.
 
 What it costs. FLOPs: 2*m*n*k_local. NVLink: each rank writes (gpus-1)/gpus*m*n elements of reduce_dtype and reads as
-many of the result's dtype. Network: each rank sends (nodes-1)/gpus*m*n elements. Workspace: 2*m*n*(gpus-1 +
-nodes)/gpus elements of reduce_dtype (the term `nodes` only with several nodes) and 2*m*n/gpus of the result's dtype.
+many of the result's dtype. Network: each rank sends 2*(nodes-1)/nodes/gpus*m*n elements, half of them (two nodes: all)
+of reduce_dtype, the others of the result's dtype. Workspace: 2*m*n*(gpus-1 + 2)/gpus elements of reduce_dtype (the 2
+only with several nodes) and 2*m*n/gpus of the result's dtype.
 
 Multicast. Symmetric memory provides a multicast object if the ranks are processes with one GPU each, in one node with
 NVSwitch. Results that are not small then take the kernel in multicast.py, from 4 ranks on: a single store through the

@@ -59,7 +59,7 @@ def _measure(
     results = group.exchange("results", out.view(-1))
     nbytes = m * n * out.element_size()
     # reduce-scatter, then all-gather: every byte goes over NVLink twice
-    wire = wires(group, 2 * (gpus - 1) * nbytes // gpus, (group.nodes - 1) * nbytes // gpus)
+    wire = wires(group, 2 * (gpus - 1) * nbytes // gpus, 2 * (group.nodes - 1) * nbytes // (group.nodes * gpus))
     share = -(-m * n // size // 8) * 8
     cuts = [min(rank * share, m * n) for rank in range(size + 1)]
     link = Link(device)

@@ -1,7 +1,7 @@
 """Which tiles a CTA takes, in which order, and who owns them.
 
 CTA c computes tiles c, c + CTAs, c + 2 * CTAs, ... in its rounds 0, 1, 2, ... A block is as many rounds as the node
-has ranks; each rank owns one tile of a block.
+has ranks; each rank owns one tile of a block. On three or more nodes, one of a tile's owners is its home: see home.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import triton.language as tl
 from mkernel.lang.context import rank_of
 from mkernel.lang.matrix import Tile
 from mkernel.ops.reduce.operands import tile_corner
+
+# On fewer nodes, tiles have no home: two nodes exchange their sums, which moves as much, and takes one step less.
+FEWEST_WITH_HOMES = tl.constexpr(3)
 
 
 class Sequence(NamedTuple):
@@ -71,6 +74,19 @@ def slot_number(block):
     """The number of this CTA's tile of a block among the tiles that a rank owns: the last index of slots and
     signals."""
     return block * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def home_of(block, NODES: tl.constexpr):
+    """The node that is the home of this CTA's tile of a block. Of as many consecutive blocks as there are nodes, each
+    node is the home of one; so it is of CTAs with consecutive program ids."""
+    return (block + tl.program_id(0)) % NODES
+
+
+@triton.jit
+def number_at_home(block, NODES: tl.constexpr):
+    """`slot_number`, but among the tiles that have the same home."""
+    return slot_number(block // NODES)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES
 from mkernel.ops.reduce.call import Plan, Sum, for_hopper, plan_of, plan_of_few_rows
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
@@ -21,6 +22,9 @@ LEAST_COLUMNS = 16  # of a slice
 # Ranks. With multicast, each rank also receives its own tiles: 1/4 of the result with 4 ranks, 1/2 with 2. That this
 # pays off from 4 ranks on follows from the traffic; it was not measured.
 FEWEST_FOR_MULTICAST = 4
+# Columns of a tile on so many nodes, if a CTA has few blocks: the network idles during the first one, and a sum and a
+# finished tile still have to cross it behind the last one. Modelled: docs/scale.md.
+NARROW, MOST_FOR_NARROW, ENOUGH_BLOCKS = 128, 16, 8
 
 
 def why_no_multicast(group: Group, small: bool) -> str | None:
@@ -73,6 +77,9 @@ def cut(
     if sliced is not None:
         return *sliced, math.ceil(m / sliced[0]) * math.ceil(n / sliced[1])
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
+    blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n) / (most * group.gpus_per_node)
+    if FEWEST_WITH_HOMES.value <= group.nodes <= MOST_FOR_NARROW and blocks < ENOUGH_BLOCKS:
+        tile_n = min(tile_n, NARROW)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 
@@ -97,6 +104,9 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     pushed = 2 * elements * (gpus - 1) // gpus
     if multicast:
         pushed = elements * (gpus + 1) // gpus if in_switch else elements
+    about_homes = []
+    if group.nodes >= FEWEST_WITH_HOMES.value:
+        about_homes = ["one node adds the sums of all nodes for a tile, and sends the finished tile back"]
     decided = plan_of(
         OP,
         group,
@@ -106,8 +116,8 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         computed=tiles,
         ctas=ctas,
         pushed=pushed,
-        sent=elements * (group.nodes - 1) // gpus,
-        reasons=(*([how] if sliced else []), _about_multicast(missing, in_switch)),
+        sent=2 * elements * (group.nodes - 1) // (group.nodes * gpus),
+        reasons=(*([how] if sliced else []), *about_homes, _about_multicast(missing, in_switch)),
     )
     decided = replace(decided, multicast=multicast, in_switch=in_switch)
     if sliced:

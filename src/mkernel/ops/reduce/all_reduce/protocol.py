@@ -15,7 +15,7 @@ from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify_in_loop, wait_again
-from mkernel.ops.reduce.all_reduce.order import slot_number
+from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, slot_number
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import add_to_tile, halves, move_right
 from mkernel.ops.reduce.kinds import FINISHED_TILE, PARTIAL
@@ -42,6 +42,8 @@ class Exchange(NamedTuple):
     own_partial: Any  # Words
     node_sum: Any  # Words
     node_sums: Any  # Slots
+    own_sums: Any  # Slots
+    from_home: Any  # Words
     finished: Any  # Words
     finished_tiles: Any  # Slots
     IN_SWITCH: Any  # the switch reduces the partials
@@ -55,7 +57,12 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
     partial[i, number]: partials[i, number] on the owner holds the partial of the rank i + 1 after the owner. If the
         switch reduces, every rank keeps its partials in its own memory, in partials[owner, number], and
         own_partial[0, number] is the owner's signal to itself.
-    node_sum[node, number]: node_sums[node, number] holds that node's sum. A node's own sum is sent from there.
+    node_sum[node, number]: on two nodes, node_sums[node, number] holds that node's sum. A node's own sum is sent from
+        there.
+    node_sum[i, number]: on more nodes, at a tile's home: node_sums[i, number] holds the sum of the node i + 1 after
+        this one, cyclically. Slots are numbered like the tiles that have this home (`number_at_home`).
+        own_sums[0, number] of every owner holds its own node's sum, and is sent from there.
+    from_home[0, number]: finished_tiles[0, number] holds the finished tile that the tile's home has sent.
     finished[i, number]: the rank i + 1 after this one has finished its tile. The tile is in the owner's
         finished_tiles[0, number]; with multicast, in every rank's finished_tiles[owner, number].
     """
@@ -67,18 +74,28 @@ def layout(group: Group, plan: Plan, call: Sum) -> Layout:
     memory.buffer("partials", call.wire_dtype, gpus if plan.in_switch else gpus - 1, owned, size)
     if plan.in_switch:
         memory.signals("own_partial", 1, owned)
-    if nodes > 1:
+    has_homes = nodes >= FEWEST_WITH_HOMES.value
+    if has_homes:
+        at_home = math.ceil(owned // c.ctas / nodes) * c.ctas
+        memory.signals("node_sum", nodes - 1, at_home)
+        memory.buffer("node_sums", call.wire_dtype, nodes - 1, at_home, size)
+        memory.buffer("own_sums", call.wire_dtype, 1, owned, size)
+        memory.signals("from_home", 1, owned)
+    elif nodes > 1:
         memory.signals("node_sum", nodes, owned)
         memory.buffer("node_sums", call.wire_dtype, nodes, owned, size)
     memory.signals("finished", gpus - 1, owned)
-    memory.buffer("finished_tiles", call.out.dtype, gpus if plan.multicast else min(gpus - 1, 1), owned, size)
+    kept = gpus if plan.multicast else 1 if gpus > 1 or has_homes else 0
+    memory.buffer("finished_tiles", call.out.dtype, kept, owned, size)
     return memory
 
 
 def free_of(group: Group, plan: Plan, memory: Layout) -> dict[str, tuple[tuple[int, int], ...] | None]:
     """The buffers, or ranges of them, that nobody reads any more once this rank's launch has ended."""
     free: dict[str, tuple[tuple[int, int], ...] | None] = {"partials": None}
-    if "node_sums" in memory:
+    if "own_sums" in memory:
+        free["node_sums"] = None  # not own_sums: the network may still be reading them
+    elif "node_sums" in memory:
         # except this node's: the network may still be reading it
         free["node_sums"] = ((0, group.node), (group.node + 1, group.nodes))
     if plan.multicast:
@@ -161,18 +178,19 @@ def finished_slot(comm, exchange, owner, block):
 
 @triton.jit
 def finish_tile(comm, call, total, tile, block):
-    """Add bias and residual to a sum; store it in the result and, for the other ranks of the node, in its slot."""
+    """Add bias and residual to a sum; store it in the result and, for those that are to read it, in its slot."""
     M: tl.constexpr = total.shape[0]
     HALF: tl.constexpr = total.shape[1] // 2
+    IS_READ: tl.constexpr = comm.RANKS_PER_NODE > 1 or comm.WORLD_SIZE // comm.RANKS_PER_NODE >= FEWEST_WITH_HOMES
     slot = finished_slot(comm, call.exchange, rank_of(comm.context), block)
     left, right = halves(total)
     left = add_to_tile(call.result, tile, left)
-    if comm.RANKS_PER_NODE > 1:
+    if IS_READ:
         store_partial(slot, left, M, HALF)
     store_tile(call.result.c, tile, left)
     right_tile = move_right(tile, HALF)
     right = add_to_tile(call.result, right_tile, right)
-    if comm.RANKS_PER_NODE > 1:
+    if IS_READ:
         store_partial(slot + M * HALF, right, M, HALF)
     store_tile(call.result.c, right_tile, right)
 

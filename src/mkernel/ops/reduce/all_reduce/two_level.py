@@ -13,7 +13,17 @@ from mkernel.lang.copy import pace
 from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
-from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, locate, round_of, slot_number, take, tile_of
+from mkernel.ops.reduce.all_reduce.home import is_home, send_finished, send_to_home, sum_at_home, wait_from_home
+from mkernel.ops.reduce.all_reduce.order import (
+    FEWEST_WITH_HOMES,
+    Sequence,
+    count_rounds,
+    locate,
+    round_of,
+    slot_number,
+    take,
+    tile_of,
+)
 from mkernel.ops.reduce.all_reduce.protocol import (
     copy_finished,
     finish_tile,
@@ -37,24 +47,49 @@ from mkernel.ops.reduce.protocol import (
 
 @triton.jit
 def _lag(comm):
-    """How many blocks later a block's finished tiles are gathered. The exchange between nodes takes one more."""
-    return 2 if comm.WORLD_SIZE > comm.RANKS_PER_NODE else 1
+    """How many blocks later a block's finished tiles are gathered: the exchange between two nodes takes one more, the
+    way to the tile's home and back two more."""
+    NODES: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
+    return 3 if NODES >= FEWEST_WITH_HOMES else NODES
 
 
 @triton.jit
 def _notify_last_finished(comm, exchange, block):
-    """At the beginning of a block, signal the tile that was finished last, during the previous block."""
+    """At the beginning of a block, signal the tile that was finished or received last, during the previous block."""
     notify_finished(comm, exchange, block - _lag(comm))
 
 
 @triton.jit
 def _finish_later(comm, call, block):
-    """Finish this rank's own tile of an earlier block, for which the nodes have exchanged their sums."""
+    """Finish this rank's own tile of an earlier block, for which the nodes have sent their sums: at the tile's home, if
+    it has one."""
+    M: tl.constexpr = call.product.tiling.M
+    N: tl.constexpr = call.product.tiling.N
+    HAS_HOME: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE >= FEWEST_WITH_HOMES
     own = round_of(block, rank_of(comm.context) % comm.RANKS_PER_NODE, comm.RANKS_PER_NODE)
     tile, row, column = tile_of(call.product, own)
-    total = sum_nodes(comm, call.exchange, block, tile, call.product.tiling.M, call.product.tiling.N)
-    finish_tile(comm, call, total, Tile(0, row, call.product.rows, column, call.product.n), block)
-    trace(comm.context, TILES, REDUCE, rank_of(comm.context), tile, LAST)
+    here = Tile(0, row, call.product.rows, column, call.product.n)
+    if HAS_HOME:
+        if is_home(comm, block):
+            finish_tile(comm, call, sum_at_home(comm, call.exchange, block, tile, M, N), here, block)
+            send_finished(comm, call.exchange, block)
+            trace(comm.context, TILES, REDUCE, rank_of(comm.context), tile, LAST)
+    else:
+        finish_tile(comm, call, sum_nodes(comm, call.exchange, block, tile, M, N), here, block)
+        trace(comm.context, TILES, REDUCE, rank_of(comm.context), tile, LAST)
+
+
+@triton.jit
+def _receive_finished(comm, call, block):
+    """Store this rank's own tile of an earlier block in the result, if it comes from a home in another node."""
+    if not is_home(comm, block):
+        rank = rank_of(comm.context)
+        own = round_of(block, rank % comm.RANKS_PER_NODE, comm.RANKS_PER_NODE)
+        tile, row, column = tile_of(call.product, own)
+        missing = wait_from_home(comm, call.exchange, block, tile)
+        slot = finished_slot(comm, call.exchange, rank, block)
+        here = Tile(0, row, call.product.rows, column, call.product.n)
+        copy_finished(call.result, slot, here, missing, call.product.tiling.M, call.product.tiling.N)
 
 
 @triton.jit
@@ -84,6 +119,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     """Push the partial of a tile, or reduce what others have pushed. At the end of a block, also finish and gather
     tiles of earlier blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
+    NODES: tl.constexpr = comm.WORLD_SIZE // RANKS_PER_NODE
     rank = rank_of(comm.context)
     local = rank % RANKS_PER_NODE
     block = taken.round // RANKS_PER_NODE
@@ -106,15 +142,20 @@ def _end_tile(comm, call, sequence, total, taken, progress):
         trace(comm.context, TILES, PUSH_CHUNK, rank - local + taken.owner, taken.tile, LAST)
     else:
         total = sum_node(comm, call.exchange, total, block, taken.tile)
-        if comm.WORLD_SIZE > RANKS_PER_NODE:
+        if NODES >= FEWEST_WITH_HOMES:
+            send_to_home(comm, call.exchange, total, block)
+        elif NODES > 1:
             send_node_sum(comm, call.exchange, total, block)
         else:
             finish_tile(comm, call, total, locate(call, taken), block)
         trace(comm.context, TILES, REDUCE, rank, taken.tile, LAST)
     if (taken.position + 1 == sequence.length) | (taken.position % RANKS_PER_NODE == RANKS_PER_NODE - 1):
-        if comm.WORLD_SIZE > RANKS_PER_NODE:
+        if NODES > 1:
             if block >= 1:
                 _finish_later(comm, call, block - 1)
+        if NODES >= FEWEST_WITH_HOMES:
+            if block >= 2:
+                _receive_finished(comm, call, block - 2)
         if RANKS_PER_NODE > 1:
             if block >= _lag(comm):
                 moved += _gather(comm, call, block - _lag(comm), sequence.length)
@@ -125,15 +166,19 @@ def _end_tile(comm, call, sequence, total, taken, progress):
 def _drain(comm, call, rounds, progress):
     """What remains after the last multiplication: the pending signal, and the tiles of the last blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
+    NODES: tl.constexpr = comm.WORLD_SIZE // RANKS_PER_NODE
     local = rank_of(comm.context) % RANKS_PER_NODE
     blocks = tl.cdiv(rounds, RANKS_PER_NODE)
     pace_progress(call.link, progress)
     notify_due(comm, progress.signal)
     for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
         if round_of(late, local, RANKS_PER_NODE) < rounds:
-            if comm.WORLD_SIZE > RANKS_PER_NODE:
+            if NODES > 1:
                 if late == blocks - 1:
                     _finish_later(comm, call, late)
+            if NODES >= FEWEST_WITH_HOMES:
+                if late >= blocks - 2:
+                    _receive_finished(comm, call, late)
             notify_finished(comm, call.exchange, late)
     if RANKS_PER_NODE > 1:
         moved = progress.moved
