@@ -86,3 +86,58 @@ def scale_tile(total, a, b, tile):
             of_columns = load_scales(b.strides.scales, 0, tile.column, tile.columns, 0, total.shape[1])
             total = total * of_rows[:, None] * of_columns[None, :]
     return total
+
+
+# -- quantizing
+
+
+@triton.jit
+def bits_of_size(x):
+    """The absolute values of numbers in fp32, as integers that are ordered alike; NaN is the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of_largest(bits, MOST: tl.constexpr):
+    """The scale of elements of which the largest has these bits. MOST: the largest number of fp8."""
+    INVERSE: tl.constexpr = 1.0 / MOST
+    scale = bits.to(tl.float32, bitcast=True) * INVERSE
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN stays
+    return tl.where(bits == 0, 1.0, scale)
+
+
+@triton.jit
+def quantize_rows(source, target, scales, rows, columns, SHARED: tl.constexpr):
+    """Quantize `rows` x `columns` elements of the block `source` to the block `target`, whose columns are contiguous,
+    and store the scales of each row behind one another in `scales`; to the bits of `mkernel.quantize`.
+
+    SHARED: all elements of a row share a scale, so each row is read twice. Otherwise each BLOCK of them has one.
+    """
+    DTYPE: tl.constexpr = target.data.dtype.element_ty
+    MOST: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+    ROWS: tl.constexpr = 8 if SHARED else 64
+    COLUMNS: tl.constexpr = 1024 if SHARED else BLOCK
+    for row in range(0, rows, ROWS):
+        i = row + tl.arange(0, ROWS)
+        start = source.data + i.to(tl.int64)[:, None] * source.row_stride
+        end = target.data + i.to(tl.int64)[:, None] * target.row_stride
+        its_scales = scales.data + i.to(tl.int64) * scales.row_stride
+        scale = tl.full([ROWS], 1.0, tl.float32)
+        if SHARED:
+            largest = tl.zeros([ROWS, COLUMNS], tl.int32)
+            for column in range(0, columns, COLUMNS):
+                j = column + tl.arange(0, COLUMNS)[None, :]
+                inside = (i[:, None] < rows) & (j < columns)
+                x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0)
+                largest = tl.maximum(largest, bits_of_size(x.to(tl.float32)))
+            scale = scale_of_largest(tl.max(largest, 1), MOST)
+            tl.store(its_scales, scale, mask=i < rows)
+        for column in range(0, columns, COLUMNS):
+            j = column + tl.arange(0, COLUMNS)[None, :]
+            inside = (i[:, None] < rows) & (j < columns)
+            x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0).to(tl.float32)
+            if not SHARED:
+                scale = scale_of_largest(tl.max(bits_of_size(x), 1), MOST)
+                tl.store(its_scales + column // BLOCK, scale, mask=i < rows)
+            narrow = x * tl.math.div_rn(1.0, scale)[:, None]
+            tl.store(end + j, narrow.to(DTYPE), mask=inside)
