@@ -7,6 +7,10 @@ own, and so the sum over each block is multiplied by them before it is added to 
 Hopper's tensor cores add products of fp8 numbers with fewer bits than fp32 has. Therefore their sums are added up in
 fp32 outside of the tensor cores, once every BLOCK of k or more often, unless a call asks for fast accumulation. That
 takes the registers for a second tile of sums.
+
+A kernel can also quantize rows on their way (`quantize_rows`), to the bits that PyTorch computes in `mkernel.quantize`:
+it multiplies by reciprocals that are rounded right, and takes absolute values as integers, so that the largest of NaN
+and others is NaN.
 """
 
 from typing import Any, NamedTuple
@@ -92,13 +96,13 @@ def scale_tile(total, a, b, tile):
 
 
 @triton.jit
-def bits_of_size(x):
+def _bits_of_size(x):
     """The absolute values of numbers in fp32, as integers that are ordered alike; NaN is the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def scale_of_largest(bits, MOST: tl.constexpr):
+def _scale_of_largest(bits, MOST: tl.constexpr):
     """The scale of elements of which the largest has these bits. MOST: the largest number of fp8."""
     INVERSE: tl.constexpr = 1.0 / MOST
     scale = bits.to(tl.float32, bitcast=True) * INVERSE
@@ -129,15 +133,15 @@ def quantize_rows(source, target, scales, rows, columns, SHARED: tl.constexpr):
                 j = column + tl.arange(0, COLUMNS)[None, :]
                 inside = (i[:, None] < rows) & (j < columns)
                 x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0)
-                largest = tl.maximum(largest, bits_of_size(x.to(tl.float32)))
-            scale = scale_of_largest(tl.max(largest, 1), MOST)
+                largest = tl.maximum(largest, _bits_of_size(x.to(tl.float32)))
+            scale = _scale_of_largest(tl.max(largest, 1), MOST)
             tl.store(its_scales, scale, mask=i < rows)
         for column in range(0, columns, COLUMNS):
             j = column + tl.arange(0, COLUMNS)[None, :]
             inside = (i[:, None] < rows) & (j < columns)
             x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0).to(tl.float32)
             if not SHARED:
-                scale = scale_of_largest(tl.max(bits_of_size(x), 1), MOST)
+                scale = _scale_of_largest(tl.max(_bits_of_size(x), 1), MOST)
                 tl.store(its_scales + column // BLOCK, scale, mask=i < rows)
             narrow = x * tl.math.div_rn(1.0, scale)[:, None]
             tl.store(end + j, narrow.to(DTYPE), mask=inside)

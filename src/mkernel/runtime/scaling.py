@@ -156,6 +156,13 @@ def check_recipe_a(scale_a: Any, recipe_a: Any, dtype_a: Any) -> str | None:
     return name
 
 
+def recipe_of(*, tensorwise: bool = False, blockwise: bool = False) -> str:
+    """The recipe by which a kernel quantizes a, as the options of a command tell it."""
+    if tensorwise:
+        raise ArgumentError("a kernel cannot quantize a with one scale, which depends on all rows")
+    return "BlockWise1x128" if blockwise else "RowWise"
+
+
 def scaling_of_recipe(
     group: Group, a: torch.Tensor, b: torch.Tensor, recipe_a: str, dtype_a: torch.dtype, scale_b: Any,
     use_fast_accum: Any,

@@ -21,7 +21,9 @@ from mkernel.runtime.world import Launch
 
 OP = "all_gather_matmul"
 TUNABLE = Tunable(OP, agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
-SCALED_TUNABLE = Tunable("all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n",), shared=("chunk_rows",))
+SCALED_TUNABLE = Tunable(
+    "all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n", "quantizes"), shared=("chunk_rows",)
+)
 
 
 @collective
@@ -83,7 +85,8 @@ def choose(
     if scaling is None:
         config = TUNABLE.choose(group, a.dtype, given, **sizes)
     else:
-        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes, blockwise=scaling.blockwise)
+        sizes |= dict(blockwise=scaling.blockwise, quantizes=scaling.quantizes is not None)
+        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes)
     if given is None and config is not None and config.chunk_rows is None:
         return replace(config, chunk_rows=chunk_rows(group, a, None))
     return config
