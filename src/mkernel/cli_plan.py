@@ -59,6 +59,9 @@ def plan(
     dtype: Annotated[
         Dtype, typer.Option(help="The dtype of operands and result: bf16 or fp16, at the same rates.")
     ] = Dtype.bf16,
+    late: Annotated[
+        float, typer.Option(min=0, metavar="us", help="One rank begins so many microseconds after the others.")
+    ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
     calibrate: Annotated[
@@ -103,7 +106,7 @@ def plan(
     console = Console(highlight=False)
     weak, lenient = scaling is Scaling.weak, ":" in nodes
     if layer is not None:
-        _check_layer(said, **{"SHAPE": shape, "--search": search, "--html": html})
+        _check_layer(said, **{"SHAPE": shape, "--search": search, "--late": late, "--html": html})
         try:
             sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape
             numbers, note = divisible(
@@ -142,6 +145,7 @@ def plan(
         weak=weak,
         search=search,
         timeline=html is not None,
+        late=late * 1e-6,
     )
     with failures_in_words():
         run(asked, as_json=json, html=html, console=console)

@@ -55,6 +55,16 @@ def test_strong_scaling_with_another_network_and_the_best_configuration():
     assert "ConnectX-7" not in result.output
 
 
+def test_a_late_rank():
+    result = run("matmul_reduce_scatter", "65536x8192x16384", "--nodes", "2", "--late", "2000", "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["results"]
+    assert found["late_us"] == pytest.approx(2000)
+    assert found["fused_ms"] > 2
+    assert "begins 2000 us after the others" in words(run("matmul_reduce_scatter", "--nodes", "2", "--late", "2000"))
+    assert "--late" in run("--layer", "mlp", "--nodes", "2", "--late", "5").output
+
+
 def test_json_and_a_page(tmp_path):
     path = tmp_path / "plan.html"
     result = run(

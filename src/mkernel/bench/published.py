@@ -46,6 +46,12 @@ def rows(op: str) -> list[dict[str, Any]]:
     return [{**row, "size": next(iter(row.values()))} for row in found]
 
 
+def rates(op: str) -> list[dict[str, Any]]:
+    """The published TFLOP/s per GPU of an operator with ConnectX-7, each with its `size`."""
+    found = figures()["ops"].get(op, {}).get("cx7_tflops", [])
+    return [{**row, "size": next(iter(row.values()))} for row in found]
+
+
 def beside(how: Published, row: dict[str, Any], result: dict[str, Any], gpu: str) -> dict[str, Any]:
     """The published figures for a shape, with their floor fraction, to be added to the result for that shape."""
     found = {

@@ -1,7 +1,8 @@
 """A package for each operator or family of operators.
 
 The docstring of a package is its design record. Its `entry` registers it: what the tools know of an operator is named
-there, and is in modules that only the tools import (demo.py, workload.py, tuning.py, bench.py, baselines.py, model.py).
+there, and is in modules that only the tools import (demo.py, workload.py, tuning.py, bench.py, baselines.py, model.py,
+peer.py).
 """
 
 import runpy as _runpy

@@ -18,5 +18,6 @@ What is left out: the caches and memory of a GPU, except as measured rates; coll
 send to one node after the other, and all ranks to different ones); differences between ranks, apart from those that a
 mask makes: then some ranks are simulated one by one, and the slowest one counts.
 
-validation.py compares the model with what was measured. docs/scale.md has what it says.
+validation.py compares the model with what was measured, and with what mKernel, the CUDA library, publishes: of that the
+model carries out its own schedules (peer.py here, and in an operator's package). docs/scale.md has what it says.
 """

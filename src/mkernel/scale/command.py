@@ -22,7 +22,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.scale.layers import Sum, layer_on, shape_on
 from mkernel.scale.machine import Machine
 from mkernel.scale.page import COLUMNS, page, row_of
-from mkernel.scale.predict import Prediction, predict
+from mkernel.scale.predict import Prediction, predict_late
 from mkernel.scale.search import best
 from mkernel.tuning.command import words_of
 
@@ -44,6 +44,7 @@ class Asked:
     weak: bool
     search: bool
     timeline: bool
+    late: float = 0.0  # seconds by which one rank begins later than the others
 
     def shape_on(self, nodes: int) -> Shape:
         if not self.weak:
@@ -106,8 +107,8 @@ def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) 
         tell(nodes)
 
         def again(config: Config | None, timeline: bool = False) -> Prediction:
-            return predict(
-                asked.operator, asked.shape_on(nodes), machine=asked.machine, nodes=nodes,
+            return predict_late(
+                asked.late, asked.operator, asked.shape_on(nodes), machine=asked.machine, nodes=nodes,
                 gpus_per_node=asked.gpus_per_node, dtype=asked.dtype, options=asked.options, config=config,
                 timeline=timeline,
             )  # fmt: skip
@@ -120,8 +121,8 @@ def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) 
 
 
 def with_timeline(asked: Asked, one: Prediction) -> Prediction:
-    return predict(
-        asked.operator, one.shape, machine=asked.machine, nodes=one.nodes, gpus_per_node=one.gpus_per_node,
+    return predict_late(
+        asked.late, asked.operator, one.shape, machine=asked.machine, nodes=one.nodes, gpus_per_node=one.gpus_per_node,
         dtype=asked.dtype, options=asked.options, config=one.config, rank=one.rank, timeline=True,
     )  # fmt: skip
 
@@ -162,6 +163,8 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
         f"{last.nodes} nodes, rank {last.rank}: busy: {busy}. CTAs: "
         + ", ".join(f"{kind} {part:.0%}" for kind, part in spent)
     )
+    if asked.late:
+        console.print(f"One rank begins {asked.late * 1e6:.4g} us after the others, from whose beginning times count.")
     console.print(escape(last.plan), soft_wrap=True)
 
 

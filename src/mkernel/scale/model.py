@@ -13,6 +13,7 @@ from typing import Any
 
 from mkernel.operators import Shape
 from mkernel.scale.engine import Engine
+from mkernel.scale.peer import Peer
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class Work:
 @dataclass(frozen=True)
 class Model:
     """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work. ranks: (problem, ranks) -> those
-    among which the slowest is sought, where they differ."""
+    among which the slowest is sought, where they differ. peer: (engine, peer, size): mKernel's own schedule for a size
+    that it publishes."""
 
     run: Callable[[Engine, Any, Problem], None]
     work: Callable[[Problem, int, int], Work]
     ranks: Callable[[Problem, int], Sequence[int]] = lambda problem, ranks: (0,)
+    peer: Callable[[Engine, Peer, int], None] | None = None

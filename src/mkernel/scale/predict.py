@@ -35,6 +35,7 @@ class Prediction:
     """What the model says about a call. Times in seconds.
 
     rank: the slowest of those that were simulated.
+    late: by how much one rank begins later than the others. Times count from when the others do.
     seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
     loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
     spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
@@ -58,6 +59,7 @@ class Prediction:
     dtype: torch.dtype
     options: dict[str, Any]
     config: Config | None
+    late: float = 0.0
 
     @property
     def fraction(self) -> float:
@@ -70,6 +72,7 @@ class Prediction:
         return {
             "op": self.op, "shape": list(self.shape), "nodes": self.nodes, "gpus_per_node": self.gpus_per_node,
             "rank": self.rank, "machine": self.machine, "modelled": True, "options": self.options, "config": chosen,
+            "late_us": self.late * 1e6,
             "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
             "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
             "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
@@ -192,6 +195,18 @@ def predict(
         bound=bound_of(loads, engine), spent=spent, requests=engine.network.requests,
         plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
     )  # fmt: skip
+
+
+def predict_late(late: float, op: str | Operator, shape: Shape, *, machine: Machine, **given: Any) -> Prediction:
+    """`predict`, if one rank begins `late` seconds after the others. All ranks need something of it, so they are done
+    about when it is. It finds everything that comes from other ranks there, or on its way for so much longer."""
+    together = predict(op, shape, machine=machine, **given)
+    ahead = replace(
+        machine, network_seconds=machine.network_seconds - late, nvlink_seconds=machine.nvlink_seconds - late
+    )
+    behind = predict(op, shape, machine=ahead, **given)
+    seconds = max(together.seconds, late + behind.seconds)
+    return replace(behind, late=late, seconds=seconds, host=together.host + late)
 
 
 def emulated(

@@ -11,6 +11,7 @@ import numpy as np
 
 from mkernel.lang.order import arrival_order, swizzle_tile
 from mkernel.lang.roles import other_tiles_of, own_tiles_of
+from mkernel.ops.all_gather_matmul import peer
 from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.scale.engine import Engine, Lanes, in_slabs
@@ -198,4 +199,4 @@ def work(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-MODEL = Model(run, work)
+MODEL = Model(run, work, peer=peer.run)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mkernel.ops.attention import peer
 from mkernel.ops.attention.plan import Plan
 from mkernel.ops.attention.schedule import SYNC_MARK
 from mkernel.scale.engine import Engine
@@ -145,4 +146,4 @@ def candidates(problem: Problem, ranks: int) -> Sequence[int]:
     return sorted({0, ranks // 2, ranks - 1})
 
 
-MODEL = Model(run, work, candidates)
+MODEL = Model(run, work, candidates, peer.run)

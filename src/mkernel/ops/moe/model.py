@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mkernel.ops.moe import peer
 from mkernel.ops.moe.plan import DispatchPlan, FfnPlan
 from mkernel.ops.moe.schedule import MOST_BINS
 from mkernel.ops.moe.workload import EXPERTS, SLOTS
@@ -276,5 +277,5 @@ def work_of_ffn(problem: Problem, nodes: int, gpus: int) -> Work:
     return _work(problem, nodes, gpus, 3)
 
 
-DISPATCH_MATMUL = Model(run_dispatch, work_of_dispatch)
-FFN = Model(run_ffn, work_of_ffn)
+DISPATCH_MATMUL = Model(run_dispatch, work_of_dispatch, peer=peer.run_dispatch)
+FFN = Model(run_ffn, work_of_ffn, peer=peer.run_ffn)

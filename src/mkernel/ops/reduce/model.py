@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mkernel.ops.reduce import peer
 from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, count_rounds, home_of, round_at
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
@@ -355,5 +356,5 @@ def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter)
-ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce)
+REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter, peer=peer.run_reduce_scatter)
+ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce, peer=peer.run_all_reduce)

@@ -1,0 +1,90 @@
+"""Every operator on clusters of four and eight nodes, in 20 schedules each: with ranks that are slow or late, CTAs that
+run one after the other, a ring with little room, and a rank that never comes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import operator_calls
+from support.attention_reference import Case
+from support.moe_reference import Layer
+from support.scenarios import REDUCE, SCATTER, Attends, AttendsBackward, Gathers, Routes, Sums, WeightGrads
+
+import mkernel as mk
+from mkernel import operators
+
+pytestmark = pytest.mark.thorough
+
+# Whose CTAs wait for those with a higher program id: all of a launch must run at once, which the launch sees to.
+AT_ONCE = {"all_gather_matmul_weight_grad", "ring_attention_backward", "moe_dispatch_matmul", "moe_combine", "moe_ffn"}
+
+CLUSTERS = [(4, 2), (4, 4), (8, 1)]
+SEEDS = 20
+
+
+def layer(cluster):
+    ranks = range(cluster[0] * cluster[1])
+    tokens, experts = tuple((3 * rank + 2) % 4 for rank in ranks), tuple((rank + 1) % 3 for rank in ranks)
+    return Layer(tokens, experts, hidden=16, out=16, dtype=torch.float32)
+
+
+def attends(kind, cluster):
+    return kind(cluster, Case(8, heads=2, kv_heads=1, dim=64, dtype=torch.float32, causal=True, layout="zigzag"))
+
+
+SCENARIOS = {
+    "all_gather_matmul": Gathers,
+    "all_gather_matmul_weight_grad": lambda cluster: WeightGrads(cluster, m=16, passes=2),
+    "matmul_reduce_scatter": lambda cluster: Sums(cluster, SCATTER, rows=20 * cluster[0] * cluster[1]),
+    "matmul_all_reduce": lambda cluster: Sums(cluster, REDUCE, rows=40, n=20),
+    "ring_attention": lambda cluster: attends(Attends, cluster),
+    "ring_attention_backward": lambda cluster: attends(AttendsBackward, cluster),
+    "moe_dispatch_matmul": lambda cluster: Routes(cluster, "moe_dispatch_matmul", layer(cluster)),
+    "moe_combine": lambda cluster: Routes(cluster, "moe_combine", layer(cluster)),
+    "moe_ffn": lambda cluster: Routes(cluster, "moe_ffn", layer(cluster)),
+}
+
+
+def test_every_operator_has_a_scenario():
+    """Those with scales run the kernels of those without."""
+    assert set(SCENARIOS) == {name for name in operators.registered() if "scaled" not in name}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=operator_calls.cluster_name)
+@pytest.mark.parametrize("op", SCENARIOS)
+def test_many_seeds(op, cluster, monkeypatch):
+    size = cluster[0] * cluster[1]
+    for seed in range(SEEDS):
+        one_by_one = {} if op in AT_ONCE else {"resident": 1}
+        options = ({"slow": {seed % size: 0.1}}, {"late": {seed % size: 300}}, one_by_one, {"ring": 2}, {})[seed % 5]
+        for name in ("slow", "late"):
+            monkeypatch.setitem(operator_calls.SIMULATOR, name, options.pop(name, {}))
+        # a half of the workspace is used again in the third call
+        scenario = replace(SCENARIOS[op](cluster), calls=3 if seed == SEEDS - 1 else 1 + seed % 2, **options)
+        scenario.run(seed)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=operator_calls.cluster_name)
+@pytest.mark.parametrize("op", SCENARIOS)
+def test_a_dead_peer(op, cluster, monkeypatch):
+    """All others find out, and name it; nobody goes on with what is missing."""
+    scenario = SCENARIOS[op](cluster)
+    dead = cluster[0] * cluster[1] // 2
+    found = []
+
+    def work(group):
+        scenario.work(group)
+        if group.rank == dead:
+            return
+        with pytest.raises(mk.CommTimeout) as caught:
+            scenario.work(group)
+        found.append(caught.value)
+
+    operator_calls.run(work, cluster=cluster, seed=1, timeout=1e-4)
+    assert len(found) == cluster[0] * cluster[1] - 1
+    assert any(record.peer == dead for failure in found for record in failure.records)
+
+
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_combine", "moe_ffn"])
+def test_experts_on_32_ranks(op):
+    SCENARIOS[op]((4, 8)).run(seed=0)
