@@ -67,17 +67,13 @@ def planned(op, shape, nodes, **options):
 
 
 def test_plans_change_on_many_nodes():
-    """Tiles of attention one by one where pairs would leave CTAs idle, narrow tiles of sums where a CTA has few blocks,
-    and CTAs for tokens that make more rows."""
+    """Tiles of attention one by one where pairs would leave CTAs idle, and CTAs for tokens that make more rows."""
     reasons = [
         str(planned("ring_attention", (1, 32, 65536 * nodes, 128), nodes, causal=False)).count("one by one")
         for nodes in (1, 2, 3, 4, 16)
     ]
     assert reasons == [0, 0, 0, 1, 1]
     assert "one by one" not in str(planned("ring_attention", (1, 32, 4 * 262144, 128), 4, causal=False)), "long units"
-    tiles = [str(planned("matmul_all_reduce", (16384, 8192, 8192 * i), i)).split()[2][:-1] for i in (2, 3, 16, 64)]
-    assert tiles == ["128x256x64", "128x128x64", "128x128x64", "128x256x64"]
-    assert "128x256x64" in str(planned("matmul_all_reduce", (65536, 8192, 8192), 4)), "many blocks"
     nodes = (2, 4, 16, 64)
     far = [planned("moe_dispatch_matmul", (16384 * i, 2048, 7168), i).copying.far_intra_ctas for i in nodes]
     needed = [math.ceil(1.5 * 50e9 * 8 / PLACE_RATE / i) for i in nodes]  # if all tokens were needed on every rank

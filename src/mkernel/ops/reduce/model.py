@@ -212,15 +212,24 @@ class _Reduce:
             self.reduce(lanes[is_own], block)
             last = (place % gpus == gpus - 1) | (place + 1 == self.rounds[lanes])
             self.end_block(lanes[last], block)
-        for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
-            lanes = cta[self.rounds > late * gpus]
-            if self.engine.nodes > 1 and late == len(self.finished) - 1:
-                self.finish_later(lanes, late)
-            if self.has_homes and late >= len(self.finished) - 2:
-                self.receive(lanes, late)
-        for late in range(max(len(self.finished) - self.lag, 0), len(self.finished)):
+        self.drain([cta[self.rounds > block * gpus] for block in range(len(self.finished))])
+
+    def drain(self, lanes: list[Array]) -> None:
+        """lanes: those with tiles in each block."""
+        blocks = len(lanes)
+        if self.has_homes:
+            self.finish_later(lanes[-1], blocks - 1)
+            for block in range(blocks, blocks + self.lag):
+                if 0 <= block - 2 < blocks:
+                    self.receive(lanes[block - 2], block - 2)
+                if block >= self.lag:
+                    self.gather(lanes[block - self.lag], block - self.lag)
+            return
+        if self.engine.nodes > 1:
+            self.finish_later(lanes[-1], blocks - 1)
+        for late in range(max(blocks - self.lag, 0), blocks):
             if not self.plan.hopper:
-                self.gather(cta[self.rounds > late * gpus], late)
+                self.gather(lanes[late], late)
 
     def push(self, lanes: Array, block: int) -> None:
         machine = self.engine.machine

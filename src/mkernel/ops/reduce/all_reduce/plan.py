@@ -22,9 +22,6 @@ LEAST_COLUMNS = 16  # of a slice
 # Ranks. With multicast, each rank also receives its own tiles: 1/4 of the result with 4 ranks, 1/2 with 2. That this
 # pays off from 4 ranks on follows from the traffic; it was not measured.
 FEWEST_FOR_MULTICAST = 4
-# Columns of a tile on so many nodes, if a CTA has few blocks: the network idles during the first one, and a sum and a
-# finished tile still have to cross it behind the last one. Modelled: docs/scale.md.
-NARROW, MOST_FOR_NARROW, ENOUGH_BLOCKS = 128, 16, 8
 
 
 def why_no_multicast(group: Group, small: bool) -> str | None:
@@ -77,9 +74,6 @@ def cut(
     if sliced is not None:
         return *sliced, math.ceil(m / sliced[0]) * math.ceil(n / sliced[1])
     tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
-    blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n) / (most * group.gpus_per_node)
-    if FEWEST_WITH_HOMES.value <= group.nodes <= MOST_FOR_NARROW and blocks < ENOUGH_BLOCKS:
-        tile_n = min(tile_n, NARROW)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 

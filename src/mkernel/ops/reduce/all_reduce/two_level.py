@@ -163,6 +163,30 @@ def _end_tile(comm, call, sequence, total, taken, progress):
 
 
 @triton.jit
+def _owns(comm, block, rounds):
+    """Whether this rank owns one of this CTA's tiles of a block: there may be no such block, and the last one may be
+    shorter."""
+    local = rank_of(comm.context) % comm.RANKS_PER_NODE
+    return (block >= 0) & (round_of(block, local, comm.RANKS_PER_NODE) < rounds)
+
+
+@triton.jit
+def _drain_with_homes(comm, call, blocks, rounds):
+    """The steps that would follow in further blocks. Returns the number of bytes read."""
+    moved = tl.cast(0, tl.int64)
+    for block in range(blocks, blocks + _lag(comm)):
+        if _owns(comm, block - _lag(comm), rounds):
+            notify_finished(comm, call.exchange, block - _lag(comm))
+        if _owns(comm, block - 1, rounds):
+            _finish_later(comm, call, block - 1)
+        if _owns(comm, block - 2, rounds):
+            _receive_finished(comm, call, block - 2)
+        if block >= _lag(comm):
+            moved += _gather(comm, call, block - _lag(comm), rounds)
+    return moved
+
+
+@triton.jit
 def _drain(comm, call, rounds, progress):
     """What remains after the last multiplication: the pending signal, and the tiles of the last blocks."""
     RANKS_PER_NODE: tl.constexpr = comm.RANKS_PER_NODE
@@ -171,19 +195,20 @@ def _drain(comm, call, rounds, progress):
     blocks = tl.cdiv(rounds, RANKS_PER_NODE)
     pace_progress(call.link, progress)
     notify_due(comm, progress.signal)
-    for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
-        if round_of(late, local, RANKS_PER_NODE) < rounds:
-            if NODES > 1:
-                if late == blocks - 1:
-                    _finish_later(comm, call, late)
-            if NODES >= FEWEST_WITH_HOMES:
-                if late >= blocks - 2:
-                    _receive_finished(comm, call, late)
-            notify_finished(comm, call.exchange, late)
-    if RANKS_PER_NODE > 1:
-        moved = progress.moved
+    moved = progress.moved
+    if NODES >= FEWEST_WITH_HOMES:
+        moved += _drain_with_homes(comm, call, blocks, rounds)
+    else:
         for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
-            moved += _gather(comm, call, late, rounds)
+            if round_of(late, local, RANKS_PER_NODE) < rounds:
+                if NODES > 1:
+                    if late == blocks - 1:
+                        _finish_later(comm, call, late)
+                notify_finished(comm, call.exchange, late)
+        if RANKS_PER_NODE > 1:
+            for late in range(tl.maximum(blocks - _lag(comm), 0), blocks):
+                moved += _gather(comm, call, late, rounds)
+    if RANKS_PER_NODE > 1:
         if call.link.PACED:
             pace(progress.start, moved, call.link.nanoseconds_per_mib)
 
