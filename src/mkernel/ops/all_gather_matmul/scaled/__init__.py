@@ -128,7 +128,8 @@ def _repeat(
     config: Config | None = None, recipe_a: Any = None, dtype_a: torch.dtype = torch.float8_e4m3fn,
 ) -> torch.Tensor | None:  # fmt: skip
     """The result of a prepared call of `mk.all_gather_scaled_matmul`; None for others."""
-    rest = (out_dtype, use_fast_accum, False, config, recipe_a, dtype_a)
+    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)  # as `_call` is given it
+    rest = (dtype, use_fast_accum, False, config, getattr(recipe_a, "name", recipe_a), dtype_a)
     _, made = group.prepared.repeat(OP, (a, b, out, scale_a, scale_b), rest, out=2)
     return None if made is None else made[0] if out is None else out
 
