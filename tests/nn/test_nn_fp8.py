@@ -1,6 +1,6 @@
 """Linear layers in fp8 in the simulator: results and gradients beside float64 of what the fp8 stands for."""
 
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import pytest
@@ -179,6 +179,40 @@ def test_blocks_of_layers():
             for exact, rounded in zip(*found, strict=True):
                 error = (rounded - exact).norm() / exact.norm()
                 assert 1e-4 < error < 0.2, error
+
+    mk.spawn(on_rank, gpus_per_node=2, device="cpu")
+
+
+EDGES = {
+    "no rows": (dict(shape=(0,)), {}),
+    "no rows, not divided": (dict(shape=(2, 0)), dict(sequence_parallel=False)),
+    "a vector": (dict(shape=()), dict(sequence_parallel=False)),
+    "gradients that are zero": (dict(factor=0.0), {}),
+    "gradients that are tiny": (dict(factor=1e-37), dict(sequence_parallel=False)),
+    "bf16": (dict(dtype=torch.bfloat16), dict(fp8_gradients=E4M3)),
+    "autocast": (dict(cast=True), {}),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge):
+    """Gradients of the right shapes and dtypes, which are finite."""
+    given, options = EDGES[edge]
+
+    def on_rank(group):
+        dtype, cast = given.get("dtype", torch.float32), given.get("cast", False)
+        more = dict(dtype=dtype, fp8_gradients=E5M2) | options
+        for kind, recipe in product((nn.ColumnParallelLinear, nn.RowParallelLinear), RECIPES):
+            layer = kind(64 * group.size, 48 * group.size, fp8=recipe, **more)
+            inputs = 64 * (group.size if kind is nn.ColumnParallelLinear else 1)
+            x = torch.randn(*given.get("shape", (2 * group.size, 3)), inputs).to(dtype).requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                y = layer(x)
+            assert y.dtype == (torch.bfloat16 if cast else dtype)
+            (y * given.get("factor", 1.0)).sum().backward()
+            for tensor in (x, *layer.parameters()):
+                assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
+                assert tensor.grad.isfinite().all()
 
     mk.spawn(on_rank, gpus_per_node=2, device="cpu")
 

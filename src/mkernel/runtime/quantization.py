@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -72,13 +73,18 @@ def multiply_quantized(
     bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, use_fast_accum: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """a [..., k] @ b [k, n] on this rank alone: the library's product where it takes such operands, and otherwise that
-    of what they stand for, in fp32. The library mixes no recipes, and takes no blocks on CPUs."""
-    if scale_a.numel() != 1 and scale_b.numel() == 1:
+    of what they stand for, in fp32. The library mixes no recipes, and takes no blocks on CPUs; on GPUs, results of
+    others than TensorWise are bf16."""
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    of_rows = scale_a if scale_a.numel() == 1 else scale_a.reshape(rows.shape[0], scale_a.shape[-1])
+    if scale_a.numel() == 1 != scale_b.numel():
+        of_rows = scale_a.reshape(1, 1).expand(rows.shape[0], 1)
+    elif scale_a.numel() != 1 == scale_b.numel():
         scale_b = scale_b.reshape(1, 1).expand(1, b.shape[1])
-    blocks = scale_a.numel() != 1 and scale_a.shape[-1] > 1
-    rows, of_rows = a.reshape(-1, a.shape[-1]), scale_a.reshape(-1, scale_a.shape[-1]) if scale_a.dim() else scale_a
-    alike = scale_a.numel() == scale_b.numel() == 1 or (of_rows.shape[-1] == 1 and scale_b.shape == (1, b.shape[1]))
-    if (a.device.type == "cuda" and (alike or blocks) and _suits_library(rows, b)) or (alike and a.is_cpu):
+    blocks = of_rows.dim() > 1 and of_rows.shape[1] > 1
+    alike = of_rows.numel() == scale_b.numel() == 1 or (of_rows.shape[-1:] == (1,) and scale_b.shape == (1, b.shape[1]))
+    suits = _suits_library(rows, b) and (of_rows.numel() == 1 or not a.is_cuda or out_dtype == torch.bfloat16)
+    if suits and (alike or (blocks and a.is_cuda)):
         scales = for_library(of_rows, blocks), for_library(scale_b, blocks)
         y = torch._scaled_mm(rows, b, *scales, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     else:
@@ -88,8 +94,11 @@ def multiply_quantized(
 
 
 def _suits_library(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Does the library multiply such matrices on GPUs?"""
-    return a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
+    """Does the library multiply such matrices?"""
+    if not a.is_cuda:
+        return a.numel() > 0 and b.numel() > 0
+    laid_out = a.is_contiguous() and b.t().is_contiguous()
+    return laid_out and a.numel() > 0 and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
 
 
 def quantize_operands(
