@@ -66,7 +66,9 @@ def plan(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Measure the network of this machine, and write a machine to this file."),
+        typer.Option(
+            dir_okay=False, help="Measure the network and the GPUs of this machine, and write a machine to this file."
+        ),
     ] = None,
     *,
     said: Said,
@@ -172,9 +174,9 @@ def _calibrate(path: Path, machine: str) -> None:
 
     terminal = Console(stderr=True)
     with failures_in_words(), terminal.status("") as status:
-        found = calibrate(path, machine, lambda what: status.update(f"measuring {what}"))
+        found, how = calibrate(path, machine, lambda what: status.update(f"measuring {what}"))
     typer.echo(
-        f"TCP on this machine: {found['network'] / 1e9:.3g} GB/s, {found['network_seconds'] * 1e6:.3g} us from a "
-        f"request to its signal, {found['request_seconds'] * 1e6:.3g} us for each of many. All else is from {machine}: "
-        f"{path}"
+        f"measured on this machine: {how}. Network: {found['network'] / 1e9:.3g} GB/s, "
+        f"{found['network_seconds'] * 1e6:.3g} us from a request to its signal, "
+        f"{found['request_seconds'] * 1e6:.3g} us for each of many. All else is from {machine}: {path}"
     )

@@ -5,6 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mkernel import cli, operators
@@ -112,6 +113,7 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "ROUNDS", 5)
     monkeypatch.setattr(calibrate, "TRANSFERS", 2)
     monkeypatch.setattr(calibrate, "FLOODS", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # test_calibrate.py has a GPU
     path = tmp_path / "here.json"
     result = run("--calibrate", str(path))
     assert result.exit_code == 0, result.output

@@ -1,9 +1,11 @@
 """`mkernel plan --calibrate`: what can be measured on this machine, and a file of it.
 
-So far, that is the path of a request over TCP between two ranks of this process: how long it takes from a request in
-the ring until the peer sees its signal, what the proxy needs for each of many requests, and the rate of large
-transfers. It needs no GPU, and measures none. Everything else is taken from the machine that it is based on, and
-`sources` says so.
+Of the network: the path of a request between two ranks of this process, over RDMA where there are devices, else over
+TCP: how long it takes from a request in the ring until the peer sees its signal, what the proxy needs for each of many
+requests, and the rate of large transfers. Both ranks use the same machine, so switches and cables are left out.
+
+Of the GPUs, where there are any: see calibrate_gpu.py. Everything else is taken from the machine that it is based on,
+and `sources` says so.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from mkernel.lang import requests as words
+from mkernel.net import Proxy, TcpTransport, Transport, VerbsTransport, devices
 from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.network import SPIN_SECONDS
 from mkernel.scale.machine import load
@@ -35,10 +38,8 @@ PATIENCE = 30.0
 class _Rank:
     """A rank with a ring, a proxy and memory, in this process. Nobody else writes into its ring."""
 
-    def __init__(self, rank: int):
-        from mkernel.net import Proxy, TcpTransport
-
-        self.transport = TcpTransport(rank, 2, SECRET, streams=4)
+    def __init__(self, transport: Transport):
+        self.transport = transport
         self.memory = torch.zeros(SIGNALS + LARGE, dtype=torch.uint8)
         self.signals = self.memory[:SIGNALS].view(torch.int64).numpy()
         self.transport.attach(0, self.memory)
@@ -74,18 +75,41 @@ def _until(condition: Callable[[], Any]) -> None:
             raise MKernelError("a request did not arrive: the network between two ranks of this process does not work")
 
 
-def measure_tcp(tell: Callable[[str], None] = lambda what: None) -> dict[str, float]:
-    """network (bytes/s), network_seconds and request_seconds over TCP on this machine."""
-    ranks = [_Rank(0), _Rank(1)]
+def _over_tcp() -> tuple[TcpTransport, TcpTransport]:
+    """Two connected transports."""
+    first, second = (TcpTransport(rank, 2, SECRET, streams=4) for rank in range(2))
+    other = threading.Thread(target=second.connect, args=({0: ("127.0.0.1", first.port)},), kwargs={"timeout": 10})
+    other.start()
+    first.connect({1: ("127.0.0.1", second.port)}, timeout=10)
+    other.join()
+    return first, second
+
+
+def _over_rdma(ports: Sequence[devices.Port]) -> tuple[VerbsTransport, VerbsTransport]:
+    """Two connected transports: between two devices if there are two, else from a device to itself."""
+    rails = [(port.device, port.number, devices.choose_gid(port)) for port in (ports[0], ports[-1])]
+    first, second = (VerbsTransport(rank, [rail]) for rank, rail in enumerate(rails))
+    of_first, of_second = first.describe(1), second.describe(0)
+    first.connect(1, of_second)
+    second.connect(0, of_first)
+    return first, second
+
+
+def _let_write(ranks: Sequence[_Rank]) -> None:
+    """Let each of two ranks write to the other one's memory."""
+    for rank, (one, other) in enumerate(zip(ranks, ranks[::-1])):
+        if isinstance(one.transport, VerbsTransport) and isinstance(other.transport, VerbsTransport):
+            one.transport.learn_segment(1 - rank, 0, other.transport.describe_segment(0))
+
+
+def measure_network(tell: Callable[[str], None] = lambda what: None) -> tuple[dict[str, float], str]:
+    """network (bytes/s), network_seconds and request_seconds on this machine, and over what they were measured."""
+    ports = [port for port in devices.find_ports() if port.active and port.speaks_verbs]
+    how = f"RDMA ({', '.join(dict.fromkeys(port.name for port in (ports[0], ports[-1])))})" if ports else "TCP"
+    ranks = [_Rank(transport) for transport in (_over_rdma(ports) if ports else _over_tcp())]
     try:
+        _let_write(ranks)
         sender, receiver = ranks
-        address = {1: ("127.0.0.1", receiver.transport.port)}
-        other = threading.Thread(
-            target=receiver.transport.connect, args=({0: ("127.0.0.1", sender.transport.port)},), kwargs={"timeout": 10}
-        )
-        other.start()
-        sender.transport.connect(address, timeout=10)
-        other.join()
         tell("the latency of a request")
         latencies = []
         for i in range(ROUNDS):
@@ -110,22 +134,37 @@ def measure_tcp(tell: Callable[[str], None] = lambda what: None) -> dict[str, fl
     finally:
         for rank in ranks:
             rank.close()
-    return {"network": median(rates), "network_seconds": median(latencies), "request_seconds": median(floods)}
+    found = {"network": median(rates), "network_seconds": median(latencies), "request_seconds": median(floods)}
+    return found, how
 
 
-def calibrate(path: Path, based_on: str, tell: Callable[[str], None] = lambda what: None) -> dict[str, float]:
-    """Measure this machine, and write a file of it. tell: is told what is measured next."""
-    load(based_on)  # refuses an unknown machine
-    found = measure_tcp(tell)
-    how = "measured: two ranks of one process over TCP on this machine"
-    given = {
+def calibrate(
+    path: Path, based_on: str, tell: Callable[[str], None] = lambda what: None
+) -> tuple[dict[str, float], str]:
+    """Measure this machine, and write a file of it. tell: is told what is measured next. Returns the figures of the
+    network, and over what and on which GPU they were measured."""
+    base = load(based_on)  # refuses an unknown machine
+    found, over = measure_network(tell)
+    how = f"measured: two ranks of one process over {over} on this machine"
+    given: dict[str, Any] = {
         "based_on": based_on,
         "name": path.stem,
-        "about": f"{load(based_on).about} That is {based_on}: the GPU of the machine of this file was not measured.",
-        "network_about": "TCP within one process of the machine of this file, measured",
+        "about": f"{base.about} That is {based_on}: the GPU of the machine of this file was not measured.",
+        "network_about": f"{over} within one process of the machine of this file, measured",
         "network_share": 1.0,
         **{name: float(f"{value:.4g}") for name, value in found.items()},
         "sources": {**dict.fromkeys(found, how), "network_share": "the rate was measured"},
     }
+    gpu = "no GPU"
+    if torch.cuda.is_available():
+        from mkernel.scale.calibrate_gpu import measure_gpu
+
+        gpu = torch.cuda.get_device_name()
+        machine, names = measure_gpu(base, tell)
+        fields = dict.fromkeys(name.partition(".")[0] for name in names)
+        given |= {field: getattr(machine, field) for field in fields}
+        given["about"] = f"{gpu}, measured; what `sources` does not call measured is that of {based_on}."
+        given["gpus_per_node"] = torch.cuda.device_count()
+        given["sources"] |= {field: f"measured: {gpu}, by mkernel plan --calibrate" for field in fields}
     path.write_text(json.dumps(given, indent=2) + "\n")
-    return found
+    return found, f"{over}; {gpu}"

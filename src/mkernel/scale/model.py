@@ -8,10 +8,11 @@ what a step waits for, and what it sends. Orders and numbers come from the plan 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mkernel.operators import Shape
+from mkernel.runtime.config import Config
 from mkernel.scale.engine import Engine
 from mkernel.scale.peer import Peer
 
@@ -50,12 +51,29 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """A call of one node that `mkernel plan --calibrate` times, and what follows from it.
+
+    constant: of a Machine, such as "tile_seconds", or "sm_flops.gemm": the value with which the model takes as long.
+    None: none. library: the kind of work whose `library_flops` the library's time gives.
+    """
+
+    constant: str | None
+    shape: Shape
+    ranks: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Config | None = None
+    library: str | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """run: (engine, plan, problem). work: (problem, nodes, GPUs per node) -> Work. ranks: (problem, ranks) -> those
     among which the slowest is sought, where they differ. peer: (engine, peer, size): mKernel's own schedule for a size
-    that it publishes."""
+    that it publishes. timed: calls that calibrate a machine."""
 
     run: Callable[[Engine, Any, Problem], None]
     work: Callable[[Problem, int, int], Work]
     ranks: Callable[[Problem, int], Sequence[int]] = lambda problem, ranks: (0,)
     peer: Callable[[Engine, Peer, int], None] | None = None
+    timed: tuple[Timed, ...] = ()

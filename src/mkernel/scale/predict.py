@@ -210,12 +210,14 @@ def predict_late(late: float, op: str | Operator, shape: Shape, *, machine: Mach
 
 
 def emulated(
-    op: str, shape: Shape, machine: Machine, *, nodes: int, ranks: int, options: Mapping[str, Any] | None = None,
-    rank: int | None = None, timeline: bool = False,
+    op: str | Operator, shape: Shape, machine: Machine, *, nodes: int, ranks: int,
+    options: Mapping[str, Any] | None = None, config: Config | None = None, rank: int | None = None,
+    timeline: bool = False,
 ) -> Prediction:  # fmt: skip
     """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
     part = shared(machine, nodes * ranks, nodes)
     found = predict(
-        op, shape, machine=part, nodes=nodes, gpus_per_node=ranks, options=options, rank=rank, timeline=timeline
-    )
+        op, shape, machine=part, nodes=nodes, gpus_per_node=ranks, options=options, config=config, rank=rank,
+        timeline=timeline,
+    )  # fmt: skip
     return replace(found, machine=machine.name)

@@ -14,9 +14,10 @@ from mkernel.lang.roles import other_tiles_of, own_tiles_of
 from mkernel.ops.all_gather_matmul import peer
 from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
 from mkernel.ops.all_gather_matmul.plan import Plan
+from mkernel.runtime.config import Config
 from mkernel.scale.engine import Engine, Lanes, in_slabs
 from mkernel.scale.evaluate import call
-from mkernel.scale.model import Model, Problem, Work
+from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
 
@@ -199,4 +200,11 @@ def work(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-MODEL = Model(run, work, peer=peer.run)
+TIMED = (
+    Timed("launch_seconds", (16, 128, 128)),
+    Timed("sm_flops.gemm", (8192, 8192, 8192), library="gemm"),
+    Timed("tile_seconds", (8192, 8192, 1024)),
+    # one CTA copies all rows, which takes longer than to multiply them
+    Timed("copy", (16384, 2048, 8192), ranks=2, config=Config(intra_ctas=1, join_tiles=0)),
+)
+MODEL = Model(run, work, peer=peer.run, timed=TIMED)

@@ -11,7 +11,7 @@ from mkernel.ops.attention import peer
 from mkernel.ops.attention.plan import Plan
 from mkernel.ops.attention.schedule import SYNC_MARK
 from mkernel.scale.engine import Engine
-from mkernel.scale.model import Model, Problem, Work
+from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
 
@@ -146,4 +146,5 @@ def candidates(problem: Problem, ranks: int) -> Sequence[int]:
     return sorted({0, ranks // 2, ranks - 1})
 
 
-MODEL = Model(run, work, candidates, peer.run)
+TIMED = (Timed("sm_flops.attention", (1, 16, 16384, 128), options={"causal": False}, library="attention"),)
+MODEL = Model(run, work, candidates, peer.run, TIMED)

@@ -19,7 +19,7 @@ from mkernel.ops.moe.plan import DispatchPlan, FfnPlan
 from mkernel.ops.moe.schedule import MOST_BINS
 from mkernel.ops.moe.workload import EXPERTS, SLOTS
 from mkernel.scale.engine import Engine, Lanes
-from mkernel.scale.model import Model, Problem, Work
+from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
 ID_BYTES = 4
@@ -277,5 +277,8 @@ def work_of_ffn(problem: Problem, nodes: int, gpus: int) -> Work:
     return _work(problem, nodes, gpus, 3)
 
 
-DISPATCH_MATMUL = Model(run_dispatch, work_of_dispatch, peer=peer.run_dispatch)
-FFN = Model(run_ffn, work_of_ffn, peer=peer.run_ffn)
+MANY_TOKENS = (8192, 2048, 7168)
+DISPATCH_MATMUL = Model(
+    run_dispatch, work_of_dispatch, peer=peer.run_dispatch, timed=(Timed(None, MANY_TOKENS, library="grouped"),)
+)
+FFN = Model(run_ffn, work_of_ffn, peer=peer.run_ffn, timed=(Timed(None, MANY_TOKENS, library="gated"),))

@@ -13,7 +13,7 @@ from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
 from mkernel.scale.evaluate import call
-from mkernel.scale.model import Model, Problem, Work
+from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
 
@@ -366,4 +366,7 @@ def work_of_all_reduce(problem: Problem, nodes: int, gpus: int) -> Work:
 
 
 REDUCE_SCATTER = Model(run_reduce_scatter, work_of_reduce_scatter, peer=peer.run_reduce_scatter)
-ALL_REDUCE = Model(run_all_reduce, work_of_all_reduce, peer=peer.run_all_reduce)
+ALL_REDUCE = Model(
+    run_all_reduce, work_of_all_reduce, peer=peer.run_all_reduce,
+    timed=(Timed("nvlink_seconds", (64, 1024, 1024), ranks=2),),  # little but signals
+)  # fmt: skip
