@@ -122,6 +122,13 @@ def test_training_under_torchrun():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["TensorWise", "RowWise", "BlockWise"])
+def test_training_in_fp8(recipe):
+    output = train(2, "--fp8", recipe, "--steps", "3")
+    assert "in 3 steps, relative difference" in output
+
+
+@pytest.mark.thorough
 def test_training_in_bf16():
     """Four processes of one node, as below those of two. Few steps: there may be more processes than cores."""
     assert train(4, "--bf16", "--steps", "5").count("in 5 steps, relative difference") == 4

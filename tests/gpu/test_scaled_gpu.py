@@ -92,6 +92,30 @@ def test_e5m2_and_what_is_gathered():
     mk.spawn(on_rank, gpus_per_node=4, device="cuda", timeout=20.0)
 
 
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]], ids="-".join)
+def test_rows_that_the_kernel_quantizes(cluster, recipe):
+    """Bit for bit what PyTorch quantizes."""
+
+    def on_rank(group):
+        for m, n, k in SHAPES:
+            for dtype, kind in ((torch.bfloat16, torch.float8_e4m3fn), (torch.float32, torch.float8_e5m2)):
+                x = randn(group, m, k, dtype=torch.float32).mul_(2.0 ** torch.randn(m, 1, device=group.device))
+                x[0], x = 0, x.to(dtype)
+                w, scale_w = mk.quantize(randn(group, n, k, dtype=torch.float32, seed=1), recipe[1])
+                a, scale_a = mk.quantize(x, recipe[0], dtype=kind)
+                expected = mk.all_gather_scaled_matmul(a, w.t(), scale_a, scale_w.t(), return_gathered=True)
+                for _ in range(3):
+                    found = mk.all_gather_scaled_matmul(
+                        x, w.t(), None, scale_w.t(), return_gathered=True, recipe_a=recipe[0], dtype_a=kind
+                    )
+                    group.synchronize()
+                    for one, other in zip(found, expected):
+                        assert torch.equal(one.float(), other.float())
+
+    mk.spawn(on_rank, nodes=cluster[0], gpus_per_node=cluster[1], device="cuda", timeout=20.0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids="-".join)
 def test_beside_pytorch(recipe):
     def on_rank(group):

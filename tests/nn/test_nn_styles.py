@@ -91,6 +91,22 @@ TRAINING = """
     assert all(torch.equal(full[name], value) for name, value in saved.items())
     another.up.reset_parameters()
     assert not torch.equal(another.up.weight.full_tensor(), saved["up.weight"])
+
+    # in fp8: the bits of the layers
+    options = dict(fp8="RowWise", fp8_gradients=torch.float8_e5m2)
+    torch.manual_seed(1)
+    model, plain = MLP(), MLP()
+    plain.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh["tp"], dict(
+        up=nn.ColwiseParallel(input_layouts=Shard(1), **options),
+        down=nn.RowwiseParallel(output_layouts=Shard(1), **options),
+    ))
+    options |= dict(group=mesh["tp"], sequence_dim=1)
+    plain.up = nn.ColumnParallelLinear.from_linear(plain.up, **options)
+    plain.down = nn.RowParallelLinear.from_linear(plain.down, **options)
+    mine = x.chunk(size, 1)[rank].clone().requires_grad_()
+    one, other = (torch.autograd.grad(each(mine).square().sum(), mine)[0] for each in (model, plain))
+    assert torch.equal(one, other)
     print("right on rank", rank)
 """
 

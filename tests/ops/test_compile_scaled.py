@@ -14,6 +14,8 @@ GATHERS = {
     "rows": dict(cluster=(1, 4), recipe="rows"),
     "blocks, two nodes": dict(cluster=(2, 2), recipe="blocks"),
     "fast, one rank": dict(cluster=(1, 1), recipe="tensors", fast=True),
+    "rows, quantized": dict(cluster=(1, 4), recipe="rows", wide=torch.bfloat16),
+    "blocks, quantized, two nodes": dict(cluster=(2, 2), recipe="blocks", wide=torch.bfloat16),
     "blocks, with what is gathered": dict(cluster=(1, 4), recipe="blocks", gathered=True),
 }
 SUMS = {
@@ -62,6 +64,17 @@ def test_rows_of_fp8_are_copied_in_16_bytes():
     assert "st.global.v4.b32" in made.ptx
     for narrow in ("st.global.b8", "ld.global.b8"):
         assert narrow not in made.ptx, narrow
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["rows, quantized", "blocks, quantized, two nodes"])
+def test_rows_are_quantized_in_instructions_of_hopper(name):
+    """With a quotient that is rounded right, as PyTorch's, and numbers below the normal ones kept."""
+    made = gather(name)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx
+    assert "div.rn.f32" in made.ptx
+    for other in (".ftz", "div.full", "ld.global.b16"):
+        assert other not in made.ptx, other
 
 
 @pytest.mark.parametrize("calls", [dict(described=False), dict(transposed=False), dict(config=mk.Config(tile_k=256))])

@@ -68,6 +68,30 @@ def test_repeated_sums(repeated, op):
     assert len(repeated) == 2 * 2
 
 
+@pytest.mark.parametrize("recipe", [("RowWise", "RowWise"), ("BlockWise1x128", "BlockWise128x128")], ids="-".join)
+def test_repeated_calls_with_scales(repeated, recipe):
+    """The same results as of the operators without scales, of what the fp8 stands for; also of rows that the kernel
+    quantizes."""
+
+    def on_rank(group):
+        for seed in range(4):
+            x, w = inputs(group, seed, M, 144), inputs(group, seed + 50, N, 144)
+            (a, scale_a), (w8, scale_w) = mk.quantize(x, recipe[0]), mk.quantize(w, recipe[1])
+            results = [
+                mk.all_gather_scaled_matmul(a, w8.t(), scale_a, scale_w.t()),
+                mk.all_gather_scaled_matmul(x, w8.t(), None, scale_w.t(), recipe_a=recipe[0]),
+                mk.scaled_matmul_all_reduce(a, w8.t(), scale_a, scale_w.t(), out_dtype=torch.float32),
+            ]
+            group.synchronize()
+            assert torch.equal(results[0], results[1])
+            rows, columns = mk.dequantize(a, scale_a).double(), mk.dequantize(w8, scale_w).double().t()
+            torch.testing.assert_close(results[0].double(), gathered(group, rows) @ columns, rtol=5e-3, atol=1e-3)
+            torch.testing.assert_close(results[2].double(), total(group, rows @ columns), rtol=1e-4, atol=1e-3)
+
+    mk.spawn(on_rank, gpus_per_node=2)
+    assert len(repeated) == 2 * 3 * 2
+
+
 def test_repeated_weight_gradients(repeated):
     def on_rank(group):
         for seed in range(4):

@@ -32,7 +32,7 @@ def test_what_shares_a_scale(recipe, shape, dtype):
         for j in range(0, 300, columns):
             block = x[i : i + rows, j : j + columns]
             its = scale if not shape else scale[i // rows, j // columns if recipe != "RowWise" else 0]
-            assert its == block.abs().max() / most
+            assert its == block.abs().max() * (1 / most)
             assert narrow[i : i + rows, j : j + columns].float().abs().max() == most
 
 
@@ -65,9 +65,25 @@ def test_zeros_and_what_is_not_finite():
         assert not narrow.float().any()
         narrow, scale = mk.quantize(torch.tensor([[1.0, float("nan")], [2.0, 3.0]]), recipe)
         assert mk.dequantize(narrow, scale)[0, 1].isnan()
+        narrow, scale = mk.quantize(torch.tensor([[1.0, float("inf")], [2.0, 3.0]]), recipe, dtype=E5M2)
+        assert mk.dequantize(narrow, scale)[0].isnan().all()
     for shape in ((0, 5), (5, 0)):
         for recipe in RECIPES:
             assert mk.quantize(torch.zeros(shape), recipe)[0].shape == shape
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_small_and_large_numbers(dtype):
+    """Scales are normal numbers of fp32, and nothing exceeds the largest number of fp8."""
+    half = torch.finfo(dtype).eps / 2  # of the last bit
+    for largest in (2.0**-149, 1e-42, 1.2e-38, 1e-36, 1.0, 3.4e38):
+        x = torch.linspace(-1, 1, 130).mul(largest).reshape(1, -1)
+        for recipe in RECIPES:
+            narrow, scale = mk.quantize(x, recipe, dtype=dtype)
+            assert (scale >= 2.0**-126).all()
+            assert narrow.float().isfinite().all()
+            off = (mk.dequantize(narrow, scale, torch.float64) - x.double()).abs()
+            assert (off <= 1.001 * half * (x.double().abs() + torch.finfo(dtype).smallest_normal * scale.max())).all()
 
 
 @pytest.mark.parametrize(

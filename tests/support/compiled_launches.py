@@ -1,5 +1,7 @@
 """Launches of operators, for tests that compile them with no GPU."""
 
+from dataclasses import replace
+
 import torch
 
 from mkernel.compiling import launched
@@ -92,15 +94,19 @@ def scales(m, n, k, recipe, fast=False):
     return Scaling(torch.empty(rows, 1), torch.empty(1, columns), False, fast)
 
 
-def scaled_gathers(cluster, recipe, config=None, m=4096, n=2048, k=2048, gathered=False, fast=False):
-    """The launch of a call of all_gather_scaled_matmul."""
+def scaled_gathers(
+    cluster, recipe, config=None, m=4096, n=2048, k=2048, gathered=False, fast=False, wide=None
+):  # fmt: skip
+    """The launch of a call of all_gather_scaled_matmul. wide: the dtype of rows that the kernel quantizes."""
 
     def prepare(group):
         scaling = scales(m, n, k, recipe, fast)
+        if wide is not None:
+            scaling = replace(scaling, a=None, quantizes=E4M3)
         rows = m * group.size
         everyone = torch.empty(rows, k, dtype=E4M3) if gathered else None
         its_scales = torch.empty(rows, scaling.count) if gathered else None
-        operands = torch.empty(m, k, dtype=E4M3), torch.empty(n, k, dtype=E4M3).t()
+        operands = torch.empty(m, k, dtype=wide or E4M3), torch.empty(n, k, dtype=E4M3).t()
         out = torch.empty(rows, n, dtype=torch.bfloat16)
         return all_gather_matmul.prepare(group, *operands, out, everyone, config, scaling, its_scales)
 

@@ -14,6 +14,7 @@ GATHER, SCATTER, REDUCE = "all_gather_scaled_matmul", "scaled_matmul_reduce_scat
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = encoded(mk.Config(tile_m=SMALL.tile_m, tile_n=SMALL.tile_n, tile_k=32))
 K, N = 140, 20
+QUANTIZED = dict(recipe_a="BlockWise1x128", dtype_a=torch.float8_e5m2)
 
 
 def operands(group, m, recipe=("RowWise", "RowWise")):
@@ -29,12 +30,16 @@ def calls(group):
     rows, tall = operands(group, 4), operands(group, 4 * size, ("BlockWise1x128", "BlockWise128x128"))
     out, bias = torch.zeros(4 * size, N, dtype=BF16), torch.ones(N)
     one = operands(group, 4, ("TensorWise", "TensorWise"))
+    wide = torch.randn(4, K, generator=torch.Generator().manual_seed(group.rank)), rows[1], None, rows[3]
     return [
         (GATHER, "", (*rows, name, BF16, False)),
         (GATHER, "", (*tall, name, FP32, False, CONFIG)),
         (GATHER, "_gathered", (*rows, name, BF16, True)),
         (GATHER, "_gathered", (*tall, name, BF16, False)),
         (GATHER, "_gathered", (*one, name, BF16, False)),
+        (GATHER, "", (*wide, name, BF16, False, CONFIG, "RowWise", torch.float8_e5m2)),
+        (GATHER, "_gathered", (*wide, name, BF16, False, None, "RowWise")),
+        (GATHER, "_out", (*wide, name, BF16, False, True, None, out, "RowWise")),
         (GATHER, "_out", (*rows, name, BF16, False, True, None, out)),
         (GATHER, "_out", (*rows, name, BF16, False, False, CONFIG, out)),
         (SCATTER, "", (*tall, bias, torch.ones(4, N), name, FP32, FP32, False)),
@@ -65,6 +70,10 @@ def results(group, function=lambda call: call):
     return [
         function(lambda *given: gather(*given, bias=bias, out_dtype=FP32))(a, b, scale_a, scale_b),
         *function(lambda *given: gather(*given, gather_dim=1, return_gathered=True))(*shaped),
+        *function(lambda wide, *given: gather(wide, given[0], None, given[2], return_gathered=True, **QUANTIZED))(
+            shaped[0].float(), *shaped[1:]
+        ),
+        function(lambda wide, *given: gather(wide, given[0], None, given[2], **QUANTIZED))(a.bfloat16(), *shaped[1:]),
         function(lambda *given: scatter(*given, bias=bias, residual=residual, out_dtype=FP32, scatter_dim=1))(*shaped),
         function(lambda *given: reduce(*given, reduce_dtype=FP32))(*shaped),
         function(lambda *given: reduce(*given, out=torch.empty(4 * group.size, N)))(a, b, scale_a, scale_b),

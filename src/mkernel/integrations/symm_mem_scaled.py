@@ -26,8 +26,8 @@ from mkernel.ops.all_gather_matmul.scaled import all_gather_scaled_matmul
 from mkernel.ops.reduce import scaled_matmul_reduce_scatter
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, named
-from mkernel.runtime.quantization import dequantize
-from mkernel.runtime.scaling import FP8, RESULTS, for_library
+from mkernel.runtime.quantization import multiply_quantized
+from mkernel.runtime.scaling import FP8, RESULTS
 
 GATHER, SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 
@@ -70,7 +70,9 @@ def fused_all_gather_scaled_matmul(
             )  # fmt: skip
         else:
             its = scales.reshape(()) if B_scale.numel() == 1 and scales.numel() == 1 else everyones
-            products[index] = _multiply(gathered, B, its, B_scale, bias, dtype, fast)
+            products[index] = multiply_quantized(
+                gathered, B, its, B_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
+            )
     calls.count_fused(f"symm_mem.{GATHER}")
     leading[0] *= group.size
     results = [from_rows(product, leading, gather_dim) for product in products]
@@ -153,20 +155,3 @@ def _of_rows(scale: torch.Tensor, A: torch.Tensor, dim: int) -> torch.Tensor:
 def _has_blocks(A_scale: torch.Tensor) -> bool:
     """Sums over blocks leave the tensor cores whether or not accumulation is to be fast."""
     return A_scale.dim() > 0 and A_scale.shape[-1] > 1
-
-
-def _multiply(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype, fast: bool,
-) -> torch.Tensor:  # fmt: skip
-    """A product of rows that have been gathered: the library's, which mixes no recipes, and takes no blocks on CPUs."""
-    if scale_a.numel() != 1 and scale_b.numel() == 1:
-        scale_b = scale_b.reshape(1, 1).expand(1, b.shape[1])
-    blocks = _has_blocks(scale_a)
-    known = scale_a.numel() == scale_b.numel() == 1 or (scale_a.shape[-1] == 1 and scale_b.shape == (1, b.shape[1]))
-    if known or (blocks and a.device.type == "cuda"):
-        of_a, of_b = for_library(scale_a, blocks), for_library(scale_b, blocks)
-        y = torch._scaled_mm(a, b, of_a, of_b, out_dtype=dtype, use_fast_accum=fast)
-    else:
-        y = (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(dtype)
-    return y if bias is None else y.add_(bias)

@@ -7,6 +7,10 @@ own, and so the sum over each block is multiplied by them before it is added to 
 Hopper's tensor cores add products of fp8 numbers with fewer bits than fp32 has. Therefore their sums are added up in
 fp32 outside of the tensor cores, once every BLOCK of k or more often, unless a call asks for fast accumulation. That
 takes the registers for a second tile of sums.
+
+A kernel can also quantize rows on their way (`quantize_rows`), to the bits that PyTorch computes in `mkernel.quantize`:
+it multiplies by reciprocals that are rounded right, and takes absolute values as integers, so that the largest of NaN
+and others is NaN.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +19,7 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # elements of k with a scale of their own, and rows of b [n, k] that share it
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # of quantized rows: the smallest normal number, as others may be flushed to 0
 
 
 class Scales(NamedTuple):
@@ -76,10 +81,67 @@ def multiply_scaled_step(accumulator, x, y, a, b, tile, depth, tiling):
 
 @triton.jit
 def scale_tile(total, a, b, tile):
-    """The finished sums of a tile, times the scales that are the same for all of k."""
+    """The finished sums of a tile, times the scales that are the same for all of k. One after the other: their product
+    may be too small for fp32, where that of all three is not. (Those of blocks are multiplied first, which saves a
+    product for each element in the loop; theirs must not be.)"""
     if a.strides.SCALED:
         if not a.strides.scales.BLOCKWISE:
             of_rows = load_scales(a.strides.scales, tile.part, tile.row, tile.rows, 0, total.shape[0])
             of_columns = load_scales(b.strides.scales, 0, tile.column, tile.columns, 0, total.shape[1])
-            total *= of_rows[:, None] * of_columns[None, :]
+            total = total * of_rows[:, None] * of_columns[None, :]
     return total
+
+
+# -- quantizing
+
+
+@triton.jit
+def _bits_of_size(x):
+    """The absolute values of numbers in fp32, as integers that are ordered alike; NaN is the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale_of_largest(bits, MOST: tl.constexpr):
+    """The scale of elements of which the largest has these bits. MOST: the largest number of fp8."""
+    INVERSE: tl.constexpr = 1.0 / MOST
+    scale = bits.to(tl.float32, bitcast=True) * INVERSE
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN stays
+    return tl.where(bits == 0, 1.0, scale)
+
+
+@triton.jit
+def quantize_rows(source, target, scales, rows, columns, SHARED: tl.constexpr):
+    """Quantize `rows` x `columns` elements of the block `source` to the block `target`, whose columns are contiguous,
+    and store the scales of each row behind one another in `scales`; to the bits of `mkernel.quantize`.
+
+    SHARED: all elements of a row share a scale, so each row is read twice. Otherwise each BLOCK of them has one.
+    """
+    DTYPE: tl.constexpr = target.data.dtype.element_ty
+    MOST: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+    ROWS: tl.constexpr = 8 if SHARED else 64
+    COLUMNS: tl.constexpr = 1024 if SHARED else BLOCK
+    for row in range(0, rows, ROWS):
+        i = row + tl.arange(0, ROWS)
+        start = source.data + i.to(tl.int64)[:, None] * source.row_stride
+        end = target.data + i.to(tl.int64)[:, None] * target.row_stride
+        its_scales = scales.data + i.to(tl.int64) * scales.row_stride
+        scale = tl.full([ROWS], 1.0, tl.float32)
+        if SHARED:
+            largest = tl.zeros([ROWS, COLUMNS], tl.int32)
+            for column in range(0, columns, COLUMNS):
+                j = column + tl.arange(0, COLUMNS)[None, :]
+                inside = (i[:, None] < rows) & (j < columns)
+                x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0)
+                largest = tl.maximum(largest, _bits_of_size(x.to(tl.float32)))
+            scale = _scale_of_largest(tl.max(largest, 1), MOST)
+            tl.store(its_scales, scale, mask=i < rows)
+        for column in range(0, columns, COLUMNS):
+            j = column + tl.arange(0, COLUMNS)[None, :]
+            inside = (i[:, None] < rows) & (j < columns)
+            x = tl.load(start + j.to(tl.int64) * source.column_stride, mask=inside, other=0.0).to(tl.float32)
+            if not SHARED:
+                scale = _scale_of_largest(tl.max(_bits_of_size(x), 1), MOST)
+                tl.store(its_scales + column // BLOCK, scale, mask=i < rows)
+            narrow = x * tl.math.div_rn(1.0, scale)[:, None]
+            tl.store(end + j, narrow.to(DTYPE), mask=inside)

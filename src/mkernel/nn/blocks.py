@@ -28,7 +28,8 @@ def _apply_together(x: torch.Tensor, *layers: ColumnParallelLinear) -> list[torc
     first = layers[0]
     return functional.column_parallel_linears(
         x, [layer.weight for layer in layers], [layer.bias for layer in layers], group=first.group,
-        sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save,
+        sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save, fp8=first.fp8,
+        fp8_gradients=first.fp8_gradients,
     )  # fmt: skip
 
 
@@ -44,7 +45,8 @@ class ParallelSwiGLU(nn.Module):
         hidden_size: features of the input and the output.
         intermediate_size: inner features of the whole layer; divisible by the number of ranks.
         bias: whether the three layers have a bias.
-        group, sequence_parallel, sequence_dim, save, device, dtype, generator: as in `ColumnParallelLinear`.
+        group, sequence_parallel, sequence_dim, save, fp8, fp8_gradients, device, dtype, generator: as in
+            `ColumnParallelLinear`. In fp8, gate_proj and up_proj are quantized as one weight.
         reduce_dtype: as in `RowParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's part of the sequence; without sequence_parallel, all of it, the
@@ -54,16 +56,17 @@ class ParallelSwiGLU(nn.Module):
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded",
-        reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
+        reduce_dtype: torch.dtype | None = None, fp8: str | None = None, fp8_gradients: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size)
         group = current(group)
         check_divisible("intermediate_size", intermediate_size, group.size)
         common: dict[str, Any] = dict(
-            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device=device, dtype=dtype,
-            generator=generator,
+            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, fp8=fp8,
+            fp8_gradients=fp8_gradients, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
@@ -110,7 +113,8 @@ class ParallelQKV(nn.Module):
             divisible by the number of ranks, so that each rank has the keys of its queries. None is num_heads.
         head_dim: features of a head; None is hidden_size/num_heads.
         bias: whether the three layers have a bias.
-        group, sequence_parallel, sequence_dim, save, device, dtype, generator: as in `ColumnParallelLinear`.
+        group, sequence_parallel, sequence_dim, save, fp8, fp8_gradients, device, dtype, generator: as in
+            `ColumnParallelLinear`. In fp8, the three layers are quantized as one weight.
 
     Input: [..., hidden_size]. Output: query [..., num_heads/world, head_dim], key and value
     [..., num_kv_heads/world, head_dim], for the whole sequence.
@@ -119,7 +123,8 @@ class ParallelQKV(nn.Module):
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
         bias: bool = False, *, group: Any = None, sequence_parallel: bool = True, sequence_dim: int = 0,
-        save: str = "sharded", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        save: str = "sharded", fp8: str | None = None, fp8_gradients: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -136,8 +141,8 @@ class ParallelQKV(nn.Module):
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         common: dict[str, Any] = dict(
-            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save, device=device,
-            dtype=dtype, generator=generator,
+            group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save, fp8=fp8,
+            fp8_gradients=fp8_gradients, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **common)
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)

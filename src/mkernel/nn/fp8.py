@@ -1,25 +1,54 @@
-"""Linear layers of which every rank has a part, multiplied in fp8.
+"""Linear layers of which every rank has a part, multiplied in fp8: what `mkernel.nn.functional` does with `fp8=`.
 
-Input and weight are quantized in each forward pass. The backward pass is not: gradients are computed in the dtype of
-the input, from what the fp8 numbers stand for, and pass through the quantization as if it changed nothing (the
-straight-through estimator). What is kept for it is fp8, half of what the layers in bf16 keep.
+This is also how the operators with scales are differentiated. They take what is quantized already, and quantizing has
+no derivative; so gradients begin at what is quantized, which is here. Gradients pass through the quantization as if it
+changed nothing (the straight-through estimator).
+
+Forward, input and weight are quantized along the features that are multiplied, in every pass. With x8 and w8 for the
+numbers that the fp8 stands for, y = x8 @ w8.t().
+
+Backward, in one of two ways:
+
+- In the dtype of the input (`gradients=None`): dx = dy @ w8, and dw = dy.t() @ x8.
+- In fp8, by the same recipe (`gradients` is an fp8 dtype): dx = dy8 @ w8'. dy8 is dy, quantized along the output
+  features, along which w8' is the weight, too. With scales of blocks or of the tensor, it is the numbers of w8; with
+  those of rows, others. dw and the gradient of the bias stay in the dtype of the input: their sums are over rows, which
+  have scales of their own. But where all ranks' dy is gathered, it comes in fp8: dw = dy8.t() @ x8.
+
+| layer | forward | dx | dw |
+|---|---|---|---|
+| column, sequence | AG + GEMM | GEMM + RS | AG (of x) + GEMM |
+| column | a local GEMM | GEMM + AR | local |
+| row, sequence | GEMM + RS | AG (of dy) + GEMM | local, from gathered dy |
+| row | GEMM + AR | a local GEMM | local |
+
+What is kept for the backward pass: x in fp8, half of what the layers in bf16 keep; and the weight in fp8 or, with fp8
+gradients, as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.all_gather_matmul.scaled import all_gather_scaled_matmul
-from mkernel.ops.library import as_rows, autocast, check_dim, dense
-from mkernel.ops.reduce import matmul_reduce_scatter, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
+from mkernel.ops.library import as_rows, dense
+from mkernel.ops.reduce import (
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group_names import name_in_graph
-from mkernel.runtime.quantization import dequantize, quantize
+from mkernel.runtime.quantization import dequantize, multiply_quantized, quantize
+from mkernel.runtime.scaling import FP8
 
-# of the input and of the weight
+# of what has rows (input, gradient) and of the weight
 RECIPES = {
     "TensorWise": ("TensorWise", "TensorWise"),
     "RowWise": ("RowWise", "RowWise"),
@@ -27,87 +56,114 @@ RECIPES = {
 }
 
 
-def check_recipe(recipe: str | None) -> None:
-    """Refuse what is no recipe; None is for layers that are not in fp8."""
+def check_recipe(recipe: str | None, gradients: torch.dtype | None) -> None:
+    """Refuse what is no recipe, and gradients that are not in fp8 or are of a layer that is not."""
     if recipe is not None and recipe not in RECIPES:
         raise ArgumentError(f"fp8 must be None or one of {', '.join(RECIPES)}; got {recipe!r}")
+    if gradients is None:
+        return
+    if gradients not in FP8:
+        raise ArgumentError(f"fp8_gradients must be None, {' or '.join(map(str, FP8))}; got {gradients!r}")
+    if recipe is None:
+        raise ArgumentError(f"fp8_gradients={gradients} needs a recipe: pass fp8 as well, one of {', '.join(RECIPES)}")
 
 
 def column_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: str = "RowWise",
-    group: Any = None, sequence_dim: int = 0,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str, gradients: torch.dtype | None,
+    group: Any, dim: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`mkernel.nn.functional.column_parallel_linear` in fp8, with sequence_parallel. recipe: what shares a scale."""
-    check_recipe(recipe)
-    x, weight, bias = autocast(x, weight, bias)
-    dim = check_dim("sequence_dim", sequence_dim, x, "x")
-    return _Column.apply(x, weight, bias, recipe, group, dim)
+    """dim: the dimension of x in which the ranks' parts are gathered; None: x is the same on every rank."""
+    return _Column.apply(x, weight, bias, recipe, gradients, group, dim)
 
 
 def row_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, *,
-    recipe: str = "RowWise", group: Any = None, sequence_parallel: bool = True, sequence_dim: int = 0,
-    reduce_dtype: torch.dtype | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, recipe: str,
+    gradients: torch.dtype | None, group: Any, dim: int | None, reduce_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`mkernel.nn.functional.row_parallel_linear` in fp8. recipe: what shares a scale."""
-    check_recipe(recipe)
-    x, weight, bias, residual = autocast(x, weight, bias, residual)
-    dim = check_dim("sequence_dim", sequence_dim, x, "x") if sequence_parallel else None
-    return _Row.apply(x, weight, bias, residual, recipe, group, dim, reduce_dtype)
-
-
-def _quantized(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
-    """(x, weight, their scales) in fp8."""
-    of_x, of_weight = RECIPES[recipe]
-    (x, scale), (weight, scale_w) = quantize(x.detach(), of_x), quantize(weight.detach(), of_weight)
-    return x, weight, scale, scale_w
+    """dim: the dimension of x that is divided among the ranks; None: the result is the same on every rank."""
+    return _Row.apply(x, weight, bias, residual, recipe, gradients, group, dim, reduce_dtype)
 
 
 def _transposed(scale: torch.Tensor) -> torch.Tensor:
     return scale.t() if scale.dim() else scale
 
 
+def _quantize(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: str, gradients: torch.dtype | None
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The operands of x @ weight.t() in fp8. Keeps what the backward pass needs."""
+    of_x, of_weight = RECIPES[recipe]
+    narrow, scale = quantize(x.detach(), of_x)
+    its_weight, scale_w = quantize(weight.detach(), of_weight)
+    ctx.dtype, ctx.recipe, ctx.gradients = x.dtype, recipe, gradients
+    ctx.save_for_backward(narrow, scale, *((its_weight, scale_w) if gradients is None else (weight,)))
+    return narrow, its_weight.t(), scale, _transposed(scale_w)
+
+
+def _input(ctx: Any) -> torch.Tensor:
+    """What the quantized input stands for."""
+    narrow, scale = ctx.saved_tensors[:2]
+    return dequantize(narrow, scale, ctx.dtype)
+
+
+def _times_weight(
+    ctx: Any, grad: torch.Tensor, plain: Callable[..., Any], scaled: Callable[..., Any], **more: Any
+) -> Any:  # fmt: skip
+    """grad @ weight, by one of two operators, of which the second one is for fp8."""
+    weight = ctx.saved_tensors[2]
+    if ctx.gradients is None:
+        return plain(dense(grad), dequantize(weight, ctx.saved_tensors[3], ctx.dtype), **more)
+    of_grad, of_weight = RECIPES[ctx.recipe]
+    narrow, scale = quantize(grad, of_grad, dtype=ctx.gradients)
+    # [in_features, out_features], because tensor cores read fp8 along what is multiplied
+    turned, scale_w = quantize(weight.t(), of_weight)
+    operands = dense(narrow), turned.contiguous().t(), scale, _transposed(scale_w)
+    return scaled(*operands, out_dtype=ctx.dtype, **more)
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str, group: Any, dim: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str,
+        gradients: torch.dtype | None, group: Any, dim: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
-        x, weight, scale, scale_w = _quantized(x, weight, recipe)
-        ctx.save_for_backward(x, weight, scale, scale_w)
-        return all_gather_scaled_matmul(
-            x, weight.t(), scale, _transposed(scale_w), bias=None if bias is None else bias.detach(),
-            out_dtype=ctx.dtype, group=group, gather_dim=dim,
-        )  # fmt: skip
+        ctx.group, ctx.dim = group, dim
+        operands = _quantize(ctx, x, weight, recipe, gradients)
+        its_bias = None if bias is None else bias.detach()
+        if dim is None:
+            return multiply_quantized(*operands, bias=its_bias, out_dtype=ctx.dtype)
+        return all_gather_scaled_matmul(*operands, bias=its_bias, out_dtype=ctx.dtype, group=group, gather_dim=dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, scale, scale_w = ctx.saved_tensors
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            numbers = dequantize(weight, scale_w, ctx.dtype)
-            dx = matmul_reduce_scatter(dense(grad), numbers, group=ctx.group, scatter_dim=ctx.dim)
-        rows = dense(as_rows(grad, ctx.dim))
-        if ctx.needs_input_grad[1]:
-            own = as_rows(dequantize(x, scale, ctx.dtype), ctx.dim)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dim, dx, dweight = ctx.dim, None, None
+        if needs_x and dim is None:
+            dx = _times_weight(ctx, grad, matmul_all_reduce, scaled_matmul_all_reduce, group=ctx.group)
+        elif needs_x:
+            operators = matmul_reduce_scatter, scaled_matmul_reduce_scatter
+            dx = _times_weight(ctx, grad, *operators, group=ctx.group, scatter_dim=dim)
+        rows = dense(as_rows(grad, dim or 0))
+        if needs_weight and dim is None:
+            dweight = rows.t() @ as_rows(_input(ctx))
+        elif needs_weight:
             # the registered operator, so that a graph can have it; laid out like the weight
             name = name_in_graph(ctx.group)
-            dweight = torch.ops.mkernel.all_gather_matmul_weight_grad(own, rows, True, name, None).t()
-        if ctx.needs_input_grad[2]:
-            dbias = rows.sum(0)
-        return dx, dweight, dbias, None, None, None
+            dweight = torch.ops.mkernel.all_gather_matmul_weight_grad(
+                as_rows(_input(ctx), dim), rows, True, name, None
+            ).t()
+        return dx, dweight, rows.sum(0) if needs_bias else None, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-        recipe: str, group: Any, dim: int | None, reduce_dtype: torch.dtype | None,
+        recipe: str, gradients: torch.dtype | None, group: Any, dim: int | None, reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
-        x, weight, scale, scale_w = _quantized(x, weight, recipe)
-        ctx.save_for_backward(x, weight, scale, scale_w)
-        operands = x, weight.t(), scale, _transposed(scale_w)
+        ctx.group, ctx.dim = group, dim
+        operands = _quantize(ctx, x, weight, recipe, gradients)
         given: dict[str, Any] = dict(
             bias=None if bias is None else bias.detach(), residual=None if residual is None else residual.detach(),
             out_dtype=ctx.dtype, reduce_dtype=reduce_dtype, group=group,
@@ -117,17 +173,19 @@ class _Row(torch.autograd.Function):
         return scaled_matmul_reduce_scatter(*operands, **given, scatter_dim=dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, scale, scale_w = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-        numbers, everyones, dx = dequantize(weight, scale_w, ctx.dtype), grad, None
+        everyones, dx = grad, None
         if ctx.dim is None:  # the same on every rank
-            dx = grad @ numbers if needs_x else None
+            dx = _times_weight(ctx, grad, torch.matmul, multiply_quantized) if needs_x else None
         elif needs_x or needs_weight or needs_bias:
-            dx, everyones = all_gather_matmul(
-                dense(grad), numbers, group=ctx.group, gather_dim=ctx.dim, return_gathered=True
-            )
+            operators = all_gather_matmul, all_gather_scaled_matmul
+            given = dict(group=ctx.group, gather_dim=ctx.dim, return_gathered=True)
+            dx, everyones, *scales = _times_weight(ctx, grad, *operators, **given)
+            if scales:
+                everyones = dequantize(everyones, scales[0], ctx.dtype)
         rows = everyones.reshape(-1, everyones.shape[-1])
-        dweight = rows.t() @ dequantize(x, scale, ctx.dtype).reshape(-1, x.shape[-1]) if needs_weight else None
+        dweight = rows.t() @ as_rows(_input(ctx)) if needs_weight else None
         dbias = rows.sum(0) if needs_bias else None
-        return dx, dweight, dbias, grad if needs_residual else None, None, None, None, None
+        return dx, dweight, dbias, grad if needs_residual else None, None, None, None, None, None

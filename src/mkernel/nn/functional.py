@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mkernel.nn import fp8 as in_fp8
 from mkernel.ops.all_gather_matmul import all_gather_matmul
 from mkernel.ops.library import autocast, check_dim
 from mkernel.ops.reduce import matmul_all_reduce, matmul_reduce_scatter
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 
 
@@ -27,6 +29,8 @@ def column_parallel_linear(
     sequence_parallel: bool = True,
     sequence_dim: int = 0,
     save: str = "sharded",
+    fp8: str | None = None,
+    fp8_gradients: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A linear layer whose output features are divided among the ranks.
 
@@ -36,14 +40,19 @@ def column_parallel_linear(
         weight: [out_features/world, in_features], this rank's rows of the plain layer's weight.
         bias: [out_features/world].
         sequence_dim: the dimension of x in which the ranks' parts of the sequence are gathered.
-        save: what the backward pass keeps of the gathered input, see `mk.all_gather_matmul`.
+        save: what the backward pass keeps of the gathered input, see `mk.all_gather_matmul`. With fp8, "sharded".
+        fp8: quantize x and weight, and multiply them in fp8: "TensorWise", "RowWise" or "BlockWise", for what shares a
+            scale (see `mkernel.nn.fp8`). None: no.
+        fp8_gradients: torch.float8_e5m2 or torch.float8_e4m3fn: also quantize the gradient of the result, to this
+            dtype, and multiply it by the weight in fp8. None: gradients are computed in the dtype of x.
 
     Returns:
         [..., out_features/world], for the whole sequence.
     """
     return column_parallel_linears(
-        x, [weight], [bias], group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save
-    )[0]
+        x, [weight], [bias], group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save,
+        fp8=fp8, fp8_gradients=fp8_gradients,
+    )[0]  # fmt: skip
 
 
 def column_parallel_linears(
@@ -55,11 +64,21 @@ def column_parallel_linears(
     sequence_parallel: bool = True,
     sequence_dim: int = 0,
     save: str = "sharded",
+    fp8: str | None = None,
+    fp8_gradients: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """`column_parallel_linear` with several weights and the same input: it is gathered once, and its gradient summed
-    once."""
+    once. In fp8, the weights are quantized as one."""
+    check_fp8(fp8, fp8_gradients, save)
     x, *others = autocast(x, *weights, *biases)
     weights, biases = others[: len(weights)], others[len(weights) :]
+    if fp8 is not None:
+        gathered = check_dim("sequence_dim", sequence_dim, x, "x") if sequence_parallel else None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        y = in_fp8.column_parallel_linear(
+            x, weight, _side_by_side(weights, biases), fp8, fp8_gradients, group, gathered
+        )
+        return [y] if len(weights) == 1 else list(y.split([len(weight) for weight in weights], -1))
     if sequence_parallel:
         dim = check_dim("sequence_dim", sequence_dim, x, "x")
         if len(weights) == 1:
@@ -71,6 +90,20 @@ def column_parallel_linears(
     if len(weights) == 1:
         return [_ReplicatedLinear.apply(x, weights[0], biases[0], group)]
     return list(_ReplicatedLinears.apply(x, group, *weights, *biases))
+
+
+def check_fp8(fp8: str | None, fp8_gradients: torch.dtype | None, save: str = "sharded") -> None:
+    """Refuse options that do not go together."""
+    in_fp8.check_recipe(fp8, fp8_gradients)
+    if fp8 is not None and save != "sharded":
+        raise ArgumentError(f"fp8 needs save='sharded', got {save!r}: the input is kept in fp8, and only this rank's")
+
+
+def _side_by_side(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The biases of several layers as one; zeros for those that have none."""
+    if all([bias is None for bias in biases]):
+        return None
+    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(weights, biases)])
 
 
 class _ReplicatedLinear(torch.autograd.Function):
@@ -128,6 +161,8 @@ def row_parallel_linear(
     sequence_parallel: bool = True,
     sequence_dim: int = 0,
     reduce_dtype: torch.dtype | None = None,
+    fp8: str | None = None,
+    fp8_gradients: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A linear layer whose input features are divided among the ranks.
 
@@ -138,13 +173,20 @@ def row_parallel_linear(
         residual: added to the result; it has the shape of the result.
         sequence_dim: with sequence_parallel, the dimension of x that is divided among the ranks.
         reduce_dtype: see `mk.matmul_reduce_scatter`.
+        fp8, fp8_gradients: as in `column_parallel_linear`.
 
     Returns:
         [..., out_features]: with sequence_parallel, this rank's part of the sequence; otherwise all of it, the same on
         every rank. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
         same loss.
     """
+    check_fp8(fp8, fp8_gradients)
     x, weight, bias, residual = autocast(x, weight, bias, residual)
+    if fp8 is not None:
+        dim = check_dim("sequence_dim", sequence_dim, x, "x") if sequence_parallel else None
+        return in_fp8.row_parallel_linear(
+            x, weight, bias, residual, fp8, fp8_gradients, group, dim, reduce_dtype
+        )  # fmt: skip
     if sequence_parallel:
         return matmul_reduce_scatter(
             x, weight.t(), bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group,

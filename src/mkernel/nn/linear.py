@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mkernel.nn import fp8 as in_fp8
 from mkernel.nn import functional
-from mkernel.nn.fp8 import check_recipe
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
 from mkernel.runtime.errors import ArgumentError
@@ -127,7 +125,9 @@ class ColumnParallelLinear(ParallelLinear):
         save: what sequence_parallel keeps for the backward pass: "sharded", the input of this rank, which is gathered
             again for the gradient of the weight; or "gathered", all ranks' input.
         fp8: multiply in fp8 what is quantized in each forward pass: "TensorWise", "RowWise" or "BlockWise", for what
-            shares a scale. None: no. Gradients are not in fp8. Only with sequence_parallel and save="sharded".
+            shares a scale. None: no. Only with save="sharded".
+        fp8_gradients: torch.float8_e5m2 or torch.float8_e4m3fn: also multiply the gradient by the weight in fp8. None:
+            in the dtype of the input. See `mkernel.nn.fp8`.
         gather_output: return all output features on every rank, by an all-gather of its own, with which nothing
             overlaps. The backward pass then expects the same gradient on every rank, as it is if all ranks compute the
             same loss.
@@ -144,35 +144,28 @@ class ColumnParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, save: str = "sharded", gather_output: bool = False,
-        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        generator: torch.Generator | None = None,
+        fp8: str | None = None, fp8_gradients: torch.dtype | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         if save not in ("sharded", "gathered"):
             raise ArgumentError(f"save must be 'sharded' or 'gathered', got {save!r}")
-        check_recipe(fp8)
-        if fp8 is not None and (not sequence_parallel or save != "sharded"):
-            raise ArgumentError("fp8 needs sequence_parallel=True and save='sharded'")
+        functional.check_fp8(fp8, fp8_gradients, save)
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
-        self.save, self.gather_output, self.fp8 = save, gather_output, fp8
+        self.save, self.gather_output = save, gather_output
+        self.fp8, self.fp8_gradients = fp8, fp8_gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fp8 is not None:
-            y = in_fp8.column_parallel_linear(
-                x, self.weight, self.bias, recipe=self.fp8, group=self.group, sequence_dim=self.sequence_dim
-            )
-        else:
-            y = functional.column_parallel_linear(
-                x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
-                sequence_dim=self.sequence_dim, save=self.save,
-            )  # fmt: skip
+        y = functional.column_parallel_linear(
+            x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
+            sequence_dim=self.sequence_dim, save=self.save, fp8=self.fp8, fp8_gradients=self.fp8_gradients,
+        )  # fmt: skip
         return functional.gather_features(y, group=self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        shown = [", gather_output=True"] * self.gather_output + [f", fp8={self.fp8!r}"] * (self.fp8 is not None)
-        return super().extra_repr() + "".join(shown)
+        return super().extra_repr() + ", gather_output=True" * self.gather_output + _shown(self.fp8, self.fp8_gradients)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -188,7 +181,7 @@ class RowParallelLinear(ParallelLinear):
             same on every rank (`mk.matmul_all_reduce`).
         sequence_dim: as in `ColumnParallelLinear`. Its size must be divisible by the number of ranks.
         reduce_dtype: the dtype in which products travel between ranks: torch.float32, or that of the input (default).
-        fp8: as in `ColumnParallelLinear`; also without sequence_parallel.
+        fp8, fp8_gradients: as in `ColumnParallelLinear`.
 
     Input: [..., in_features/world], for the whole sequence: the output of a `ColumnParallelLinear`. Output:
     [..., out_features]. `forward(x, residual)` also adds a residual, which has the shape of the output, in the same
@@ -201,27 +194,28 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None,
         sequence_parallel: bool = True, sequence_dim: int = 0, reduce_dtype: torch.dtype | None = None,
-        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        generator: torch.Generator | None = None,
+        fp8: str | None = None, fp8_gradients: torch.dtype | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
-        check_recipe(fp8)
+        functional.check_fp8(fp8, fp8_gradients)
         super().__init__(
             in_features, out_features, bias, group=group, sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
-        self.reduce_dtype, self.fp8 = reduce_dtype, fp8
+        self.reduce_dtype, self.fp8, self.fp8_gradients = reduce_dtype, fp8, fp8_gradients
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self.fp8 is not None:
-            return in_fp8.row_parallel_linear(
-                x, self.weight, self.bias, residual, recipe=self.fp8, group=self.group,
-                sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim,
-                reduce_dtype=self.reduce_dtype,
-            )  # fmt: skip
         return functional.row_parallel_linear(
             x, self.weight, self.bias, residual, group=self.group, sequence_parallel=self.sequence_parallel,
-            sequence_dim=self.sequence_dim, reduce_dtype=self.reduce_dtype,
+            sequence_dim=self.sequence_dim, reduce_dtype=self.reduce_dtype, fp8=self.fp8,
+            fp8_gradients=self.fp8_gradients,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", fp8={self.fp8!r}" if self.fp8 is not None else "")
+        return super().extra_repr() + _shown(self.fp8, self.fp8_gradients)
+
+
+def _shown(fp8: str | None, fp8_gradients: torch.dtype | None) -> str:
+    """Options of fp8 in the description of a layer."""
+    shown = "" if fp8 is None else f", fp8={fp8!r}"
+    return shown if fp8_gradients is None else f"{shown}, fp8_gradients={fp8_gradients}"

@@ -55,7 +55,8 @@ class ColwiseLinear(DTensorLinear, ColumnParallelLinear, nn.Linear):  # type: ig
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.column_parallel_linear(
             self._local_input(x), *_local(self.weight, self.bias), group=self.group,
-            sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim, save=self.save,
+            sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim, save=self.save, fp8=self.fp8,
+            fp8_gradients=self.fp8_gradients,
         )  # fmt: skip
         if self.gather_output:
             return self._output(functional.gather_features(y, group=self.group), Replicate())
@@ -67,6 +68,7 @@ class RowwiseLinear(DTensorLinear, RowParallelLinear, nn.Linear):  # type: ignor
         y = functional.row_parallel_linear(
             self._local_input(x), *_local(self.weight, self.bias), group=self.group,
             sequence_parallel=self.sequence_parallel, sequence_dim=self.sequence_dim, reduce_dtype=self.reduce_dtype,
+            fp8=self.fp8, fp8_gradients=self.fp8_gradients,
         )  # fmt: skip
         if self.sequence_parallel:
             return self._output(y, Shard(self.sequence_dim % y.dim()))
@@ -123,15 +125,17 @@ class ColwiseParallel(_LinearStyle):
         output_layouts: Shard(-1) (default): this rank's output features. Replicate(): all of them, by an all-gather of
             its own.
         use_local_output: return this rank's tensor; False returns a DTensor.
-        save: as in `ColumnParallelLinear`.
+        save, fp8, fp8_gradients: as in `ColumnParallelLinear`.
     """
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True, save: str = "sharded",
+        use_local_output: bool = True, save: str = "sharded", fp8: str | None = None,
+        fp8_gradients: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
-        self.save = save
+        functional.check_fp8(fp8, fp8_gradients, save)
+        self.save, self.fp8, self.fp8_gradients = save, fp8, fp8_gradients
         if not isinstance(self.input_layout, Replicate | Shard) or self.input_layout == Shard(-1):
             raise ArgumentError(
                 f"input_layouts must be Replicate() or Shard(dim) of the sequence's dimension, got {self.input_layout}"
@@ -144,7 +148,7 @@ class ColwiseParallel(_LinearStyle):
         return self._convert(
             module, device_mesh, ColwiseLinear, sequence_parallel=sharded,
             sequence_dim=self.input_layout.dim if isinstance(self.input_layout, Shard) else 0, save=self.save,
-            gather_output=self.output_layout == Replicate(),
+            gather_output=self.output_layout == Replicate(), fp8=self.fp8, fp8_gradients=self.fp8_gradients,
         )  # fmt: skip
 
 
@@ -157,15 +161,17 @@ class RowwiseParallel(_LinearStyle):
         output_layouts: Replicate() (default): the whole output, the same on every rank, summed in the kernel that
             multiplies. Shard(dim): this rank's part of the sequence.
         use_local_output: return this rank's tensor; False returns a DTensor.
-        reduce_dtype: as in `RowParallelLinear`.
+        reduce_dtype, fp8, fp8_gradients: as in `RowParallelLinear`.
     """
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True, reduce_dtype: torch.dtype | None = None,
+        use_local_output: bool = True, reduce_dtype: torch.dtype | None = None, fp8: str | None = None,
+        fp8_gradients: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
-        self.reduce_dtype = reduce_dtype
+        functional.check_fp8(fp8, fp8_gradients)
+        self.reduce_dtype, self.fp8, self.fp8_gradients = reduce_dtype, fp8, fp8_gradients
         if self.input_layout != Shard(-1):
             raise ArgumentError(f"input_layouts must be Shard(-1), got {self.input_layout}")
         if not isinstance(self.output_layout, Replicate | Shard) or self.output_layout == Shard(-1):
@@ -179,5 +185,5 @@ class RowwiseParallel(_LinearStyle):
         return self._convert(
             module, device_mesh, RowwiseLinear, sequence_parallel=sharded,
             sequence_dim=self.output_layout.dim if isinstance(self.output_layout, Shard) else 0,
-            reduce_dtype=self.reduce_dtype,
+            reduce_dtype=self.reduce_dtype, fp8=self.fp8, fp8_gradients=self.fp8_gradients,
         )  # fmt: skip

@@ -152,12 +152,12 @@ def are_operands(a: Any, b: Any, *others: Any) -> bool:
 
 
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """For operators without a backward pass."""
+    """For operators that take what is quantized already, which has no gradients."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and needs_gradients(tensor):
             raise ArgumentError(
-                f"{name} requires grad, and {op} has no backward pass: call it under torch.no_grad(), or pass "
-                f"{name}.detach()"
+                f"{name} requires grad, and {op} has no backward pass: pass {name}.detach(), or, for gradients, use "
+                f"mkernel.nn.functional with fp8="
             )
 
 

@@ -22,6 +22,7 @@ CTA_RATE = {
     torch.float8_e5m2: 9.5e12,
 }  # FLOP/s  # fmt: skip
 NVLINK_RATE = 450e9  # bytes/s that one GPU sends to its node
+QUANTIZE_RATE = 10e9  # elements/s that one CTA quantizes: a guess
 NETWORK_RATE = 50e9  # bytes/s that one GPU sends to other nodes: 400 Gb/s
 
 # Resources of a CTA, the most of any GPU. The simulator has the same limits.
@@ -200,6 +201,13 @@ def copiers_for(pushed: int, rate: float, compute_seconds: float, link: float, c
     in_time = math.ceil(pushed / rate / max(1.15 * compute_seconds, 1e-9))
     useful = math.ceil(link / rate) + 1
     return max(min(in_time, useful, ctas // 4), 1)
+
+
+def quantizers_for(elements: int, chunks: int, compute_seconds: float, ctas: int) -> int:
+    """How many CTAs should quantize so many elements: enough to finish within half of the compute, as tiles of other
+    ranks' rows come later. Each of them is lost to the compute."""
+    in_time = math.ceil(elements / QUANTIZE_RATE / max(0.5 * compute_seconds, 1e-9))
+    return max(min(in_time, chunks, ctas // 4), 1)
 
 
 def fewest_ctas(tiles: int, most: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.scaling import FP8, SIDE, blocks_of
+from mkernel.runtime.scaling import FP8, SIDE, SMALLEST, blocks_of, for_library
 
 RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 
@@ -16,6 +17,9 @@ def quantize(
     x: torch.Tensor, recipe: Any = "RowWise", *, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantize a tensor to fp8 such that the largest element that shares a scale becomes the largest number of fp8.
+
+    What cannot be represented is never hidden: NaN and infinity make all elements that share their scale NaN. Zeros
+    alone have the scale 1. No scale is less than 2**-126, so that no GPU takes one for 0.
 
     Activations a [..., k] and weights w [n, k], as torch.nn.Linear has them, are quantized alike, along k. Then
 
@@ -50,10 +54,11 @@ def quantize(
         largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     else:
         largest = _largest_of_blocks(x, 1 if name == "BlockWise1x128" else SIDE)
-    scale = largest.float() / torch.finfo(dtype).max
-    scale = torch.where(scale == 0, 1.0, scale)
-    most = torch.finfo(dtype).max
-    return (x.float() / _spread(scale, x.shape)).clamp(-most, most).to(dtype), scale
+    # Products, in place of quotients, so that GPUs, on which PyTorch multiplies by the reciprocal of a number, give the
+    # same bits. The largest element may exceed the largest number of fp8 by some 2**-22 of it, and is rounded to it.
+    scale = (largest.float() * (1 / torch.finfo(dtype).max)).clamp_min(SMALLEST)
+    scale = torch.where(largest == 0, 1.0, scale)
+    return (x.float() * _spread(scale.reciprocal(), x.shape)).to(dtype), scale
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -61,6 +66,39 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     an operator takes as scale_a for a, or as scale_b for b."""
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) * _spread(scale.to(wide), x.shape)).to(dtype)
+
+
+def multiply_quantized(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """a [..., k] @ b [k, n] on this rank alone: the library's product where it takes such operands, and otherwise that
+    of what they stand for, in fp32. The library mixes no recipes, and takes no blocks on CPUs; on GPUs, results of
+    others than TensorWise are bf16."""
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    of_rows = scale_a if scale_a.numel() == 1 else scale_a.reshape(rows.shape[0], scale_a.shape[-1])
+    if scale_a.numel() == 1 != scale_b.numel():
+        of_rows = scale_a.reshape(1, 1).expand(rows.shape[0], 1)
+    elif scale_a.numel() != 1 == scale_b.numel():
+        scale_b = scale_b.reshape(1, 1).expand(1, b.shape[1])
+    blocks = of_rows.dim() > 1 and of_rows.shape[1] > 1
+    alike = of_rows.numel() == scale_b.numel() == 1 or (of_rows.shape[-1:] == (1,) and scale_b.shape == (1, b.shape[1]))
+    suits = _suits_library(rows, b) and (of_rows.numel() == 1 or not a.is_cuda or out_dtype == torch.bfloat16)
+    if suits and (alike or (blocks and a.is_cuda)):
+        scales = for_library(of_rows, blocks), for_library(scale_b, blocks)
+        y = torch._scaled_mm(rows, b, *scales, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    else:
+        y = (dequantize(rows, of_rows) @ dequantize(b, scale_b)).to(out_dtype)
+    y = y.view(*a.shape[:-1], b.shape[1])
+    return y if bias is None else y.add_(bias)
+
+
+def _suits_library(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Does the library multiply such matrices?"""
+    if not a.is_cuda:
+        return a.numel() > 0 and b.numel() > 0
+    laid_out = a.is_contiguous() and b.t().is_contiguous()
+    return laid_out and a.numel() > 0 and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
 
 
 def quantize_operands(

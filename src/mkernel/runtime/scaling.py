@@ -23,22 +23,24 @@ workspaces.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mkernel.lang.matrix import Strides
-from mkernel.lang.scaling import BLOCK, Scales
+from mkernel.lang.scaling import BLOCK, SMALLEST_SCALE, Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import check_plain, constants, layout
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+RECIPES_A = ("RowWise", "BlockWise1x128")  # by which kernels quantize a
 OLDEST = (8, 9)  # compute capability with tensor cores for fp8
 SIDE: int = BLOCK.value
+SMALLEST: float = SMALLEST_SCALE.value
 
 
 def with_scales(strides: Strides, scales: Scales | None) -> Strides:
@@ -55,26 +57,36 @@ def blocks_of(size: int) -> int:
 class Scaling:
     """The scales of a product: a is [m, count] or, if all rows have the same scales, [1, count]; b is [count, groups].
 
-    `blockwise`: each block of k has scales of its own. `fast`: fast accumulation.
+    `blockwise`: each block of k has scales of its own. `fast`: fast accumulation. `quantizes`: the fp8 to which the
+    kernel quantizes a, if it does; then a has no scales yet, and this a is None.
     """
 
-    a: torch.Tensor
+    a: torch.Tensor | None
     b: torch.Tensor
     blockwise: bool
     fast: bool
+    quantizes: torch.dtype | None = None
 
     @property
     def count(self) -> int:
         """How many scales a row of a has."""
-        return self.a.shape[1]
+        return self.b.shape[0]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The scales that a call was passed, by the names of its arguments."""
+        return {"scale_b": self.b} | ({} if self.a is None else {"scale_a": self.a})
 
     @property
     def key(self) -> Hashable:
         """Everything that a plan depends on."""
-        return layout(self.a), layout(self.b), self.blockwise, self.fast
+        of_a = self.quantizes if self.a is None else layout(self.a)
+        return of_a, layout(self.b), self.blockwise, self.fast
 
-    def of_a(self, rows: int) -> Scales:
-        """The scales of a, whose parts have so many rows, for the kernel."""
+    def of_a(self, rows: int) -> Scales | None:
+        """The scales of a, whose parts have so many rows, for the kernel; None if it makes them."""
+        if self.a is None:
+            return None
         row = self.a.stride(0) if self.a.shape[0] > 1 else 0
         return self._scales(self.a, rows * row, row, self.a.stride(1), 1)
 
@@ -95,15 +107,18 @@ class Scaling:
         if self.blockwise:
             return "blocks of 1x128 of a and 128x128 of b have scales, and are added up in fp32"
         sums = "with fast accumulation" if self.fast else f"added up in fp32 every {SIDE} of k"
-        of_a = "a scale for each row of a" if self.a.shape[0] > 1 else "one scale for a"
+        of_a = "a scale for each row of a" if self.a is None or self.a.shape[0] > 1 else "one scale for a"
         of_b = "for each column of b" if self.b.shape[1] > 1 else "one for b"
         return f"{of_a}, {of_b}; sums are {sums}" if not self.fast else f"{of_a}, {of_b}; {sums}"
 
 
-def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Refuse matrices that are no fp8, or cannot be multiplied."""
+def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor, recipe_a: str | None = None) -> None:
+    """Refuse matrices that are no fp8, or cannot be multiplied. recipe_a: that by which the kernel quantizes a."""
     for name, tensor in (("a", a), ("b", b)):
-        if tensor.dtype not in FP8:
+        if name == "a" and recipe_a is not None:
+            if a.dtype not in RESULTS:
+                raise ArgumentError(f"a has dtype {a.dtype}; to be quantized, it must be {_any_of(RESULTS)}")
+        elif tensor.dtype not in FP8:
             raise ArgumentError(
                 f"{name} has dtype {tensor.dtype}; {op} takes {' and '.join(map(str, FP8))}: quantize it with "
                 f"mk.quantize, or call {op.replace('scaled_', '')}, which has no scales"
@@ -120,6 +135,43 @@ def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor) -> N
             f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer; this one has {major}.{minor}. "
             f"Call {op.replace('scaled_', '')} in bf16 instead"
         )
+
+
+def _any_of(dtypes: Sequence[torch.dtype]) -> str:
+    return f"one of {', '.join(map(str, dtypes))}"
+
+
+def check_recipe_a(scale_a: Any, recipe_a: Any, dtype_a: Any) -> str | None:
+    """The name of the recipe by which the kernel quantizes a; None if a has scales."""
+    name = getattr(recipe_a, "name", recipe_a)
+    if name is None:
+        return None
+    if name not in RECIPES_A:
+        hint = ": its scale depends on all rows, so quantize a with mk.quantize" if name == "TensorWise" else ""
+        raise ArgumentError(f"recipe_a must be one of {', '.join(RECIPES_A)}; got {recipe_a!r}{hint}")
+    if scale_a is not None:
+        raise ArgumentError("scale_a is given, and so is recipe_a: pass a and its scales, or scale_a=None")
+    if dtype_a not in FP8:
+        raise ArgumentError(f"dtype_a must be {' or '.join(map(str, FP8))}, got {dtype_a!r}")
+    return name
+
+
+def recipe_of(*, tensorwise: bool = False, blockwise: bool = False) -> str:
+    """The recipe by which a kernel quantizes a, as the options of a command tell it."""
+    if tensorwise:
+        raise ArgumentError("a kernel cannot quantize a with one scale, which depends on all rows")
+    return "BlockWise1x128" if blockwise else "RowWise"
+
+
+def scaling_of_recipe(
+    group: Group, a: torch.Tensor, b: torch.Tensor, recipe_a: str, dtype_a: torch.dtype, scale_b: Any,
+    use_fast_accum: Any,
+) -> Scaling:  # fmt: skip
+    """The scales of a @ b, of which the kernel quantizes a."""
+    count = 1 if recipe_a == "RowWise" else blocks_of(a.shape[1])
+    like = torch.ones(1, 1, device=a.device).expand(a.shape[0], count)  # in the shape of those that a will have
+    found = scaling_of(group, a, b, like, scale_b, use_fast_accum)
+    return replace(found, a=None, quantizes=dtype_a)
 
 
 def check_out_dtype(out_dtype: Any, out: torch.Tensor | None) -> torch.dtype:

@@ -33,7 +33,7 @@ class Gathering:
     a, out: its first operand, and the result. multiply: computes the result from the gathered a, by the library.
     prepare: the launch of the fused call. call: makes it. explain: its plan.
     exact: the result in float64, from the gathered a in float64. depth: how many products an element is the sum of.
-    more_bytes: of a row that travel besides its elements.
+    more_bytes: of a row that travel besides its elements. first: what the baseline does before it copies.
     """
 
     op: str
@@ -47,6 +47,7 @@ class Gathering:
     exact: Callable[[torch.Tensor], torch.Tensor]
     depth: int
     more_bytes: int = 0
+    first: Callable[[], object] | None = None
 
 
 def sent_from(group: Group, a: torch.Tensor) -> torch.Tensor:
@@ -78,6 +79,8 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
         measured.multiply(gathered)
 
     def host_driven() -> None:
+        if measured.first is not None:
+            measured.first()
         link.open()
         for source, part in enumerate(parts):
             gathered[source * rows : (source + 1) * rows].copy_(part)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mkernel.ops.all_gather_matmul import kernel, protocol
-from mkernel.ops.all_gather_matmul.plan import chunk_rows, plan
+from mkernel.ops.all_gather_matmul.plan import as_gathered, chunk_rows, plan
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -21,7 +21,9 @@ from mkernel.runtime.world import Launch
 
 OP = "all_gather_matmul"
 TUNABLE = Tunable(OP, agreed=("m", "k"), own=("n",), shared=("chunk_rows",))
-SCALED_TUNABLE = Tunable("all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n",), shared=("chunk_rows",))
+SCALED_TUNABLE = Tunable(
+    "all_gather_scaled_matmul", agreed=("m", "k", "blockwise"), own=("n", "quantizes"), shared=("chunk_rows",)
+)
 
 
 @collective
@@ -78,12 +80,13 @@ def choose(
     scaling: Scaling | None = None,
 ) -> Config | None:  # fmt: skip
     """The configuration of a call. Chunks are the same on every rank, even if only some have a tuned configuration.
-    dtype: that of the result, if it is not that of a."""
+    dtype: that of the result, if it is not that of a. With scales, a is what is gathered (`as_gathered`)."""
     sizes = dict(m=a.shape[0], n=b.shape[1], k=a.shape[1])
     if scaling is None:
         config = TUNABLE.choose(group, a.dtype, given, **sizes)
     else:
-        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes, blockwise=scaling.blockwise)
+        sizes |= dict(blockwise=scaling.blockwise, quantizes=scaling.quantizes is not None)
+        config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes)
     if given is None and config is not None and config.chunk_rows is None:
         return replace(config, chunk_rows=chunk_rows(group, a, None))
     return config
@@ -94,12 +97,13 @@ def prepare(
     config: Config | None, scaling: Scaling | None = None, gathered_scales: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
-    config = choose(group, a, b, config, out.dtype, scaling)
+    config = choose(group, as_gathered(a, scaling), b, config, out.dtype, scaling)
     plain = group.heap.find(a) is None
     scales = None if scaling is None else scaling.key
     key = (layout(a), layout(b), layout(out), plain, gathered is None, config, matmul_precision(a.dtype), scales)
     decided = group.planned(key, lambda: plan(group, a, b, out, gathered is not None, config, scaling))
-    memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype)
+    dtype, stride = as_gathered(a, scaling).dtype, decided.access.rows.row_stride
+    memory = protocol.layout(group.size, a.shape[0], decided.chunks, stride, dtype)
     if decided.few_rows:
         from mkernel.ops.all_gather_matmul import few_rows
 

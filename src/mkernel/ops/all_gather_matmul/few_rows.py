@@ -56,6 +56,7 @@ class Call(NamedTuple):
     scales: Any  # GatheredScales; None unless SCALED
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
     SCALED: Any  # rows are fp8, and have scales
+    QUANTIZES: Any  # always false: rows that are to be quantized take the other kernel
     COPY_ROWS: Any  # rows that a CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a CTA has in flight
 
@@ -194,7 +195,7 @@ def launch(
         team=team,
         scales=scales_of(scaling, scale_at, None),
         **named_constants(
-            FLAT=access.rows.flat, SCALED=scaling is not None, COPY_ROWS=1,
+            FLAT=access.rows.flat, SCALED=scaling is not None, QUANTIZES=False, COPY_ROWS=1,
             COPY_ELEMENTS=c.copy_bytes // a.element_size(),
         ),
     )  # fmt: skip

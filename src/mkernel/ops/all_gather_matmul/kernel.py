@@ -21,10 +21,9 @@ from mkernel.lang.order import arrival_order, swizzle_tile
 from mkernel.lang.roles import Share, other_tiles_of, own_tiles_of, this_cta
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
-from mkernel.ops.all_gather_matmul.plan import Plan
+from mkernel.ops.all_gather_matmul.plan import Plan, as_gathered
 from mkernel.ops.all_gather_matmul.protocol import wait_rows
 from mkernel.ops.all_gather_matmul.transfer import (
-    OF_SCALES,
     InHeap,
     gather_of,
     in_heap,
@@ -39,11 +38,15 @@ from mkernel.runtime.operands import constants, descriptor, named_constants
 from mkernel.runtime.scaling import Scaling, with_scales
 from mkernel.runtime.world import Launch
 
+# For the simulator: what the kernel only reads, besides b and its scales.
+OF_ROWS = ("call.a.data", "own", "strides.own.scales.data", "call.scales.own.data")
+OF_QUANTIZED = ("call.scales.wide.data",)
+
 
 class Call(NamedTuple):
     """A call, as the kernel sees it."""
 
-    a: Any  # Block: this rank's rows, in the caller's tensor
+    a: Any  # Block: this rank's rows, in the caller's tensor; not read if QUANTIZES
     gathered_out: Any  # Block: the caller's tensor for the gathered rows; not used unless GATHERED_OUT
     gather: Any  # Gather
     n: Any
@@ -57,6 +60,7 @@ class Call(NamedTuple):
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
     GATHERED_OUT: Any
     SCALED: Any  # rows are fp8, and have scales
+    QUANTIZES: Any  # own rows are quantized on their way into the workspace; implies SCALED and STAGED
     COPY_ROWS: Any  # rows that a copying CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a copying CTA has in flight
 
@@ -246,10 +250,11 @@ def launch(
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]
-    c, size, element = plan.config, group.size, a.element_size()
+    c, size = plan.config, group.size
+    dtype, quantizes = as_gathered(a, scaling).dtype, scaling is not None and scaling.quantizes is not None
     rows = memory.buffer_in(workspace, "rows")
-    data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
-    own: Any = a
+    data = workspace.segment.memory[workspace.data_start :].view(dtype)
+    own: Any = data if quantizes else a
     gathered: Any = data
     result: Any = out
     if plan.access.rows.descriptors:
@@ -259,17 +264,17 @@ def launch(
     if plan.access.out_uses_tma:
         result = descriptor(out, [size, m, n], [m * out.stride(0), out.stride(0), 1], [1, c.tile_m, c.tile_n])
     call = Call(
-        a=Block(a, a.stride(0), a.stride(1)),
+        a=Block(data if quantizes else a, a.stride(0), a.stride(1)),
         gathered_out=Block(gathered_out, gathered_out.stride(0) if gathered_out is not None else 0, 1),
         gather=gather_of(group, memory, workspace, a, c),
         n=n,
         join_tiles=c.join_tiles,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-        scales=scales_of(scaling, plan.access.rows.scale_at, scales_out),
+        scales=scales_of(scaling, plan.access.rows.scale_at, scales_out, a if quantizes else None),
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, STAGED=plan.access.rows.staged, DIRECT=plan.access.rows.direct,
             FLAT=plan.access.rows.flat, GATHERED_OUT=gathered_out is not None, SCALED=scaling is not None,
-            COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // element,
+            QUANTIZES=quantizes, COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // dtype.itemsize,
         ),
     )  # fmt: skip
     of_own = of_gathered = of_b = None
@@ -305,6 +310,6 @@ def launch(
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
         variant=(plan, gathered_out is not None, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace, free={"rows": others}),
-        inputs=("call.a.data", "own", "b", "strides.own.scales.data", *OF_SCALES),
+        inputs=("b", "strides.b.scales.data", *(OF_QUANTIZED if quantizes else OF_ROWS)),
         results=("c", "call.gathered_out.data", "call.scales.out.data"),
     )

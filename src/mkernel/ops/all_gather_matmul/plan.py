@@ -19,6 +19,13 @@ FEW_GATHERED = 256  # rows of all ranks
 LINE = 128  # bytes of a cache line: rows with scales begin with one, so that a block of a row is no more lines
 
 
+def as_gathered(a: torch.Tensor, scaling: Scaling | None) -> torch.Tensor:
+    """a, in the dtype in which its rows are gathered. Where the kernel quantizes them, a tensor without memory."""
+    if scaling is None or scaling.quantizes is None:
+        return a
+    return torch.empty(a.shape, dtype=scaling.quantizes, device="meta")
+
+
 @dataclass(frozen=True)
 class RowAccess:
     """How kernels access the rows that are gathered."""
@@ -29,23 +36,27 @@ class RowAccess:
     flat: bool  # chunks are contiguous, both in a and in the workspace
     direct: bool  # the network reads a directly, without staging
     scale_at: int = 0  # where the scales of a row of fp8 begin in a row of the workspace, in bytes
+    quantized: bool = False  # the rank's own rows are quantized on their way into the workspace
 
     @staticmethod
     def of(group: Group, a: torch.Tensor, scaling: Scaling | None = None) -> RowAccess:
-        k, element = a.shape[1], a.element_size()
+        k, element = a.shape[1], as_gathered(a, scaling).element_size()
         descriptors = has_descriptors(group.device)
         staged = not describable(a) if descriptors else a.stride(1) != 1
         row_stride = -(-k * element // 16) * 16 // element
         if scaling is not None:
             pitch = -(-(row_stride + 4 * scaling.count) // LINE) * LINE
-            return RowAccess(descriptors, staged, pitch, False, False, row_stride)
+            quantized = scaling.quantizes is not None
+            return RowAccess(descriptors, staged or quantized, pitch, False, False, row_stride, quantized)
         flat = a.is_contiguous() and row_stride == k
         direct = group.nodes > 1 and flat and not staged and group.heap.find(a) is not None
         return RowAccess(descriptors, staged, row_stride, flat, direct)
 
     def reasons(self, nodes: int) -> list[str]:
         reasons = []
-        if self.staged:
+        if self.quantized:
+            reasons.append("a is quantized by the kernel, into the workspace")
+        elif self.staged:
             reasons.append("a has no contiguous, 16-byte aligned rows: it is copied into the workspace first")
         if nodes > 1:
             where = "is staged in the workspace for the network (mk.empty would save that)"
@@ -108,7 +119,8 @@ def plan(
     scaling: Scaling | None = None,
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
-    decided = _plan(group, a, b, out, return_gathered, config, Access.of(group, a, b, out, scaling))
+    access = Access.of(group, a, b, out, scaling)
+    decided = _plan(group, as_gathered(a, scaling), b, out, return_gathered, config, access)
     if scaling is None:
         return decided
     check_tile_k(scaling, decided.config.tile_k)
@@ -121,7 +133,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """`plan`, but for the scales."""
     m, n = a.shape[0], b.shape[1]
-    few = _few_rows(group, a, n, access, config) if not return_gathered else None
+    few = None if return_gathered or access.rows.quantized else _few_rows(group, a, n, access, config)
     if few is not None:
         return few
     on_hopper = (
@@ -249,7 +261,10 @@ def _portable(
     network = group.world.links.network * 1e9 if group.world.links.network else planning.NETWORK_RATE
     network_seconds = (nodes - 1) * m * k * element / network
 
-    send_ctas = pick("send_ctas", 1 if nodes > 1 or access.rows.staged else 0)
+    sending = 1 if nodes > 1 or access.rows.staged else 0
+    if access.rows.quantized:
+        sending = planning.quantizers_for(m * k, math.ceil(m / chunk_rows(group, a, config)), compute_seconds, most)
+    send_ctas = pick("send_ctas", sending)
     # copies should take no longer than the slower of compute and network
     longest = max(compute_seconds, network_seconds)
     rate = planning.push_rate(gpus - 1)

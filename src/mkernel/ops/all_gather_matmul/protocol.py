@@ -51,8 +51,10 @@ class GatheredScales(NamedTuple):
     """The scales of rows that are gathered (lang/scaling.py). They travel with the rows, in the same chunk and under
     the same signal: in the workspace, and for the network, each row is followed by its scales."""
 
-    own: Any  # Block: those of this rank's rows, in the caller's tensor; strides of 0 if rows have the same
+    own: Any  # Block: those of this rank's rows, in the caller's tensor; strides of 0 if rows have the same; None if
+    # the call QUANTIZES, which makes them in the workspace
     out: Any  # Block: the caller's tensor for those of all rows; not used unless GATHERED_OUT
+    wide: Any  # Block: this rank's rows before they are quantized; None unless the call QUANTIZES
     AT: Any  # where they begin in a row of the workspace, in bytes
     COUNT: Any  # how many a row has
     ROWS: Any  # rows and columns of them that are copied at once

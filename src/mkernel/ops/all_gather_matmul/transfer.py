@@ -1,7 +1,10 @@
 """How rows travel: the roles `send` and `intra`, which both Triton kernels that gather rows have.
 
-`call` is the `Call` of either kernel. These functions read its fields `a`, `gather`, DIRECT, FLAT, SCALED, COPY_ROWS,
-COPY_ELEMENTS and, if SCALED, `scales`.
+`call` is the `Call` of either kernel. These functions read its fields `a`, `gather`, DIRECT, FLAT, SCALED, QUANTIZES,
+COPY_ROWS, COPY_ELEMENTS and, if SCALED, `scales`.
+
+If the call QUANTIZES, `a` has nothing but the dtype of the rows in the workspace, and the rows are in `scales.wide`.
+`send` quantizes them, as it copies them otherwise; `intra` waits for each chunk before it pushes it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from mkernel.lang.layout import Buffer, row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.requests import Transfer, wait_sent
 from mkernel.lang.roles import INTRA, SEND
-from mkernel.lang.scaling import Scales
+from mkernel.lang.scaling import Scales, quantize_rows
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.all_gather_matmul.order import destination_at, forwarded_at
 from mkernel.ops.all_gather_matmul.protocol import (
@@ -66,20 +69,40 @@ def copy_chunk(comm, call, chunk, origin, peers):
 @triton.jit
 def copy_scales(comm, call, chunk, peers):
     """Copy the scales of a `Chunk` to behind its rows: this rank's from the caller's tensor, others' from the
-    workspace, where they came with their rows."""
+    workspace, where they came with their rows; and this rank's, too, if they are made there."""
     rank = rank_of(comm.context)
     target = (chunk.offset + call.scales.AT) // 4  # in fp32
     pitch = tl.cast(call.gather.rows.row_stride, tl.int64) // 4
-    source = call.scales.own.data + (chunk.index * call.gather.chunk_rows).to(tl.int64) * call.scales.own.row_stride
-    row_stride = tl.cast(call.scales.own.row_stride, tl.int64)
-    column_stride = tl.cast(call.scales.own.column_stride, tl.int64)
-    if chunk.source != rank:
+    if call.QUANTIZES:
         source = segment_of(comm.context, rank, tl.float32) + target
         row_stride = pitch
         column_stride = tl.cast(1, tl.int64)
+    else:
+        source = call.scales.own.data + (chunk.index * call.gather.chunk_rows).to(tl.int64) * call.scales.own.row_stride
+        row_stride = tl.cast(call.scales.own.row_stride, tl.int64)
+        column_stride = tl.cast(call.scales.own.column_stride, tl.int64)
+        if chunk.source != rank:
+            source = segment_of(comm.context, rank, tl.float32) + target
+            row_stride = pitch
+            column_stride = tl.cast(1, tl.int64)
     push_rows(
         comm.context, Block(source, row_stride, column_stride), Block(target, pitch, 1), chunk.rows, call.scales.COUNT,
         peers, call.scales.ROWS, call.scales.COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_chunk(comm, call, chunk):
+    """Quantize a `Chunk` of this rank's rows, with their scales, into its own workspace."""
+    rank = rank_of(comm.context)
+    pitch = tl.cast(call.gather.rows.row_stride, tl.int64)
+    wide = call.scales.wide
+    start = wide.data + (chunk.index * call.gather.chunk_rows).to(tl.int64) * wide.row_stride
+    rows = segment_of(comm.context, rank, call.a.data.dtype.element_ty) + chunk.offset
+    scales = segment_of(comm.context, rank, tl.float32) + (chunk.offset + call.scales.AT) // 4
+    quantize_rows(
+        Block(start, wide.row_stride, wide.column_stride), Block(rows, pitch, 1), Block(scales, pitch // 4, 1),
+        chunk.rows, call.gather.k, call.scales.COUNT == 1,
     )  # fmt: skip
 
 
@@ -95,7 +118,8 @@ def row_bytes(call):
 
 @triton.jit
 def send_rows(comm, call, in_heap, first, step):
-    """Stage this rank's rows in its own workspace, and post them to its counterparts in the other nodes."""
+    """Stage this rank's rows in its own workspace, quantized if need be, and post them to its counterparts in the other
+    nodes."""
     gather = call.gather
     rank = rank_of(comm.context)
     segment = tl.load(comm.context + SEGMENT)
@@ -113,9 +137,12 @@ def send_rows(comm, call, in_heap, first, step):
         if not call.DIRECT:
             source_segment = segment
             source = offset * element
-            start = call.a.data + row.to(tl.int64) * call.a.row_stride
-            own = Block(start, call.a.row_stride, call.a.column_stride)
-            copy_chunk(comm, call, Chunk(rank, chunk, rows, offset), own, Peers(rank, 0, 1, 1))
+            if call.QUANTIZES:
+                quantize_chunk(comm, call, Chunk(rank, chunk, rows, offset))
+            else:
+                start = call.a.data + row.to(tl.int64) * call.a.row_stride
+                own = Block(start, call.a.row_stride, call.a.column_stride)
+                copy_chunk(comm, call, Chunk(rank, chunk, rows, offset), own, Peers(rank, 0, 1, 1))
             notify_chunk(comm, gather, rank, rank, chunk)
         signal = word_of(gather.arrived, comm.epoch, rank, chunk) * 8
         for i in range(1, comm.WORLD_SIZE // comm.RANKS_PER_NODE):
@@ -156,7 +183,10 @@ def spread_rows(comm, call, first, step):
         source = call.a.data + row.to(tl.int64) * call.a.row_stride
         row_stride = tl.cast(call.a.row_stride, tl.int64)
         column_stride = tl.cast(call.a.column_stride, tl.int64)
-        if source_rank != rank:
+        staged = source_rank != rank
+        if call.QUANTIZES:
+            staged = source_rank >= 0
+        if staged:
             wait_chunk(comm, gather, source_rank, chunk, INTRA)
             source = workspace + offset
             row_stride = tl.cast(gather.rows.row_stride, tl.int64)
@@ -189,14 +219,19 @@ def gather_of(group: Group, memory: Layout, workspace: Workspace, a: torch.Tenso
     )  # fmt: skip
 
 
-def scales_of(scaling: Scaling | None, scale_at: int, out: torch.Tensor | None) -> GatheredScales | None:
-    """The scales of rows that are gathered, for the kernel. out: the caller's tensor for those of all rows, if any."""
+def scales_of(
+    scaling: Scaling | None, scale_at: int, out: torch.Tensor | None, a: torch.Tensor | None = None
+) -> GatheredScales | None:  # fmt: skip
+    """The scales of rows that are gathered, for the kernel. out: the caller's tensor for those of all rows, if any. a:
+    the rows, if the kernel quantizes them."""
     if scaling is None:
         return None
     columns = min(1 << (scaling.count - 1).bit_length(), 128)
     own = scaling.of_a(0)
     return GatheredScales(
-        Block(own.data, own.row, own.block), Block(out, out.stride(0) if out is not None else 0, 1),
+        None if own is None else Block(own.data, own.row, own.block),
+        Block(out, out.stride(0) if out is not None else 0, 1),
+        None if a is None else Block(a, a.stride(0), a.stride(1)),
         *constants(scale_at, scaling.count, max(512 // columns, 4), columns),
     )  # fmt: skip
 

@@ -98,7 +98,7 @@ def call_of(
     else:
         inputs = {"a": a, "b": b} | ({"bias": bias} if bias is not None else {})
         if scaling is not None:
-            inputs |= {"scale_a": scaling.a, "scale_b": scaling.b}
+            inputs |= scaling.tensors
         # out may be the residual: each element is read before it is written
         if residual is not None and not same_elements(out, residual):
             inputs["residual"] = residual

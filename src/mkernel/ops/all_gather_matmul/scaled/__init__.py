@@ -12,6 +12,20 @@ What it costs. A row takes k bytes and 4 for each scale, in the workspace rounde
 rows travels over the network, too: at k = 8192, 1.6%. As rows and scales lie in two tensors, the network never reads
 them from there; a in the symmetric heap saves nothing here.
 
+Quantizing (`recipe_a`). The kernel can quantize a, which is then bf16, fp16 or fp32. What travels, and every bit, is
+the same as after `mk.quantize`, so other ranks need not know, and may do otherwise.
+
+- Each row is quantized once, by the rank that has it: by a `send` CTA, into the rank's own workspace, with its scales
+  behind it. The CTA then signals the chunk in the own workspace, and posts it to the other nodes.
+- `intra` waits for that signal before it pushes an own chunk, as it does for the chunks of other nodes.
+- `compute` reads own rows from the workspace, too, and waits for their chunks as for all others. Nobody joins the
+  compute, because there are no tiles that depend on nothing.
+
+So `send` waits for the proxy alone, `intra` for `send`, and `compute` for both: as ever, CTAs wait only for those with
+lower program ids. It costs the `send` CTAs, which are lost to the compute, and a second pass over a row if it has one
+scale; it saves a launch. The kernel for few rows does not quantize. Not chosen: all CTAs quantize first, which would
+take less time, but then `intra` would wait for CTAs with higher program ids.
+
 Rejected alternatives. A buffer of their own for scales: the network keeps no order between two requests, so each chunk
 would need a second signal. Chunks that begin with their scales: a tile of rows from two chunks would need two
 descriptors.
@@ -26,17 +40,22 @@ import torch
 
 from mkernel.ops import library
 from mkernel.ops.all_gather_matmul import call, check_bias
-from mkernel.ops.all_gather_matmul.plan import Plan, chunk_rows, plan
+from mkernel.ops.all_gather_matmul.plan import Plan, as_gathered, chunk_rows, plan
+from mkernel.ops.all_gather_matmul.scaled import registration
+from mkernel.ops.all_gather_matmul.scaled.registration import OP, Gathered
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, current
-from mkernel.runtime.group_names import size_of
 from mkernel.runtime.matmul import check_out, check_tensor
-from mkernel.runtime.scaling import Scaling, check_operands, check_out_dtype, scaling_of
-
-OP = "all_gather_scaled_matmul"
-Gathered = tuple[torch.Tensor, torch.Tensor]  # rows of all ranks, and their scales
+from mkernel.runtime.scaling import (
+    Scaling,
+    check_operands,
+    check_out_dtype,
+    check_recipe_a,
+    scaling_of,
+    scaling_of_recipe,
+)
 
 __all__ = ["TUNABLE", "all_gather_scaled_matmul", "explain", "prepare"]
 
@@ -46,46 +65,50 @@ TUNABLE = call.SCALED_TUNABLE
 
 def _check(
     group: Group, a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, out_dtype: Any, use_fast_accum: Any,
-    out: torch.Tensor | None, config: Config | None,
+    out: torch.Tensor | None, config: Config | None, recipe_a: Any, dtype_a: Any,
 ) -> tuple[Scaling, torch.dtype]:  # fmt: skip
     """Reject invalid arguments. Returns the scales, and the dtype of the result."""
     planning.check_given(config)
     for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
         check_tensor(OP, group, name, tensor)
-    check_operands(OP, group, a, b)
+    recipe = check_recipe_a(scale_a, recipe_a, dtype_a)
+    check_operands(OP, group, a, b, recipe)
     dtype = check_out_dtype(out_dtype, out)
-    scaling = scaling_of(group, a, b, scale_a, scale_b, use_fast_accum)
+    if recipe is None:
+        scaling = scaling_of(group, a, b, scale_a, scale_b, use_fast_accum)
+    else:
+        scaling = scaling_of_recipe(group, a, b, recipe, dtype_a, scale_b, use_fast_accum)
     if out is not None:
-        inputs = {"a": a, "b": b, "scale_a": scaling.a, "scale_b": scaling.b}
+        inputs = {"a": a, "b": b} | scaling.tensors
         check_out(out, (group.size * a.shape[0], b.shape[1]), "world*m, n", dtype, inputs)
     return scaling, dtype
 
 
-def _count_of(scale_a: torch.Tensor) -> int:
-    """How many scales a row has."""
-    return scale_a.shape[1] if scale_a.dim() == 2 else 1
-
-
 @collective
 def _call(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, group: Any,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor, *, group: Any,
     out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, out: torch.Tensor | None = None,
-    return_gathered: bool = False, config: Config | None = None,
+    return_gathered: bool = False, config: Config | None = None, recipe_a: Any = None,
+    dtype_a: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[torch.Tensor, Gathered | None]:  # fmt: skip
     """A call on matrices: the result, and the gathered rows and scales if they are wanted."""
     passed = (a, b, out, scale_a, scale_b)
-    key, made = group.prepared.repeat(OP, passed, (out_dtype, use_fast_accum, return_gathered, config), out=2)
+    rest = (out_dtype, use_fast_accum, return_gathered, config, recipe_a, dtype_a)
+    key, made = group.prepared.repeat(OP, passed, rest, out=2)
     if made is not None:
         return made[0] if out is None else out, (made[-2], made[-1]) if return_gathered else None
-    scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config)
-    config = call.choose(group, a, b, config, dtype, scaling)
+    scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config, recipe_a, dtype_a)
+    narrow = as_gathered(a, scaling)
+    config = call.choose(group, narrow, b, config, dtype, scaling)
     (m, k), rows = a.shape, group.size * a.shape[0]
-    group.agree(OP, m=m, k=k, dtype=a.dtype, scales=scaling.count, chunk_rows=chunk_rows(group, a, config))
+    chunk = chunk_rows(group, narrow, config)
+    group.agree(OP, m=m, k=k, dtype=narrow.dtype, scales=scaling.count, chunk_rows=chunk)
     empty, rank = group.world.memory.empty, group.world_rank
     y = empty(rank, (rows, b.shape[1]), dtype) if out is None else out
     gathered = None
     if return_gathered:
-        gathered = empty(rank, (rows, k), a.dtype), empty(rank, (rows, _count_of(scale_a)), torch.float32)
+        count = registration.count_of(a, scale_a, recipe_a)
+        gathered = empty(rank, (rows, k), narrow.dtype), empty(rank, (rows, count), torch.float32)
     if a.numel():
         made = [y] * (out is None) + list(gathered or ())
         of_rows, of_scales = gathered or (None, None)
@@ -100,21 +123,25 @@ def _call(
 
 
 def _repeat(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, group: Group,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor, *, group: Group,
     out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, out: torch.Tensor | None = None,
-    config: Config | None = None,
+    config: Config | None = None, recipe_a: Any = None, dtype_a: torch.dtype = torch.float8_e4m3fn,
 ) -> torch.Tensor | None:  # fmt: skip
     """The result of a prepared call of `mk.all_gather_scaled_matmul`; None for others."""
-    rest = (out_dtype, use_fast_accum, False, config)
+    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)  # as `_call` is given it
+    rest = (dtype, use_fast_accum, False, config, getattr(recipe_a, "name", recipe_a), dtype_a)
     _, made = group.prepared.repeat(OP, (a, b, out, scale_a, scale_b), rest, out=2)
     return None if made is None else made[0] if out is None else out
+
+
+registration.define(_call)
 
 
 @traceable(_repeat)
 def all_gather_scaled_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
+    scale_a: torch.Tensor | None,
     scale_b: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -125,19 +152,22 @@ def all_gather_scaled_matmul(
     return_gathered: bool = False,
     gather_dim: int = 0,
     config: Config | None = None,
+    recipe_a: Any = None,
+    dtype_a: torch.dtype = torch.float8_e4m3fn,
 ) -> Any:
     """Gather every rank's fp8 rows and their scales, and multiply them by this rank's `b`, overlapped, in one kernel.
 
-    `mk.quantize` makes such matrices. There is no backward pass.
+    `mk.quantize` makes such matrices; or the kernel quantizes a as it sends it, with the same result. There is no
+    backward pass.
 
     Args:
         a: [..., k] in torch.float8_e4m3fn or torch.float8_e5m2: this rank's rows. Shape and dtype must be the same on
-            every rank. Any strides.
+            every rank. Any strides. With recipe_a: in bf16, fp16 or fp32.
         b: [k, n], in one of these dtypes; n may differ between ranks. A transposed view (`w.t()`) is read fastest.
         scale_a: what a must be multiplied by, in fp32: one element, or [..., 1], one for each row, or [..., k/128],
-            rounded up, one for each block of 1 x 128. Each rank has its own.
-        scale_b: what b must be multiplied by: one element, or [1, n], one for each column, or, if scale_a has blocks,
-            [k/128, n/128], rounded up, one for each block of 128 x 128.
+            rounded up, one for each block of 1 x 128. Each rank has its own. With recipe_a: None.
+        scale_b: what b must be multiplied by: one element, or [1, n], one for each column, or, if a has scales of
+            blocks, [k/128, n/128], rounded up, one for each block of 128 x 128.
         bias: [n], added to every row of the result, in its dtype.
         out_dtype: the dtype of the result: torch.bfloat16 (default), torch.float16 or torch.float32.
         use_fast_accum: keep sums in the tensor cores, with fewer bits. By default, they are added up in fp32 every 128
@@ -148,6 +178,9 @@ def all_gather_scaled_matmul(
         return_gathered: also return the gathered a and its scales, [..., 1] or [..., k/128].
         gather_dim: the dimension of a that is gathered; not the last one.
         config: tiles, chunks and CTAs; None selects defaults.
+        recipe_a: quantize a in the kernel, once, on the rank that has it: "RowWise" or "BlockWise1x128", or such a
+            member of torch.nn.functional.ScalingType. Other ranks may do otherwise.
+        dtype_a: the dtype to which a is then quantized.
 
     Returns:
         [..., n], where gather_dim is world times as long and in rank order. With return_gathered, (result, gathered a,
@@ -169,7 +202,10 @@ def all_gather_scaled_matmul(
     dtype = check_out_dtype(out_dtype, out)
     check_bias(bias, rows, b, out, dtype)
     library.refuse_forward_mode(bias=bias)
-    y, gathered = _run(rows, b, scale_a, scale_b, group, dtype, use_fast_accum, matrix, return_gathered, config)
+    given: dict[str, Any] = dict(out_dtype=dtype, use_fast_accum=use_fast_accum, config=config)
+    if recipe_a is not None:
+        given |= dict(recipe_a=getattr(recipe_a, "name", recipe_a), dtype_a=dtype_a)
+    y, gathered = _run(rows, b, scale_a, scale_b, group, matrix, return_gathered, given)
     if bias is not None:
         y = y + bias if torch.compiler.is_compiling() and out is None else y.add_(bias)
     results = [out if out is not None else y, *(gathered or ())]
@@ -181,30 +217,29 @@ def all_gather_scaled_matmul(
 
 
 def _run(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, group: Any, dtype: torch.dtype,
-    use_fast_accum: bool, out: torch.Tensor | None, return_gathered: bool, config: Config | None,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor, group: Any,
+    out: torch.Tensor | None, return_gathered: bool, given: dict[str, Any],
 ) -> tuple[torch.Tensor, Gathered | None]:  # fmt: skip
     """A call on matrices, by way of PyTorch's dispatcher where it must see it."""
     if not library.needs_dispatcher(a, b, scale_a, scale_b, out):
-        return _call(
-            a, b, scale_a, scale_b, group=group, out_dtype=dtype, use_fast_accum=use_fast_accum, out=out,
-            return_gathered=return_gathered, config=config,
-        )  # fmt: skip
-    arguments = (a, b, scale_a, scale_b, library.name_of(group), dtype, use_fast_accum)
-    numbers = library.encoded(config)
+        return _call(a, b, scale_a, scale_b, group=group, out=out, return_gathered=return_gathered, **given)
+    arguments = a, b, scale_a, scale_b, library.name_of(group)
+    named = given | dict(config=library.encoded(given["config"]))
     if out is not None:
-        found = torch.ops.mkernel.all_gather_scaled_matmul_out(*arguments, return_gathered, numbers, out)
+        found = torch.ops.mkernel.all_gather_scaled_matmul_out(
+            *arguments, **named, return_gathered=return_gathered, out=out
+        )
         return out, found if return_gathered else None
     if return_gathered:
-        y, rows, scales = torch.ops.mkernel.all_gather_scaled_matmul_gathered(*arguments, numbers)
+        y, rows, scales = torch.ops.mkernel.all_gather_scaled_matmul_gathered(*arguments, **named)
         return y, (rows, scales)
-    return torch.ops.mkernel.all_gather_scaled_matmul(*arguments, numbers), None
+    return torch.ops.mkernel.all_gather_scaled_matmul(*arguments, **named), None
 
 
 def explain(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
+    scale_a: torch.Tensor | None,
     scale_b: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -215,90 +250,18 @@ def explain(
     return_gathered: bool = False,
     gather_dim: int = 0,
     config: Config | None = None,
+    recipe_a: Any = None,
+    dtype_a: torch.dtype = torch.float8_e4m3fn,
 ) -> Plan:
     """The plan that `all_gather_scaled_matmul` would execute with these arguments."""
     group = current(group)
     if library.are_operands(a, b, bias, out) and (a.dim() != 2 or gather_dim != 0):
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, scale_a, out = library.as_rows(a, dim), library.scale_as_rows(scale_a, a, dim), None
-    scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config)
+    scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config, recipe_a, dtype_a)
     check_bias(bias, a, b, out, dtype)
     if out is None:
         out = torch.empty((group.size * a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
-    chosen = call.choose(group, a, b, config, dtype, scaling)
+    chosen = call.choose(group, as_gathered(a, scaling), b, config, dtype, scaling)
     decided = plan(group, a, b, out, return_gathered, chosen, scaling)
     return replace(decided, op=OP, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))
-
-
-# -- torch.ops.mkernel.all_gather_scaled_matmul and its variants
-
-_ARGUMENTS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str group, ScalarType out_dtype, bool use_fast_accum"
-
-
-def _multiply(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, group: str, out_dtype: torch.dtype,
-    use_fast_accum: bool, config: Any = None,
-) -> torch.Tensor:  # fmt: skip
-    return _call(
-        a, b, scale_a, scale_b, group=group, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
-        config=library.decoded(config),
-    )[0]  # fmt: skip
-
-
-def _multiply_gathered(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, group: str, out_dtype: torch.dtype,
-    use_fast_accum: bool, config: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    y, gathered = _call(
-        a, b, scale_a, scale_b, group=group, out_dtype=out_dtype, use_fast_accum=use_fast_accum, return_gathered=True,
-        config=library.decoded(config),
-    )  # fmt: skip
-    assert gathered is not None
-    return y, *gathered
-
-
-def _multiply_into(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, group: str, out_dtype: torch.dtype,
-    use_fast_accum: bool, return_gathered: bool, config: Any, out: torch.Tensor,
-) -> Gathered:  # fmt: skip
-    _, gathered = _call(
-        a, b, scale_a, scale_b, group=group, out_dtype=out_dtype, use_fast_accum=use_fast_accum, out=out,
-        return_gathered=return_gathered, config=library.decoded(config),
-    )  # fmt: skip
-    return gathered or (a.new_empty(0), scale_a.new_empty(0))
-
-
-def _fake(
-    a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, group: str, out_dtype: torch.dtype, *others: Any,
-    **named: Any,
-) -> torch.Tensor:  # fmt: skip
-    library.check_scaled_fake(a, b)
-    return a.new_empty(size_of(group) * a.shape[0], b.shape[-1], dtype=out_dtype)
-
-
-def _fake_gathered_of(a: torch.Tensor, scale_a: torch.Tensor, group: str) -> Gathered:
-    rows = size_of(group) * a.shape[0]
-    return a.new_empty(rows, a.shape[1]), scale_a.new_empty(rows, _count_of(scale_a))
-
-
-def _fake_all(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _fake(*arguments, **named), *_fake_gathered_of(arguments[0], arguments[2], arguments[4])
-
-
-def _fake_into(*arguments: Any) -> Gathered:
-    a, scale_a, group, return_gathered = arguments[0], arguments[2], arguments[4], arguments[7]
-    if return_gathered:
-        return _fake_gathered_of(a, scale_a, group)
-    return a.new_empty(0), scale_a.new_empty(0)
-
-
-library.define(OP, f"({_ARGUMENTS}, int[]? config=None) -> Tensor", _multiply, _fake, backward=library.no_backward(OP))
-library.define(
-    f"{OP}_gathered", f"({_ARGUMENTS}, int[]? config=None) -> (Tensor, Tensor, Tensor)", _multiply_gathered, _fake_all,
-    backward=library.no_backward(OP),
-)  # fmt: skip
-library.define(
-    f"{OP}_out",
-    f"({_ARGUMENTS}, bool return_gathered, int[]? config, Tensor(a!) out) -> (Tensor, Tensor)",
-    _multiply_into, _fake_into,
-)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ from mkernel.ops.all_gather_matmul.scaled import OP, all_gather_scaled_matmul, e
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.quantization import dequantize, quantize_operands
-from mkernel.runtime.scaling import for_library, scaling_of
+from mkernel.runtime.quantization import quantize as quantizing
+from mkernel.runtime.scaling import for_library, recipe_of, scaling_of, scaling_of_recipe
 
 
 def measure(
     group: Group, m_total: int, n: int, k: int, dtype: torch.dtype, config: Config | None, repeats: int, *,
-    tensorwise: bool = False, blockwise: bool = False, fast_accum: bool = False,
+    tensorwise: bool = False, blockwise: bool = False, fast_accum: bool = False, quantize: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure one shape; dtype: that of the result. Runs on every rank and returns the same figures on each. The
-    host-driven baseline has the scales in place, and copies the rows alone."""
-    drawn = draw(group.rank, m_total // group.size, n, k, torch.float32, group.device)
-    operands = quantize_operands(*drawn, tensorwise=tensorwise, blockwise=blockwise)
-    a, b, scale_a, scale_b = operands
-    scaling = scaling_of(group, *operands, fast_accum)
+    host-driven baseline has the scales in place, and copies the rows alone. quantize: the fused call begins with rows
+    in bf16; so does the baseline, by `mk.quantize`; the library alone does not."""
+    x, w = draw(group.rank, m_total // group.size, n, k, torch.float32, group.device)
+    x = x.bfloat16() if quantize else x
+    a, b, scale_a, scale_b = quantize_operands(x, w, tensorwise=tensorwise, blockwise=blockwise)
     out = torch.empty(m_total, n, device=group.device, dtype=dtype)
     torch.cuda.current_stream(group.device).synchronize()
     everyone = [each.to(group.device) for each in group.exchange("scales", scale_a)]
@@ -39,13 +41,21 @@ def measure(
         )  # fmt: skip
 
     given: dict[str, Any] = dict(use_fast_accum=fast_accum, out=out, config=config)
+    operands: Any = a, b, scale_a, scale_b
+    scaling, rows, first = scaling_of(group, a, b, scale_a, scale_b, fast_accum), a, None
+    if quantize:
+        recipe = recipe_of(tensorwise=tensorwise, blockwise=blockwise)
+        operands, given = (x, b, None, scale_b), given | dict(recipe_a=recipe)
+        scaling = scaling_of_recipe(group, x, b, recipe, a.dtype, scale_b, fast_accum)
+        rows, first = x, partial(quantizing, x, recipe)
     measured = Gathering(
         op=OP,
         shape=(m_total, n, k),
         a=a,
         out=out,
+        first=first,
         multiply=multiply,
-        prepare=lambda: prepare(group, a, b, out, None, config, scaling),
+        prepare=lambda: prepare(group, rows, b, out, None, config, scaling),
         call=lambda: all_gather_scaled_matmul(*operands, **given),
         explain=lambda: explain(*operands, **given),
         exact=lambda gathered: dequantize(gathered, own, torch.float64) @ dequantize(b, scale_b, torch.float64),

@@ -11,4 +11,7 @@ from mkernel.tuning.spaces import Space
 
 def space(group: Group, plan: Any) -> Space:
     """There is no kernel for Hopper yet. With scales of blocks, a step lies in one of 128."""
-    return Space(portable_space(group, plan) | dict(tile_k=(64, 128)))
+    axes = portable_space(group, plan) | dict(tile_k=(64, 128))
+    if plan.access.rows.quantized:  # by CTAs that nothing else needs, and that do not join the compute
+        axes |= dict(send_ctas=(1, 2, 4, 8, 16), join_tiles=())
+    return Space(axes)

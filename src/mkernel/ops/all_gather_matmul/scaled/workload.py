@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mkernel.operators import Shape
@@ -9,28 +11,35 @@ from mkernel.ops.all_gather_matmul.scaled import OP, TUNABLE, all_gather_scaled_
 from mkernel.ops.all_gather_matmul.workload import cost
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
-from mkernel.runtime.scaling import scaling_of
-from mkernel.workloads import Call, Tried, Workload, empty, quantized
+from mkernel.runtime.scaling import recipe_of, scaling_of, scaling_of_recipe
+from mkernel.workloads import Call, Tried, Workload, empty, quantized, randn
 
 
 def make(
     group: Group, shape: Shape, dtype: torch.dtype, tensorwise: bool = False, blockwise: bool = False,
-    fast_accum: bool = False,
+    fast_accum: bool = False, quantize: bool = False,
 ) -> Call:  # fmt: skip
-    """dtype: that of the result."""
+    """dtype: that of the result. quantize: the kernel quantizes a."""
     m_total, n, k = shape
-    operands = quantized(group, m_total // group.size, n, k, tensorwise=tensorwise, blockwise=blockwise)
+    m = m_total // group.size
+    a, b, scale_a, scale_b = quantized(group, m, n, k, tensorwise=tensorwise, blockwise=blockwise)
     out = empty(group, m_total, n, dtype=dtype)
-    a, b, *_ = operands
-    scaling = scaling_of(group, *operands, fast_accum)
+    given: dict[str, Any] = dict(use_fast_accum=fast_accum, group=group, out=out)
+    scaling = scaling_of(group, a, b, scale_a, scale_b, fast_accum)
+    operands: Any = a, b, scale_a, scale_b
+    if quantize:
+        recipe = recipe_of(tensorwise=tensorwise, blockwise=blockwise)
+        a = randn(group, m, k, dtype=torch.bfloat16, seed=0)
+        operands, given = (a, b, None, scale_b), given | dict(recipe_a=recipe)
+        scaling = scaling_of_recipe(group, a, b, recipe, torch.float8_e4m3fn, scale_b, fast_accum)
 
     def run(config: Config | None) -> torch.Tensor:
-        return all_gather_scaled_matmul(*operands, use_fast_accum=fast_accum, group=group, out=out, config=config)
+        return all_gather_scaled_matmul(*operands, **given, config=config)
 
     tried = Tried(
         prepare=lambda config: prepare(group, a, b, out, None, config, scaling),
-        explain=lambda config: explain(*operands, use_fast_accum=fast_accum, group=group, out=out, config=config),
-        sizes=dict(m=a.shape[0], n=n, k=k, blockwise=scaling.blockwise),
+        explain=lambda config: explain(*operands, **given, config=config),
+        sizes=dict(m=m, n=n, k=k, blockwise=scaling.blockwise, quantizes=quantize),
     )
     return Call(run, tried)
 

@@ -55,6 +55,7 @@ class Call(NamedTuple):
     FLAT: Any  # chunks are contiguous, both in a and in the workspace
     TRANSPOSED: Any  # the tile is a tile of the transposed result
     SCALED: Any  # always false: there is no such operator for fp8
+    QUANTIZES: Any  # likewise
     COPY_ROWS: Any  # rows that a copying CTA has in flight, unless FLAT
     COPY_ELEMENTS: Any  # elements that a copying CTA has in flight
 
@@ -334,6 +335,7 @@ def launch(
         **named_constants(
             SENDERS=c.send_ctas, INTRAS=c.intra_ctas, PASSES=c.passes, STAGED=access.rows.staged,
             DIRECT=access.rows.direct, FLAT=access.rows.flat, TRANSPOSED=access.transposed, SCALED=False,
+            QUANTIZES=False,
             COPY_ROWS=4, COPY_ELEMENTS=c.copy_bytes // a.element_size(),
         ),
     )  # fmt: skip
