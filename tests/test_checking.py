@@ -43,6 +43,7 @@ def test_operators_whose_ctas_wait_for_each_other_have_no_schedule_with_one():
         "all_gather_matmul_weight_grad",
         "ring_attention_backward",
         "moe_dispatch_matmul",
+        "moe_dispatch_scaled_matmul",
         "moe_dispatch",
         "moe_combine",
         "moe_ffn",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mkernel.ops.attention import ring_attention
     from mkernel.ops.attention.backward import ring_attention_backward
     from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
-    from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_ffn
+    from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_ffn
     from mkernel.ops.reduce import (
         matmul_all_reduce,
         matmul_reduce_scatter,
@@ -70,6 +70,7 @@ _MODULES = {
     "moe_combine": "ops.moe",
     "moe_dispatch": "ops.moe",
     "moe_dispatch_matmul": "ops.moe",
+    "moe_dispatch_scaled_matmul": "ops.moe",
     "moe_ffn": "ops.moe",
     "matmul_all_reduce": "ops.reduce",
     "matmul_reduce_scatter": "ops.reduce",
@@ -129,6 +130,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_dispatch_matmul",
+    "moe_dispatch_scaled_matmul",
     "moe_ffn",
     "quantize",
     "register",

@@ -77,6 +77,7 @@ SCALING = (
     Option("blockwise", "fp8: scales for blocks of 1x128 and 128x128.", bench=True),
     Option("fast_accum", "fp8: fast accumulation. Not with --blockwise.", bench=True),
 )
+QUANTIZE = Option("quantize", "fp8: the kernel quantizes what it sends, which is bf16.", bench=True)
 
 
 @dataclass(frozen=True)

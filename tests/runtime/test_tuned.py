@@ -559,6 +559,7 @@ ON_HOPPER = {
     "ring_attention": (1, 4, 8192, 64),
     "ring_attention_backward": (1, 4, 1024, 64),
     "moe_dispatch_matmul": (1024, 256, 64),
+    "moe_dispatch_scaled_matmul": (1024, 256, 128),
     "moe_dispatch": (1024, 64),
     "moe_combine": (64, 64),
     "moe_ffn": (1024, 256, 64),

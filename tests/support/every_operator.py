@@ -236,6 +236,25 @@ def moe_dispatch_matmul(group):
     check_weighted(combined, *layer.weighted(two_products, layer.w, layer.back))
 
 
+def moe_dispatch_scaled_matmul(group):
+    layer = Layer(group)
+    of_weights = {"RowWise": "RowWise", "BlockWise1x128": "BlockWise128x128"}
+    for recipe in of_weights:
+        x, scale_x = mk.quantize(layer.x, recipe)
+        w, scale_w = mk.quantize(layer.w.transpose(1, 2).contiguous(), of_weights[recipe])
+        turned = w.transpose(1, 2), scale_w.transpose(1, 2)
+        y, handle = mk.moe_dispatch_scaled_matmul(x, layer.ids, turned[0], scale_x, turned[1])
+        z, _ = mk.moe_dispatch_scaled_matmul(layer.x, layer.ids, turned[0], None, turned[1], recipe_x=recipe)
+        done(group, z)
+        rows = int(handle.counts.sum())
+        assert torch.equal(y[:rows], z[:rows])
+        layer.x = mk.dequantize(x, scale_x)
+        parts = zip(layer.rows(), mk.dequantize(w, scale_w, torch.float64).transpose(1, 2))
+        products = torch.cat([part @ matrix for (_, _, part), matrix in parts])
+        error = (y[:rows].double() - products).abs()
+        assert not error.numel() or error.max().item() <= 4 * torch.finfo(BF16).eps, error.max().item()
+
+
 def moe_dispatch(group):
     layer = Layer(group)
     rows, handle = mk.moe_dispatch(layer.x, layer.ids, len(layer.w))
@@ -254,8 +273,8 @@ OPERATORS = {
     operator.__name__: operator
     for operator in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_dispatch, moe_ffn, all_gather_scaled_matmul,
-        scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_ffn,
+        all_gather_scaled_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip
 

@@ -61,6 +61,14 @@ def moe_dispatch_matmul(group, large):
     return lambda: mk.moe_dispatch_matmul(x, ids, w, group=group)
 
 
+def moe_dispatch_scaled_matmul(group, large):
+    hidden = 32 if large else 16
+    x, ids, _ = _routed(group, hidden)
+    w, scale_w = mk.quantize(_randn(group, 2, 8, hidden))
+    given = x, ids, w.transpose(1, 2), None, scale_w.transpose(1, 2)
+    return lambda: mk.moe_dispatch_scaled_matmul(*given, recipe_x="RowWise", group=group)
+
+
 def moe_dispatch(group, large):
     x, ids, _ = _routed(group, 32 if large else 16)
     return lambda: mk.moe_dispatch(x, ids, 2, group=group)
@@ -102,8 +110,8 @@ CALLS = {
     call.__name__: call
     for call in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_dispatch, moe_combine, moe_ffn, all_gather_scaled_matmul,
-        scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_combine, moe_ffn,
+        all_gather_scaled_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from support.compiled_checks import compiled, graphs_made
 from support.moe_gradients import ffn_gradients, halves_gradients
 from support.moe_reference import SMALL, Layer
 
+SCALED = "moe_dispatch_scaled_matmul"
 EXPERTS, K, HIDDEN, INTER, TOKENS = 2, 2, 16, 8, 6  # of a rank; TOKENS is the most of any rank
 CALLS = {
     "ffn": ("x", "weights", "gate_up", "down"), "halves": ("x", "weights", "w"),
@@ -111,7 +112,25 @@ def check_opcheck(group):
         assert set(outcome.values()) == {"SUCCESS"}, (operator, variant, outcome)
     checked = {operator + variant for operator, variant, _ in made}
     everything = {each.name for each in torch._C._jit_get_all_schemas() if each.name.startswith("mkernel::moe_")}
-    assert checked == {name.removeprefix("mkernel::") for name in everything}
+    check_opcheck_scaled(group)
+    assert checked | {SCALED} == {name.removeprefix("mkernel::") for name in everything}
+
+
+def check_opcheck_scaled(group):
+    """In fp8. torch cannot compare fp8 tensors, which other checks do."""
+    layer, config = layer_of(group), encoded(mk.Config(tile_m=16, tile_n=32, tile_k=32))
+    x, ids = layer.x(group.rank), layer.ids(group.rank)
+    w, scale_w = (each.transpose(1, 2) for each in mk.quantize(layer.w(group.rank).transpose(1, 2).contiguous()))
+    bias, name = torch.ones(EXPERTS, INTER).bfloat16(), group.group_name
+    numbers = [K, EXPERTS, group.size * TOKENS * K, TOKENS, 8, 16]
+    narrow, scale_x = mk.quantize(x)
+    for arguments in (
+        (narrow, ids, w, scale_x, scale_w, bias, name, numbers, torch.bfloat16, False, config),
+        (x, ids, w, None, scale_w, None, name, numbers, torch.float32, True, config, "RowWise", torch.float8_e5m2),
+    ):
+        checks = ("test_autograd_registration", "test_faketensor")
+        outcome = torch.library.opcheck(registered(SCALED).default, arguments, test_utils=checks)
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
 def layout(tensor):

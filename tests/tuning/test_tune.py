@@ -28,6 +28,7 @@ SHAPES = {
     "ring_attention": (1, 2, 128, 64),
     "ring_attention_backward": (1, 2, 128, 64),
     "moe_dispatch_matmul": (32, 64, 32),
+    "moe_dispatch_scaled_matmul": (32, 64, 32),
     "moe_dispatch": (32, 32),
     "moe_combine": (16, 32),
     "moe_ffn": (16, 32, 16),

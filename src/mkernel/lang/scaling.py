@@ -23,11 +23,11 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)  # of quantized rows: the smallest norm
 
 
 class Scales(NamedTuple):
-    """The scales of a matrix: a [parts, rows, k], or b [k, columns].
+    """The scales of a matrix: a [parts, rows, k], or b [k, columns], of which each part of a may have its own.
 
     Attributes:
         data: pointer to the scales, in fp32.
-        part: scales from one part to the next.
+        part: scales from one part to the next; a constant 0 if all parts have the same.
         row: from the scale of a row of a, or of a column of b, to that of the next; or of the next GROUP of them. 0 if
             they all have the same.
         block: from a scale to that of the next BLOCK of k.
@@ -64,10 +64,11 @@ def multiply_scaled_step(accumulator, x, y, a, b, tile, depth, tiling):
         if b.strides.scales.GROUP % tiling.N == 0:  # all columns of the tile have the same scale
             group = (tile.column // b.strides.scales.GROUP).to(tl.int64)
             offset = group * b.strides.scales.row + tl.cast(block, tl.int64) * b.strides.scales.block
+            offset += tl.cast(tile.part, tl.int64) * b.strides.scales.part
             factor *= tl.load(b.strides.scales.data + offset, mask=tile.column < tile.columns, other=0.0)
             accumulator += product * factor[:, None]
         else:
-            others = load_scales(b.strides.scales, 0, tile.column, tile.columns, block, tiling.N)
+            others = load_scales(b.strides.scales, tile.part, tile.column, tile.columns, block, tiling.N)
             accumulator += product * (factor[:, None] * others[None, :])
     elif a.strides.scales.FAST:
         accumulator = tl.dot(x, y, accumulator)
@@ -87,7 +88,7 @@ def scale_tile(total, a, b, tile):
     if a.strides.SCALED:
         if not a.strides.scales.BLOCKWISE:
             of_rows = load_scales(a.strides.scales, tile.part, tile.row, tile.rows, 0, total.shape[0])
-            of_columns = load_scales(b.strides.scales, 0, tile.column, tile.columns, 0, total.shape[1])
+            of_columns = load_scales(b.strides.scales, tile.part, tile.column, tile.columns, 0, total.shape[1])
             total = total * of_rows[:, None] * of_columns[None, :]
     return total
 

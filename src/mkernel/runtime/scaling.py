@@ -93,7 +93,7 @@ class Scaling:
     def of_b(self) -> Scales:
         """The scales of b, for the kernel."""
         column = self.b.stride(1) if self.b.shape[1] > 1 else 0
-        return self._scales(self.b, 0, column, self.b.stride(0), SIDE if self.blockwise else 1)
+        return self._scales(self.b, constants(0)[0], column, self.b.stride(0), SIDE if self.blockwise else 1)
 
     def of_gathered(self, data: torch.Tensor, part: int, row: int) -> Scales:
         """The scales of rows that have been gathered, each of which has `count`, one after the other, for the
@@ -188,9 +188,9 @@ def for_library(scale: torch.Tensor, blockwise: bool) -> torch.Tensor:
     return scale.t().contiguous().t() if blockwise else scale.contiguous()
 
 
-def check_tile_k(scaling: Scaling, tile_k: int) -> None:
+def check_tile_k(blockwise: bool, tile_k: int) -> None:
     """Refuse a depth of the steps of a tile that has no fp8 product, or reaches over several blocks."""
-    most = SIDE if scaling.blockwise else None
+    most = SIDE if blockwise else None
     if tile_k < 32:
         raise ArgumentError(f"config.tile_k is {tile_k}, but must be at least 32: less of fp8 cannot be multiplied")
     if most is not None and tile_k > most:
@@ -202,7 +202,7 @@ def scaling_of(
 ) -> Scaling:  # fmt: skip
     """The scales of a @ b, for operands that have been checked. The error says which shapes would do."""
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        _check_scale(group, name, scale)
+        check_scale(group, name, scale, 2)
     if not isinstance(use_fast_accum, bool):
         raise ArgumentError(f"use_fast_accum must be True or False, got {use_fast_accum!r}")
     (m, k), n = a.shape, b.shape[1]
@@ -242,15 +242,15 @@ def _as_matrix(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(1, 1) if scale.numel() == 1 else scale
 
 
-def _check_scale(group: Group, name: str, scale: Any) -> None:
-    """Refuse what cannot be scales of anything."""
+def check_scale(group: Group, name: str, scale: Any, dimensions: int) -> None:
+    """Refuse what cannot be scales of anything. dimensions: as many as they may have."""
     if not isinstance(scale, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
     if scale.dtype != torch.float32:
         micro = ": blocks of 1 x 32 (MXFP8) and 1 x 16 (NVFP4) are not supported" if scale.element_size() == 1 else ""
         raise ArgumentError(f"{name} has dtype {scale.dtype}, but must have torch.float32{micro}")
-    if scale.dim() > 2:
-        raise ArgumentError(f"{name} must have at most 2 dimensions, got shape {tuple(scale.shape)}")
+    if scale.dim() > dimensions:
+        raise ArgumentError(f"{name} must have at most {dimensions} dimensions, got shape {tuple(scale.shape)}")
     if scale.device != group.device:
         raise ArgumentError(f"{name} is on {scale.device}, but this rank's device is {group.device}")
     check_plain(name, scale)

@@ -1,6 +1,6 @@
 """The registry entries of all_gather_matmul, of the gradient of its weight, and of the same for fp8."""
 
-from mkernel.operators import BACKWARD, SCALING, Operator, Option, register
+from mkernel.operators import BACKWARD, QUANTIZE, SCALING, Operator, register
 
 PACKAGE = "mkernel.ops.all_gather_matmul"
 
@@ -51,7 +51,7 @@ register(
         shared=("m_total",),
         shapes=((16384, 2048, 8192), (8192, 8192, 8192)),
         small=((4096, 1024, 2048),),
-        options=(*SCALING, Option("quantize", "fp8: the kernel quantizes a, which is bf16.", bench=True)),
+        options=(*SCALING, QUANTIZE),
         workload=f"{PACKAGE}.scaled.workload:WORKLOAD",
         space=f"{PACKAGE}.scaled.tuning:space",
         demo=f"{PACKAGE}.scaled.demo:DEMO",

@@ -123,7 +123,7 @@ def plan(
     decided = _plan(group, as_gathered(a, scaling), b, out, return_gathered, config, access)
     if scaling is None:
         return decided
-    check_tile_k(scaling, decided.config.tile_k)
+    check_tile_k(scaling.blockwise, decided.config.tile_k)
     return replace(decided, reasons=(f"fp8: {scaling}", *decided.reasons))
 
 

@@ -48,5 +48,6 @@ it can receive. The *status* says whether the routing of a call can be carried o
 from mkernel.ops.moe.halves import moe_combine, moe_dispatch, moe_dispatch_matmul
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.layer import moe_ffn
+from mkernel.ops.moe.scaled import moe_dispatch_scaled_matmul
 
-__all__ = ["Handle", "moe_combine", "moe_dispatch", "moe_dispatch_matmul", "moe_ffn"]
+__all__ = ["Handle", "moe_combine", "moe_dispatch", "moe_dispatch_matmul", "moe_dispatch_scaled_matmul", "moe_ffn"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ MOST_RANKS_PER_NODE = 64  # reduction.py has one bit for each in a 64-bit word
 WEIGHT_DTYPES = (*DTYPES, torch.float64)  # dtypes of topk_weights, which are converted to fp32
 
 
-def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Reject tokens and ids that cannot be routed."""
+def check_tokens(
+    op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, dtypes: Sequence[torch.dtype] = tuple(DTYPES)
+) -> None:
+    """Reject tokens and ids that cannot be routed. dtypes: those that tokens may have."""
     if not has_descriptors(group.device):
         raise ArgumentError(
             f"{op} needs tensor descriptors (TMA), which {name_of(group.device)} does not have; it runs on Hopper "
@@ -30,8 +33,8 @@ def check_tokens(op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor)
         )
     check_tensor(op, group, "x", x, 2)
     check_tensor(op, group, "topk_ids", topk_ids, 2)
-    if x.dtype not in DTYPES:
-        raise ArgumentError(f"x has dtype {x.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
+    if x.dtype not in dtypes:
+        raise ArgumentError(f"x has dtype {x.dtype}; supported are {', '.join(str(d) for d in dtypes)}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"topk_ids has dtype {topk_ids.dtype}; it must be torch.int32 or torch.int64")
     if topk_ids.shape[0] != x.shape[0]:
@@ -58,13 +61,19 @@ def check_matrices(op: str, group: Group, name: str, w: Any, dtype: torch.dtype,
         raise ArgumentError(f"{name} is {tuple(w.shape)}: matrices must have at least 1 column")
 
 
-def check_bias(op: str, group: Group, name: str, bias: torch.Tensor | None, w: torch.Tensor, of: str) -> None:
-    """Reject a bias that cannot be added to products with the matrices w of the experts. of: their name."""
+def check_bias(
+    op: str, group: Group, name: str, bias: torch.Tensor | None, w: torch.Tensor, of: str,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Reject a bias that cannot be added to products with the matrices w of the experts. of: their name. dtype: that of
+    the products, if it is not theirs."""
     if bias is None:
         return
     check_tensor(op, group, name, bias)
     expected = (w.shape[0], w.shape[2])
-    if bias.dtype != w.dtype:
+    if dtype is not None and bias.dtype != dtype:
+        raise ArgumentError(f"{name} has dtype {bias.dtype}, but the result has {dtype}: they must be the same")
+    if dtype is None and bias.dtype != w.dtype:
         raise ArgumentError(f"{name} has dtype {bias.dtype}, but {of} has {w.dtype}: they must be the same")
     if tuple(bias.shape) != expected:
         raise ArgumentError(f"{name} is {tuple(bias.shape)}, but must be {expected}: the experts and columns of {of}")

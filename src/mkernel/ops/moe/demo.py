@@ -6,8 +6,9 @@ import torch
 
 from mkernel.demo.case import EPS, Case, Demo, everyones, random
 from mkernel.operators import Shape
-from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_ffn
+from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_ffn
 from mkernel.runtime.group import Group
+from mkernel.runtime.quantization import dequantize, quantize
 
 
 def _experts(large: bool) -> tuple[int, int]:
@@ -43,6 +44,34 @@ def _dispatch(group: Group, shape: Shape, seed: int, large: bool) -> Case:
         result=lambda given: given[0][: int(given[1].counts.sum())],
         exact=exact,
         library=lambda: x.repeat(top_k, 1).view(experts, -1, hidden) @ w,
+    )
+
+
+def _scaled_dispatch(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    everyones_tokens, out, hidden = shape
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
+    x, scale_x = quantize(random(group, seed, tokens, hidden), "BlockWise1x128")
+    w, scale_w = quantize(random(group, seed, experts, out, hidden, what=1), "BlockWise128x128")
+    ids = _routing(group, tokens, experts, top_k, seed)
+    wide = w.to(torch.bfloat16).transpose(1, 2)
+
+    def exact() -> tuple[torch.Tensor, float]:
+        everyone = torch.cat(everyones(group, "x", dequantize(x, scale_x, torch.float64)))
+        chosen = torch.cat(everyones(group, "ids", ids))
+        matrices = dequantize(w, scale_w, torch.float64).transpose(1, 2)
+        named = range(group.rank * experts, (group.rank + 1) * experts)
+        rows = [everyone[(chosen == expert).nonzero()[:, 0]] for expert in named]
+        return torch.cat([part @ matrix for part, matrix in zip(rows, matrices)]), 4 * hidden**0.5 * EPS
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden} in fp8, each for {top_k} experts, {experts} experts of {hidden} x {out}, "
+        "and scales of blocks",
+        call=lambda: moe_dispatch_scaled_matmul(
+            x, ids, w.transpose(1, 2), scale_x, scale_w.transpose(1, 2), max_tokens=tokens
+        ),
+        result=lambda given: given[0][: int(given[1].counts.sum())],
+        exact=exact,
+        library=lambda: x.to(torch.bfloat16).repeat(top_k, 1).view(experts, -1, hidden) @ wide,
     )
 
 
@@ -127,6 +156,9 @@ def _ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
 
 DISPATCH_MATMUL = Demo(
     _dispatch, simulated=lambda ranks: (48 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048)
+)
+DISPATCH_SCALED = Demo(
+    _scaled_dispatch, simulated=lambda ranks: (48 * ranks, 32, 144), large=lambda ranks: (1024 * ranks, 1024, 2048)
 )
 DISPATCH = Demo(_rows, simulated=lambda ranks: (48 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
 COMBINE = Demo(_combine, simulated=lambda ranks: (16 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))

@@ -7,6 +7,11 @@ routing.py. The signal of a chunk is in the same memory as its tokens, and the r
 
 A dispatch along a known routing (`Dispatch.KNOWN`) moves other rows in the place of the tokens of an earlier dispatch.
 It reads the tables that the earlier launch has written, so it publishes no ids, and neither counts nor schedules.
+
+Tokens in fp8 are packed when they are staged (packing.py): then a token is one row of 32-bit words, and nothing else
+here knows what they mean. All CTAs read packed tokens where they are staged. `_send_tokens` waits for the `held` signal
+of a chunk first. `_place_tokens` need not, for the rank's own tokens: a CTA stages before it counts, so all of them are
+packed once `counted` is set.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.signals import notify
 from mkernel.lang.trace import GATHER, PUSH_CHUNK, SEND_CHUNK, trace, trace_time
+from mkernel.ops.moe.packing import pack_tokens
 from mkernel.ops.moe.protocol import (
     TOKENS,
     announce,
@@ -38,6 +44,7 @@ from mkernel.ops.moe.protocol import (
     wait_node_entered,
     wait_numbered,
     wait_other_nodes_entered,
+    wait_staged,
 )
 from mkernel.ops.moe.reduction import weights_of
 from mkernel.ops.moe.routing import (
@@ -72,11 +79,11 @@ class Roles(NamedTuple):
 class Dispatch(NamedTuple):
     """What to dispatch, and where to. staged, send, recv: `Buffer`s of the workspace, see protocol.py."""
 
-    x: Any  # Block: this rank's tokens
+    x: Any  # Block: this rank's tokens, as the caller has them
     ids: Any  # Block: their experts
     weights: Any  # Block: the weights of these experts; None if tables hold no weights
     rows: Any  # Block: the rows of this rank's experts, grouped by expert
-    hidden: Any  # elements per token
+    hidden: Any  # elements per token; 32-bit words if tokens are packed
     staged: Any
     send: Any
     recv: Any
@@ -89,23 +96,31 @@ class Dispatch(NamedTuple):
     COUNTERS: Any  # counters per block
     COMBINES: Any  # the launch also combines: weights are published, and `settled` is signalled for each chunk
     row_weights: Any  # along a known routing: pointer to [row], where the published weight of each row goes; or None
+    packing: Any  # Packing; None unless PACKS
+    PACKS: Any  # tokens are in fp8, and travel with their scales (packing.py)
     KNOWN: Any  # the routing is that of an earlier launch, which has written the tables
 
 
 def dispatch_constants(
-    config: Settings, counters: int, *, combines: bool = False, known: bool = False, row_weights: Any = None
-) -> dict[str, Any]:
+    config: Settings, counters: int, *, combines: bool = False, known: bool = False, row_weights: Any = None,
+    packing: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """The last fields of `Dispatch`."""
     constants = named_constants(
-        TILE_M=config.tile_m, GROUP=config.group_m, COUNTERS=counters, COMBINES=combines, KNOWN=known
+        TILE_M=config.tile_m,
+        GROUP=config.group_m,
+        COUNTERS=counters,
+        COMBINES=combines,
+        KNOWN=known,
+        PACKS=packing is not None,
     )
-    return dict(constants, row_weights=row_weights)
+    return dict(constants, row_weights=row_weights, packing=packing)
 
 
 @triton.jit
-def _copy_tokens(dispatch, target, token, end, numbers):
-    """Copy tokens token..end-1 to rows of `target`. Token i goes to row i if `numbers` is None; otherwise to row
-    numbers[i], or nowhere if that is -1."""
+def _copy_tokens(dispatch, origin, target, token, end, numbers):
+    """Copy tokens token..end-1 of `origin` to rows of `target`. Token i goes to row i if `numbers` is None; otherwise
+    to row numbers[i], or nowhere if that is -1."""
     for start in range(token, end, dispatch.ROWS):
         i = start + tl.arange(0, dispatch.ROWS)
         target_row = i
@@ -114,24 +129,27 @@ def _copy_tokens(dispatch, target, token, end, numbers):
         for column in range(0, dispatch.hidden, dispatch.COLUMNS):
             j = column + tl.arange(0, dispatch.COLUMNS)[None, :]
             inside = ((i < end) & (target_row >= 0))[:, None] & (j < dispatch.hidden)
-            pointers = dispatch.x.data + i.to(tl.int64)[:, None] * dispatch.x.row_stride
-            values = tl.load(pointers + j.to(tl.int64) * dispatch.x.column_stride, mask=inside)
+            pointers = origin.data + i.to(tl.int64)[:, None] * origin.row_stride
+            values = tl.load(pointers + j.to(tl.int64) * origin.column_stride, mask=inside)
             tl.store(target.data + target_row.to(tl.int64)[:, None] * target.row_stride + j, values, mask=inside)
 
 
 @triton.jit
 def _stage_tokens(comm, routing, dispatch, batch, first, step):
-    """Copy this rank's tokens to where the ranks of its node can fetch them. This needs no routing table, so it
-    overlaps with the exchange of the tables."""
-    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
+    """Copy this rank's tokens to where the ranks of its node can fetch them; packed, if they are to travel so. This
+    needs no routing table, so it overlaps with the exchange of the tables."""
+    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     rank = rank_of(comm.context)
     staged = segment_of(comm.context, rank, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
     if wait_node_entered(comm, batch.signals, comm.epoch - 1, INTRA):
         for chunk in range(first, tl.cdiv(batch.tokens, routing.CHUNK), step):
             since = trace_time(comm.context)
             end = tl.minimum((chunk + 1) * routing.CHUNK, batch.tokens)
-            target = Block(staged, dispatch.staged.row_stride, 1)
-            _copy_tokens(dispatch, target, chunk * routing.CHUNK, end, None)
+            if dispatch.PACKS:
+                pack_tokens(comm, dispatch, chunk * routing.CHUNK, end)
+            else:
+                target = Block(staged, dispatch.staged.row_stride, 1)
+                _copy_tokens(dispatch, dispatch.x, target, chunk * routing.CHUNK, end, None)
             trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
             notify_held(comm, batch.signals, rank, chunk)
 
@@ -139,8 +157,8 @@ def _stage_tokens(comm, routing, dispatch, batch, first, step):
 @triton.jit
 def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
     """Send the tokens of a chunk that the node `away` nodes on needs, if there are any: copy them to contiguous rows
-    that the network can read, and post one request."""
-    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
+    that the network can read, and post one request. Packed tokens are copied from where they are staged."""
+    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     element: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rank = rank_of(comm.context)
     segment = tl.load(comm.context + SEGMENT)
@@ -151,11 +169,19 @@ def _send_chunk(comm, routing, dispatch, batch, away, chunk, tokens):
     number = tl.load(send_index + i, mask=i < end, other=-1)
     count = tl.sum((number >= 0).to(tl.int64))
     first = tl.min(tl.where(number >= 0, number, 0x7FFFFFFF)).to(tl.int64)
+    if dispatch.PACKS:
+        if count > 0:
+            if not wait_staged(comm, batch.signals, rank, chunk):
+                count = count * 0  # the group gave up
     if count > 0:
         row_stride = dispatch.send.row_stride
         send_offset = row_of(dispatch.send, comm.epoch, (away - 1) * batch.max_tokens)
         target = Block(segment_of(comm.context, rank, DTYPE) + send_offset, row_stride, 1)
-        _copy_tokens(dispatch, target, token, end, send_index)
+        if dispatch.PACKS:
+            staged = segment_of(comm.context, rank, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
+            _copy_tokens(dispatch, Block(staged, dispatch.staged.row_stride, 1), target, token, end, send_index)
+        else:
+            _copy_tokens(dispatch, dispatch.x, target, token, end, send_index)
         others = comm.WORLD_SIZE // comm.RANKS_PER_NODE - 1
         recv_offset = row_of(dispatch.recv, comm.epoch, (others - away) * batch.max_tokens)
         begin = first * row_stride
@@ -259,12 +285,17 @@ def _count_placed(counters, mask):
 def _fetch(comm, dispatch, batch, rank, holder, source, chunk, wanted):
     """Where the tokens of a source come from, which `holder` holds for my node: (origin, row stride, column stride,
     whether they are of another node), and whether those of the chunk are there, for which it waits if any are wanted.
-    rank: mine."""
-    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
+    Only tokens that are not packed are read from the caller's tensor. rank: mine."""
+    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     arrived = tl.full((), True, tl.int1)
-    origin = dispatch.x.data
-    row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
-    column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
+    if dispatch.PACKS:
+        origin = segment_of(comm.context, rank, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
+        row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
+        column_stride = tl.cast(1, tl.int64)
+    else:
+        origin = dispatch.x.data
+        row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
+        column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
     far = source // comm.RANKS_PER_NODE != rank // comm.RANKS_PER_NODE
     if source != rank:
         origin = segment_of(comm.context, holder, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
@@ -383,7 +414,7 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
     WORKERS: tl.constexpr = dispatch.roles.INTRAS
     NEAR: tl.constexpr = dispatch.roles.NEAR_INTRAS
     FAR: tl.constexpr = dispatch.roles.FAR_INTRAS
-    DTYPE: tl.constexpr = dispatch.x.data.dtype.element_ty
+    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     rank = rank_of(comm.context)
     chunks = batch.chunks
     near_worker = worker
@@ -439,7 +470,7 @@ def dispatch_tokens(comm, routing, dispatch, batch):
     if cta < SENDERS:
         _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
     else:
-        if comm.RANKS_PER_NODE > 1:
+        if comm.RANKS_PER_NODE > 1 or dispatch.PACKS:
             _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counting_ctas)
         if dispatch.KNOWN:
             if cta < SENDERS + dispatch.roles.INTRAS:

@@ -89,6 +89,7 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle, new_handle
+from mkernel.ops.moe.packing import Packed
 from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, TILES_TAKEN, Tables, routing_of
@@ -99,7 +100,7 @@ from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.operands import constants, layout, matmul_precision
+from mkernel.runtime.operands import constants, layout, matmul_precision, named_constants
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -107,6 +108,8 @@ TUNABLE = Tunable(
     "moe_dispatch_matmul", agreed=("tokens", "k", "hidden", "out"), own=("experts",), shared=("chunk_rows",)
 )
 TILES_AT_ONCE = tl.constexpr(16)
+# for the simulator: scales, which kernels only read
+OF_SCALES = ("dispatch.packing.scales.data", "gemm.scales.w.strides.scales.data")
 
 
 @triton.jit
@@ -146,26 +149,28 @@ def moe_dispatch_matmul_kernel(context, ranks, rows, short_rows, w, y, routing, 
     )  # fmt: skip
 
 
-def _launch(
+def launch_of(
     group: Group, plan: DispatchPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor,
-    bias: torch.Tensor | None, y: torch.Tensor, rows: torch.Tensor, tables: Tables,
+    bias: torch.Tensor | None, y: torch.Tensor, rows: torch.Tensor, tables: Tables, packed: Packed | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective if the workspace must grow."""
+    """The launch that carries out a plan. Collective if the workspace must grow. packed: tokens and matrices in fp8;
+    then rows are packed tokens."""
     workspace = memory.workspace(group)
     c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, hidden, n = w.shape
+    elements = rows if packed is None else packed.rows(rows)
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
         ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
         weights=None,
         rows=Block(rows, plan.row_stride, 1),
-        hidden=hidden,
+        hidden=hidden if packed is None else constants(packed.words)[0],
         staged=memory.buffer_in(workspace, "staged"),
         send=memory.buffer_in(workspace, "send"),
         recv=memory.buffer_in(workspace, "recv"),
         roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dispatch_constants(c, counters=1),
+        **protocol.copies_of(group, c.copy_bytes, rows.dtype),
+        **dispatch_constants(c, counters=1, packing=None if packed is None else packed.packing()),
     )
     gemm = Gemm(
         w_strides=plan.weights.strides(w),
@@ -173,19 +178,20 @@ def _launch(
         k=hidden,
         n=n,
         bias=bias_block(bias),
+        scales=None if packed is None else packed.expert_scales(rows),
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-        SHORT_M=constants(plan.short_m)[0],
+        **named_constants(SHORT_M=plan.short_m, SCALED=packed is not None),
     )
     return Launch(
-        op="moe_dispatch_matmul",
+        op=plan.op,
         group=group,
         kernel=moe_dispatch_matmul_kernel,
         grid=c.ctas,
         arguments=dict(
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.gpus_per_node)),
-            rows=rows_descriptor(rows, c.tile_m, c.tile_k),
-            short_rows=rows_descriptor(rows, plan.short_m, c.tile_k),
+            rows=rows_descriptor(elements, c.tile_m, c.tile_k),
+            short_rows=rows_descriptor(elements, plan.short_m, c.tile_k),
             w=plan.weights.operand(w, c.tile_k, c.tile_n),
             y=result_descriptor(y, c.tile_m, c.tile_n),
             routing=routing_of(sizes, memory, workspace, tables, ids=True),
@@ -197,7 +203,7 @@ def _launch(
         # including the size of the workspace: Triton compiles another binary for 64-bit integers
         variant=(plan, workspace.half_bytes, None if bias is None else layout(bias)),
         uses=memory.uses(workspace),
-        inputs=("dispatch.x.data", "dispatch.ids.data", "w", "gemm.bias.data"),
+        inputs=("dispatch.x.data", "dispatch.ids.data", "w", "gemm.bias.data", *(() if packed is None else OF_SCALES)),
     )
 
 
@@ -278,7 +284,7 @@ def prepare_kept(
     y = empty_rows(group, sizes.capacity, w.shape[2], x.dtype, tile_m)
     rows = empty_rows(group, max(sizes.capacity, 1), w.shape[1], x.dtype, before)
     handle = new_handle(group, sizes, tile_m)
-    return _launch(group, decided, memory, x, topk_ids, w, bias, y, rows, handle.tables), y, handle, rows
+    return launch_of(group, decided, memory, x, topk_ids, w, bias, y, rows, handle.tables), y, handle, rows
 
 
 def explain(

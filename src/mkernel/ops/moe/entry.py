@@ -1,6 +1,6 @@
-"""The registry entries of moe_dispatch_matmul, moe_dispatch, moe_combine and moe_ffn."""
+"""The registry entries of the mixture of experts."""
 
-from mkernel.operators import Operator, Option, Signal, register
+from mkernel.operators import QUANTIZE, SCALING, Operator, Option, Signal, register
 
 PACKAGE = "mkernel.ops.moe"
 
@@ -61,6 +61,26 @@ register(
         demo=f"{PACKAGE}.demo:FFN",
         bench=f"{PACKAGE}.bench:FFN",
         model=f"{PACKAGE}.model:FFN",
+        co_resident=True,
+    )
+)
+
+register(
+    Operator(
+        name="moe_dispatch_scaled_matmul",
+        summary="sends tokens in fp8, with their scales, to the ranks of their experts and multiplies them there",
+        function=f"{PACKAGE}:moe_dispatch_scaled_matmul",
+        explain=f"{PACKAGE}.scaled:explain",
+        dimensions=("tokens", "out", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        signals=SIGNALS,
+        options=(*OPTIONS, *SCALING[1:], QUANTIZE),
+        workload=f"{PACKAGE}.workload:DISPATCH_SCALED",
+        space=f"{PACKAGE}.tuning:space_of_scaled",
+        demo=f"{PACKAGE}.demo:DISPATCH_SCALED",
+        part_of="moe_ffn",
         co_resident=True,
     )
 )

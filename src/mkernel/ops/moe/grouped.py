@@ -23,6 +23,7 @@ from mkernel.lang.gemm import masked_block
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
 from mkernel.lang.roles import COMPUTE
+from mkernel.lang.scaling import multiply_scaled_step, scale_tile
 from mkernel.lang.signals import wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe.kinds import PLACED
@@ -151,6 +152,15 @@ class Operands(NamedTuple):
     y: Any  # descriptor, see `result_descriptor`
 
 
+class ExpertScales(NamedTuple):
+    """The scales of rows in fp8, and of the matrices of the experts: each a `Matrix` without data. Rows have one part,
+    matrices one for each expert."""
+
+    rows: Any
+    w: Any
+    SCALED: Any  # True: a structure ends in a constant of its own
+
+
 class Gemm(NamedTuple):
     """The grouped GEMM of a call, except for its `Operands`."""
 
@@ -159,8 +169,10 @@ class Gemm(NamedTuple):
     k: Any
     n: Any
     bias: Any  # Block [expert, column], or None
+    scales: Any  # ExpertScales; None unless SCALED
     tiling: Any  # Tiling
     SHORT_M: Any  # height of short tiles, see `short_tile`
+    SCALED: Any  # rows and matrices are fp8, and have scales
 
 
 @triton.jit
@@ -199,6 +211,28 @@ def multiply_rows(rows, w, tile, k, tiling):
         x = rows.load([tile.row, depth])
         y = _weights_at(w, tile.part, depth, tile.column, k, tile.columns, tiling)
         accumulator = tl.dot(x, y, accumulator, input_precision=tiling.PRECISION)
+    return accumulator
+
+
+@triton.jit
+def multiply_scaled_rows(rows, w, tile, k, tiling, scales):
+    """`multiply_rows` in fp8, times the scales. Rows of the next expert in the tile have the scale 0."""
+    accumulator = tl.zeros((tiling.M, tiling.N), tl.float32)
+    for step in range(tl.cdiv(k, tiling.K)):
+        depth = step * tiling.K
+        x = rows.load([tile.row, depth])
+        y = _weights_at(w, tile.part, depth, tile.column, k, tile.columns, tiling)
+        accumulator = multiply_scaled_step(accumulator, x, y, scales.rows, scales.w, tile, depth, tiling)
+    return scale_tile(accumulator, scales.rows, scales.w, tile)
+
+
+@triton.jit
+def _multiply(rows, w, tile, gemm, tiling):
+    """The fp32 accumulator of a tile, times the scales if there are any."""
+    if gemm.SCALED:
+        accumulator = multiply_scaled_rows(rows, w, tile, gemm.k, tiling, gemm.scales)
+    else:
+        accumulator = multiply_rows(rows, w, tile, gemm.k, tiling)
     return accumulator
 
 
@@ -312,14 +346,14 @@ def multiply_block(context, operands, gemm, tables, tile):
     used_below(operands.rows, row + rows)
     since = trace_time(context)
     if _is_tall(rows, M, SHORT_M):
-        accumulator = multiply_rows(operands.rows, operands.w, tile_at, gemm.k, gemm.tiling)
+        accumulator = _multiply(operands.rows, operands.w, tile_at, gemm, gemm.tiling)
         accumulator = biased(accumulator, gemm.bias, tile_at, 0)
         accumulator += tl.where(placed, 0.0, float("nan"))
         store_rows(operands.y, tile_at, accumulator)
     elif SHORT_M < M:
         used_below(operands.short_rows, row + rows)
-        short = multiply_rows(
-            operands.short_rows, operands.w, tile_at, gemm.k,
+        short = _multiply(
+            operands.short_rows, operands.w, tile_at, gemm,
             Tiling(SHORT_M, gemm.tiling.N, gemm.tiling.K, gemm.tiling.GROUP, gemm.tiling.PRECISION),
         )  # fmt: skip
         short = biased(short, gemm.bias, tile_at, 0)

@@ -28,7 +28,7 @@ from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.routing import BLOCKS
 from mkernel.runtime import planning
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import constants, layout, matmul_precision
+from mkernel.runtime.operands import constants, layout, matmul_precision, named_constants
 from mkernel.runtime.world import Launch
 
 OP = "moe_grouped_matmul"
@@ -88,7 +88,7 @@ def prepare(
                 n=n,
                 bias=None,
                 tiling=Tiling(*constants(tile_m, tiles.tile_n, tiles.tile_k, tiles.group_m, precision)),
-                SHORT_M=constants(short_m)[0],
+                **named_constants(SHORT_M=short_m, SCALED=False),
             ),
             tables=tables,
         ),

@@ -166,20 +166,25 @@ class DispatchPlan:
     precision: str
     reasons: tuple[str, ...]
     memory: Allocation | None = None  # of `mk.explain`
+    op: str = "moe_dispatch_matmul"
 
     def __str__(self) -> str:
         c, s = self.config, self.sizes
         head = (
-            f"moe_dispatch_matmul: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
             f"{c.intra_ctas} intra, which compute when their transfers are done), chunks of "
             f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
-def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None) -> DispatchPlan:
-    """Plan a call of moe_dispatch_matmul. Depends only on shapes, strides, alignment and the group."""
+def plan_dispatch(
+    group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, config: Config | None, row_bytes: int | None = None
+) -> DispatchPlan:
+    """Plan a call of moe_dispatch_matmul. Depends only on shapes, strides, alignment and the group. row_bytes: those of
+    a token, if it has more than its elements."""
     hidden, n = w.shape[1], w.shape[2]
+    row_bytes = row_bytes or hidden * x.element_size()
     reasons = []
     weights = WeightLayout.of(w)
     if not weights.uses_tma:
@@ -190,7 +195,7 @@ def plan_dispatch(group: Group, x: torch.Tensor, w: torch.Tensor, sizes: Sizes, 
     max_ctas = group.world.launcher.ctas(group.world_rank)
     tiles = (math.ceil(sizes.expected_rows / tile_m) + sizes.experts) * math.ceil(n / tile_n)
     compute_seconds = tiles * 2 * tile_m * tile_n * hidden / planning.CTA_RATE[x.dtype] / max_ctas
-    copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
+    copying = Copying.of(group, sizes, row_bytes, pick)
     reasons.append(
         f"{copying} while about {tiles} tiles are computed, if the routing is balanced: estimated "
         f"{compute_seconds * 1e3:.3g} ms"

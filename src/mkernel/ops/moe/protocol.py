@@ -63,12 +63,13 @@ class Batch(NamedTuple):
 
 
 def layout(
-    op: str, sizes: Sizes, dtype: torch.dtype, row_stride: int, *, dispatches: bool = False, combines: bool = False
-) -> Layout:
+    op: str, sizes: Sizes, dtype: torch.dtype, row_stride: int, *, dispatches: bool = False, combines: bool = False,
+    packs: bool = False,
+) -> Layout:  # fmt: skip
     """The workspace of a call that dispatches tokens, combines results, or both. For the signals see `Signals`.
 
     tables: published routing tables. The row of a rank is valid on that rank and on its counterparts.
-    staged: this rank's tokens, for the ranks of its node to fetch.
+    staged: this rank's tokens, for the ranks of its node to fetch. If it `packs` them, also for itself.
     send, recv: tokens for and from other nodes, with an area for each value of `away`.
     partial: for each token of each rank, the sum of its rows on this rank.
     combine_send, combine_recv: sums of a node, on their way to the ranks of the tokens.
@@ -89,7 +90,7 @@ def layout(
     memory.buffer("tables", torch.int32, sizes.world_size, round_up(words, 16))
     far = (sizes.nodes - 1) * sizes.max_tokens
     if dispatches:
-        memory.buffer("staged", dtype, sizes.max_tokens if sizes.ranks_per_node > 1 else 0, row_stride)
+        memory.buffer("staged", dtype, sizes.max_tokens if packs or sizes.ranks_per_node > 1 else 0, row_stride)
         memory.buffer("send", dtype, far, row_stride)
         memory.buffer("recv", dtype, far, row_stride)
     if combines:
@@ -194,6 +195,14 @@ def wait_held(comm, signals, holder, source, chunk):
     gave up."""
     signal = signal_of(comm, holder, signals.held, source, chunk)
     return wait(comm.context, signal, comm.epoch, INTRA, HELD, source, chunk)
+
+
+@triton.jit
+def wait_staged(comm, signals, rank, chunk):
+    """Wait, before it is sent, until a chunk of my tokens is packed in my memory; false if the group gave up. rank:
+    mine."""
+    signal = signal_of(comm, rank, signals.held, rank, chunk)
+    return wait(comm.context, signal, comm.epoch, SEND, HELD, rank, chunk)
 
 
 @triton.jit

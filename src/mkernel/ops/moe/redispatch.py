@@ -49,7 +49,7 @@ from mkernel.ops.moe.routing import BLOCKS, Tables, routing_of
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
-from mkernel.runtime.operands import constants, layout, matmul_precision
+from mkernel.runtime.operands import constants, layout, matmul_precision, named_constants
 from mkernel.runtime.world import Launch
 
 OP = "moe_dispatch_matmul"
@@ -230,8 +230,9 @@ def _launch(
             k=x.shape[1],
             n=w.shape[2],
             bias=bias_block(bias),
+            scales=None,
             tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-            SHORT_M=constants(plan.short_m)[0],
+            **named_constants(SHORT_M=plan.short_m, SCALED=False),
         ),
     )
     return replace(

@@ -23,6 +23,11 @@ def space(group: Group, plan: Any) -> Space:
     )  # fmt: skip
 
 
+def space_of_scaled(group: Group, plan: Any) -> Space:
+    """The search space of moe_dispatch_scaled_matmul. With scales of blocks, a step lies in one of 128."""
+    return Space(space(group, plan).portable | dict(tile_n=near(plan.config.tile_n, 64, 128), tile_k=(64, 128)))
+
+
 def space_of_dispatch(group: Group, plan: Any) -> Space:
     """The search space of moe_dispatch."""
     c = plan.config

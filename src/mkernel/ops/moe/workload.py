@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from mkernel.operators import Shape
-from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, ffn
+from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, ffn, scaled
 from mkernel.ops.moe.sizes import Sizes
+from mkernel.runtime import quantization
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
+from mkernel.runtime.scaling import blocks_of
 from mkernel.runtime.world import Launch
 from mkernel.workloads import COPY, TILE, Call, Cost, Tried, Workload, blocks, empty, is_only_compiled, randn
 
@@ -84,6 +86,53 @@ def _dispatch(
         sizes=mine.sizes(hidden=hidden, out=out),
     )
     return Call(run, tried)
+
+
+def _scaled_dispatch(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None,
+    blockwise: bool = False, fast_accum: bool = False, quantize: bool = False,
+) -> Call:  # fmt: skip
+    """dtype: that of the result. quantize: the kernel quantizes tokens."""
+    tokens, out, hidden = shape
+    mine = _Tokens.of(group, tokens, hidden, torch.bfloat16, experts, topk)
+    recipe, of_w = ("BlockWise1x128", "BlockWise128x128") if blockwise else ("RowWise", "RowWise")
+    w, scale_w = _quantized(group, randn(group, mine.experts, out, hidden, dtype=torch.float32, seed=1), of_w)
+    x, scale_x = (mine.x, None) if quantize else _quantized(group, mine.x, recipe)
+    given = (x, mine.ids, w.transpose(1, 2), scale_x, scale_w.transpose(1, 2))
+    options: dict[str, Any] = dict(out_dtype=dtype, use_fast_accum=fast_accum)
+    if quantize:
+        options |= dict(recipe_x=recipe)
+    named = options | mine.bounds
+
+    def run(config: Config | None) -> torch.Tensor:
+        y, handle = scaled.moe_dispatch_scaled_matmul(*given, **named, group=group, config=config)
+        return y.masked_fill_(torch.arange(len(y), device=y.device)[:, None] >= handle.counts.sum(), 0)
+
+    def prepare(config: Config | None) -> Launch:
+        packed = scaled.check(group, *given, **named, config=config)
+        routing = scaled.agree(group, x, mine.ids, given[2], packed, **mine.bounds, config=config)
+        return scaled.prepare(group, x, mine.ids, given[2], packed, routing, config)[0]
+
+    tried = Tried(
+        prepare=prepare,
+        explain=lambda config: scaled.explain(*given, **named, group=group, config=config),
+        sizes=mine.sizes(hidden=hidden, out=out, blockwise=blockwise, quantizes=quantize),
+    )
+    return Call(run, tried)
+
+
+def _quantized(group: Group, values: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `mk.quantize` returns, with any values where a call is only compiled."""
+    if not is_only_compiled(group):
+        return quantization.quantize(values, recipe)
+    *outer, rows, columns = values.shape
+    shape = {
+        "RowWise": (rows, 1), "BlockWise1x128": (rows, blocks_of(columns)),
+        "BlockWise128x128": (blocks_of(rows), blocks_of(columns)),
+    }[recipe]  # fmt: skip
+    return values.new_empty(values.shape, dtype=torch.float8_e4m3fn), values.new_empty(
+        *outer, *shape, dtype=torch.float32
+    )
 
 
 def _rows(
@@ -202,6 +251,7 @@ def _cost_of_ffn(shape: Shape, ranks: int) -> Cost:
 DISPATCH_MATMUL = Workload(
     "moe_dispatch_matmul", (64, 64, 32), (1, 1, 8), _dispatch, _cost_of_dispatch, dispatch_matmul.TUNABLE
 )
+DISPATCH_SCALED = Workload(scaled.OP, (64, 64, 32), (1, 1, 8), _scaled_dispatch, _cost_of_dispatch, scaled.TUNABLE)
 DISPATCH = Workload("moe_dispatch", (64, 32), (1, 8), _rows, _cost_of_rows, dispatch_rows.TUNABLE)
 COMBINE = Workload("moe_combine", (64, 32), (1, 8), _combine, _cost_of_combine, combine.TUNABLE)
 FFN = Workload("moe_ffn", (32, 32, 32), (1, 1, 8), _ffn, _cost_of_ffn, ffn.TUNABLE)

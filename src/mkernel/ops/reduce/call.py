@@ -246,7 +246,7 @@ def plan_of(
     )
     planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
     if call.scaling is not None:
-        check_tile_k(call.scaling, settings.tile_k)
+        check_tile_k(call.scaling.blockwise, settings.tile_k)
         reasons = (f"fp8: {call.scaling}", *reasons)
     planning.check(settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=0, least_intra=0)
     seconds = 2 * tile[0] * tile[1] * a.shape[1] * computed / planning.CTA_RATE[a.dtype] / settings.ctas
