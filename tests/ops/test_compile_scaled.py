@@ -6,9 +6,10 @@ from functools import cache
 import pytest
 import torch
 from support.compiled_launches import scaled_gathers, scaled_reduces
+from support.workloads import workload_of
 
 import mkernel as mk
-from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
+from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch, launched
 
 GATHERS = {
     "rows": dict(cluster=(1, 4), recipe="rows"),
@@ -75,6 +76,26 @@ def test_rows_are_quantized_in_instructions_of_hopper(name):
     assert "div.rn.f32" in made.ptx
     for other in (".ftz", "div.full", "ld.global.b16"):
         assert other not in made.ptx, other
+
+
+OF_EXPERTS = [dict(blockwise=True), dict(quantize=True), dict(blockwise=True, quantize=True)]
+
+
+@pytest.mark.parametrize("options", OF_EXPERTS, ids=str)
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.thorough
+def test_experts(cluster, options):
+    """Tokens, too, are copied 16 bytes at a time."""
+
+    def prepare(group):
+        call = workload_of("moe_dispatch_scaled_matmul").make(group, (4096, 2048, 7168), torch.bfloat16, **options)
+        return call.tried.prepare(None)
+
+    made = compile_launch(launched(prepare, cluster), 90)
+    assert_good(made)
+    assert made.ptx.count("st.global.v4") >= 16
+    for narrow in ("st.global.b16", "ld.global.b8"):
+        assert narrow not in made.ptx, narrow
 
 
 @pytest.mark.parametrize("calls", [dict(described=False), dict(transposed=False), dict(config=mk.Config(tile_k=256))])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
+from support.moe_scaled_reference import ScaledLayer
 from support.scenarios import (
     MULTICAST,
     REDUCE,
@@ -16,6 +17,7 @@ from support.scenarios import (
     AttendsBackward,
     Gathers,
     Routes,
+    ScaledRoutes,
     Sums,
     WeightGrads,
 )
@@ -26,6 +28,10 @@ CLUSTERS = [(1, 2), (2, 1), (2, 2)]
 
 def layer(ranks):
     return Layer((7, 0, 3, 5)[:ranks], (2, 1, 0, 2)[:ranks], hidden=16, out=16, dtype=torch.float32)
+
+
+def scaled_layer(size):
+    return ScaledLayer((5, 3, 0, 4)[:size], (2, 1, 1, 0)[:size], hidden=144, out=16)
 
 
 def attends(cluster):
@@ -42,6 +48,7 @@ SCENARIOS = {
     "ring_attention": [attends(cluster)[0] for cluster in CLUSTERS],
     "ring_attention_backward": [attends(cluster)[1] for cluster in CLUSTERS],
     "moe_dispatch_matmul": [Routes(c, "moe_dispatch_matmul", layer(c[0] * c[1])) for c in CLUSTERS],
+    "moe_dispatch_scaled_matmul": [ScaledRoutes(c, calls=2, layer=scaled_layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_dispatch": [Routes(c, "moe_dispatch", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_combine": [Routes(c, "moe_combine", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_ffn": [Routes(c, "moe_ffn", layer(c[0] * c[1])) for c in CLUSTERS],

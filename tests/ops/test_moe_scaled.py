@@ -4,17 +4,17 @@ adds, broken; and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
-from support.broken_variants import WRONG, Broken, SimulatedCalls, assert_caught
+from support.broken_variants import ONE_HALF, WRONG, Broken, assert_caught
 from support.moe_reference import LAYERS
 from support.moe_scaled_reference import ScaledLayer, combine_scaled, dispatch_scaled
 from support.operator_calls import assert_same, cluster_name, lay_out, run
 from support.scaled_reference import E4M3, E5M2
+from support.scenarios import ScaledRoutes
 
 import mkernel as mk
 from mkernel.ops.moe import packing, protocol
@@ -177,21 +177,8 @@ def test_the_plan():
 # -- broken on purpose
 
 
-@dataclass(frozen=True)
-class ScaledRoutes(SimulatedCalls):
-    op: ClassVar = "moe_dispatch_matmul"  # whose workspace it is
-    layer: ScaledLayer
-    quantizes: bool = True
-
-    def work(self, group):
-        config = mk.Config(tile_m=16, tile_n=32, tile_k=32, chunk_rows=4)
-        for turn in range(self.calls):
-            dispatch_scaled(group, self.layer, turn, quantizes=self.quantizes, config=config, max_tokens=8)
-
-
-FAR = ScaledRoutes((2, 1), ScaledLayer((7, 5), (2, 2), hidden=144, out=16))
+FAR, NODE = ScaledRoutes((2, 1)), ScaledRoutes((1, 2))
 ALONE = ScaledRoutes((1, 1), ScaledLayer((7,), (2,), hidden=144, out=16))
-NODE = ScaledRoutes((1, 2), ScaledLayer((7, 5), (2, 2), hidden=144, out=16))
 
 
 @triton.jit
@@ -230,6 +217,7 @@ BROKEN = {
     "packed tokens are not signalled": Broken(
         FAR, {protocol.notify_held: do_not_notify_held}, mk.CommTimeout, {"signal": "held", "seen": 0, "expected": 1}
     ),
+    "one half for all epochs": Broken(replace(NODE, calls=2), ONE_HALF),
     "a token is not packed": Broken(ALONE, {packing.pack_tokens: pack_too_few}, (WRONG, mk.SimulatorError)),
 }
 

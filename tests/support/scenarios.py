@@ -12,6 +12,7 @@ import mkernel as mk
 from support import attention_gradients, attention_reference, operator_calls, reduce_reference, weight_grad_reference
 from support.broken_variants import SimulatedCalls
 from support.moe_reference import Layer, combine, dispatch, dispatch_rows, ffn
+from support.moe_scaled_reference import ScaledLayer, dispatch_scaled
 from support.operator_calls import assert_product, assert_same
 from support.reduce_reference import WAYS
 
@@ -165,6 +166,7 @@ class AttendsBackward(SimulatedCalls):
 
 
 LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)
+LITTLE_SCALED = ScaledLayer((7, 5), (2, 2), hidden=144, out=16)
 EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_dispatch": dispatch_rows, "moe_combine": combine, "moe_ffn": ffn}
 
 
@@ -182,3 +184,19 @@ class Routes(SimulatedCalls):
         )
         for turn in range(self.calls):
             EXPERT_CALLS[self.op](group, self.layer, turn, **arguments)
+
+
+@dataclass(frozen=True)
+class ScaledRoutes(SimulatedCalls):
+    """moe_dispatch_scaled_matmul. quantizes: tokens are quantized by the kernel."""
+
+    op: ClassVar = "moe_dispatch_matmul"  # whose workspace it is, for records of waits
+    layer: ScaledLayer = LITTLE_SCALED
+    quantizes: bool = True
+
+    def work(self, group):
+        config = mk.Config(tile_m=16, tile_n=32, tile_k=32, chunk_rows=4)
+        for turn in range(self.calls):
+            dispatch_scaled(
+                group, self.layer, turn, quantizes=self.quantizes, config=config, max_tokens=max(self.layer.tokens)
+            )
