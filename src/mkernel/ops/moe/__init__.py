@@ -1,9 +1,10 @@
 """Expert parallelism: dispatch tokens to the ranks of their experts, run the experts, combine the results.
 
-Four operators, each one persistent kernel per rank:
+Five operators, each one persistent kernel per rank:
 
 - `moe_dispatch_matmul` (dispatch_matmul.py) sends tokens to the ranks of their experts and multiplies them there with a
   grouped GEMM.
+- `moe_dispatch_scaled_matmul` (scaled.py) does so in fp8.
 - `moe_dispatch` (dispatch_rows.py) only sends them.
 - `moe_combine` (combine.py) returns the experts' rows to the ranks of their tokens, as weighted sums.
 - `moe_ffn` (ffn.py) runs the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
@@ -19,14 +20,15 @@ below, listed in the order in which a call uses them:
   receives and stores what it derives in `Tables`.
 - schedule.py: the order in which blocks of rows are computed.
 - dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
+- packing.py: tokens in fp8 with their scales, as one row of words.
 - grouped.py: a tile of the grouped GEMM.
 - reduction.py: the three steps of a combine. pieces.py: the combine of moe_ffn.
 
 Only backward passes use these: redispatch.py, which moves rows along the routing of an earlier dispatch;
 grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert;
 bias_grad.py, sums of them; and gradient_rows.py, what is done row by row. training.py has the forward passes that keep
-what backward passes need; layer.py and halves.py have the public functions, and registration.py has the operators of
-torch.library.
+what backward passes need; layer.py and halves.py have the public functions, and registration.py and
+scaled_registration.py have the operators of torch.library.
 
 Kernels take structures. `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what a kernel reads and writes;
 `Batch` holds the numbers that vary with the batch. Two limitations of Triton 3.6 shape them:

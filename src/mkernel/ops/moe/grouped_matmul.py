@@ -87,6 +87,7 @@ def prepare(
                 k=k,
                 n=n,
                 bias=None,
+                scales=None,
                 tiling=Tiling(*constants(tile_m, tiles.tile_n, tiles.tile_k, tiles.group_m, precision)),
                 **named_constants(SHORT_M=short_m, SCALED=False),
             ),
