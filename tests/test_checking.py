@@ -47,6 +47,7 @@ def test_operators_whose_ctas_wait_for_each_other_have_no_schedule_with_one():
         "moe_dispatch",
         "moe_combine",
         "moe_ffn",
+        "scaled_moe_ffn",
     }
     ran = []
 

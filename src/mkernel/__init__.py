@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from mkernel.ops.attention import ring_attention
     from mkernel.ops.attention.backward import ring_attention_backward
     from mkernel.ops.attention.sequences import from_zigzag, to_zigzag
-    from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_ffn
+    from mkernel.ops.moe import (
+        moe_combine,
+        moe_dispatch,
+        moe_dispatch_matmul,
+        moe_dispatch_scaled_matmul,
+        moe_ffn,
+        scaled_moe_ffn,
+    )
     from mkernel.ops.reduce import (
         matmul_all_reduce,
         matmul_reduce_scatter,
@@ -72,6 +79,7 @@ _MODULES = {
     "moe_dispatch_matmul": "ops.moe",
     "moe_dispatch_scaled_matmul": "ops.moe",
     "moe_ffn": "ops.moe",
+    "scaled_moe_ffn": "ops.moe",
     "matmul_all_reduce": "ops.reduce",
     "matmul_reduce_scatter": "ops.reduce",
     "scaled_matmul_all_reduce": "ops.reduce",
@@ -138,6 +146,7 @@ __all__ = [
     "ring_attention_backward",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
+    "scaled_moe_ffn",
     "spawn",
     "to_zigzag",
     "trace",

@@ -98,6 +98,22 @@ def test_experts(cluster, options):
         assert narrow not in made.ptx, narrow
 
 
+@pytest.mark.parametrize("options", OF_EXPERTS, ids=str)
+@pytest.mark.thorough
+def test_layer_of_experts(options):
+    """Both tiles of sums and a product are in registers."""
+
+    def prepare(group):
+        call = workload_of("scaled_moe_ffn").make(group, (4096, 2048, 7168), torch.bfloat16, **options)
+        return call.tried.prepare(None)
+
+    made = compile_launch(launched(prepare, (2, 2)), 90)
+    assert "f32.e4m3.e4m3" in made.ptx
+    assert made.spilled == 0
+    assert made.shared <= SHARED_MEMORY
+    assert made.registers * 8 * 32 <= REGISTERS
+
+
 @pytest.mark.parametrize("calls", [dict(described=False), dict(transposed=False), dict(config=mk.Config(tile_k=256))])
 @pytest.mark.thorough
 def test_what_is_slower_compiles(calls):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import attention_reference
 from support.moe_reference import Layer
-from support.moe_scaled_reference import ScaledLayer
+from support.moe_scaled_reference import ScaledFfn, ScaledLayer
 from support.scenarios import (
     MULTICAST,
     REDUCE,
@@ -17,6 +17,7 @@ from support.scenarios import (
     AttendsBackward,
     Gathers,
     Routes,
+    ScaledFfns,
     ScaledRoutes,
     Sums,
     WeightGrads,
@@ -28,6 +29,10 @@ CLUSTERS = [(1, 2), (2, 1), (2, 2)]
 
 def layer(ranks):
     return Layer((7, 0, 3, 5)[:ranks], (2, 1, 0, 2)[:ranks], hidden=16, out=16, dtype=torch.float32)
+
+
+def scaled_ffn(size):
+    return ScaledFfn((5, 3, 0, 4)[:size], (2, 1, 1, 0)[:size], hidden=48, out=128)
 
 
 def scaled_layer(size):
@@ -49,6 +54,7 @@ SCENARIOS = {
     "ring_attention_backward": [attends(cluster)[1] for cluster in CLUSTERS],
     "moe_dispatch_matmul": [Routes(c, "moe_dispatch_matmul", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_dispatch_scaled_matmul": [ScaledRoutes(c, calls=2, layer=scaled_layer(c[0] * c[1])) for c in CLUSTERS],
+    "scaled_moe_ffn": [ScaledFfns(c, calls=2, layer=scaled_ffn(c[0] * c[1])) for c in CLUSTERS],
     "moe_dispatch": [Routes(c, "moe_dispatch", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_combine": [Routes(c, "moe_combine", layer(c[0] * c[1])) for c in CLUSTERS],
     "moe_ffn": [Routes(c, "moe_ffn", layer(c[0] * c[1])) for c in CLUSTERS],

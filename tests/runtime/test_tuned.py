@@ -563,6 +563,7 @@ ON_HOPPER = {
     "moe_dispatch": (1024, 64),
     "moe_combine": (64, 64),
     "moe_ffn": (1024, 256, 64),
+    "scaled_moe_ffn": (1024, 256, 128),
 }
 
 

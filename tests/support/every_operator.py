@@ -269,11 +269,29 @@ def moe_ffn(group):
     check_weighted(y, *layer.weighted(swiglu, layer.gate_up, layer.back))
 
 
+def scaled_moe_ffn(group):
+    """The same bits whoever quantizes tokens; inner activations are rounded to fp8."""
+    layer, inter = Layer(group), 128
+    mine = len(layer.w)
+    gate_up = mk.quantize(randn(group, mine, 2 * inter, layer.hidden, seed=5, scale=layer.hidden**-0.5))
+    down = mk.quantize(randn(group, mine, layer.hidden, inter, seed=6, scale=inter**-0.5), "BlockWise128x128")
+    (w1, scale_1), (w2, scale_2) = ([each.transpose(1, 2) for each in pair] for pair in (gate_up, down))
+    x, scale_x = mk.quantize(layer.x)
+    given = layer.ids, layer.weights, w1, w2
+    y = done(group, mk.scaled_moe_ffn(x, *given, scale_x, scale_1, scale_2))
+    z = done(group, mk.scaled_moe_ffn(layer.x, *given, None, scale_1, scale_2, recipe_x="RowWise"))
+    assert torch.equal(y, z)
+    layer.x = mk.dequantize(x, scale_x)
+    matrices = (mk.dequantize(*pair).transpose(1, 2) for pair in (gate_up, down))
+    total, size = layer.weighted(swiglu, *matrices)
+    assert bool(((y.double() - total).abs() <= 0.07 * size + 1e-6).all())
+
+
 OPERATORS = {
     operator.__name__: operator
     for operator in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_ffn,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_ffn, scaled_moe_ffn,
         all_gather_scaled_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip

@@ -88,6 +88,16 @@ def moe_ffn(group, large):
     return lambda: mk.moe_ffn(x, ids, weights, w13, w2, group=group)
 
 
+def scaled_moe_ffn(group, large):
+    hidden = 32 if large else 16
+    x, ids, weights = _routed(group, hidden)
+    gate_up = mk.quantize(_randn(group, 2, 16, hidden))
+    down = mk.quantize(_randn(group, 2, hidden, 8), "BlockWise128x128")
+    (w1, scale_1), (w2, scale_2) = ([each.transpose(1, 2) for each in pair] for pair in (gate_up, down))
+    given = x, ids, weights, w1, w2, None, scale_1, scale_2
+    return lambda: mk.scaled_moe_ffn(*given, recipe_x="RowWise", group=group)
+
+
 def _scaled(group, function, m, n, k):
     a, scale_a = mk.quantize(_randn(group, m, k))
     w, scale_w = mk.quantize(_randn(group, n, k))
@@ -110,8 +120,8 @@ CALLS = {
     call.__name__: call
     for call in (
         all_gather_matmul, all_gather_matmul_weight_grad, matmul_reduce_scatter, matmul_all_reduce, ring_attention,
-        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_combine, moe_ffn,
-        all_gather_scaled_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
+        ring_attention_backward, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_dispatch, moe_combine,
+        moe_ffn, scaled_moe_ffn, all_gather_scaled_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce,
     )
 }  # fmt: skip
 

@@ -113,6 +113,7 @@ def check_opcheck(group):
     checked = {operator + variant for operator, variant, _ in made}
     everything = {each.name for each in torch._C._jit_get_all_schemas() if each.name.startswith("mkernel::moe_")}
     check_opcheck_scaled(group)
+    check_opcheck_scaled_ffn(group)
     assert checked | {SCALED} == {name.removeprefix("mkernel::") for name in everything}
 
 
@@ -130,6 +131,25 @@ def check_opcheck_scaled(group):
     ):
         checks = ("test_autograd_registration", "test_faketensor")
         outcome = torch.library.opcheck(registered(SCALED).default, arguments, test_utils=checks)
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+
+def check_opcheck_scaled_ffn(group):
+    layer, config = layer_of(group), encoded(mk.Config(tile_m=16, tile_n=32, tile_k=32))
+    x, ids, weights = layer.x(group.rank), layer.ids(group.rank), layer.weights(group.rank).nan_to_num(0.0)
+    gate_up = mk.quantize(layer.gate_up(group.rank).transpose(1, 2).contiguous())
+    down = mk.quantize(layer.down(group.rank).transpose(1, 2).contiguous(), "BlockWise128x128")
+    (w1, scale_1), (w2, scale_2) = ([each.transpose(1, 2) for each in pair] for pair in (gate_up, down))
+    narrow, scale_x = mk.quantize(x)
+    given, rest = (ids, weights, w1, w2), (scale_1, scale_2, group.group_name, None, TOKENS, "silu")
+    out = torch.zeros(x.shape, dtype=torch.bfloat16)
+    for variant, arguments in (
+        ("", (narrow, *given, scale_x, *rest, config)),
+        ("", (x, *given, None, *rest, None, "RowWise")),
+        ("_out", (narrow, *given, scale_x, *rest, None, None, None, out)),
+    ):
+        checks = ("test_autograd_registration", "test_faketensor")
+        outcome = torch.library.opcheck(registered("scaled_moe_ffn", variant).default, arguments, test_utils=checks)
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 import mkernel as mk
-from support.moe_reference import Layer, assert_sum, check_rows, of_expert
+from support.moe_reference import Layer, activation_of, assert_sum, check_rows, of_expert
 from support.scaled_reference import E4M3, assert_same_bytes
 
 OF_WEIGHTS = {"RowWise": "RowWise", "BlockWise1x128": "BlockWise128x128"}
@@ -55,6 +55,61 @@ class ScaledLayer(Layer):
 
     def w(self, rank, turn=0):
         return mk.dequantize(*self._quantized_w(rank, turn), torch.float64).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class ScaledFfn(ScaledLayer):
+    """A whole layer, with `out` inner columns. recipe: of tokens and gate_up."""
+
+    def pair(self, name, rank, turn=0):
+        """Quantized matrices [experts, columns, k] and their scales, of "gate_up" or "down"."""
+        recipe = OF_WEIGHTS[self.recipe] if name == "gate_up" else "BlockWise128x128"
+        wide = getattr(self.narrow, name)(rank, turn).transpose(1, 2).contiguous()
+        wide *= 2.0 ** torch.randint(-2, 3, (len(wide), wide.shape[1], 1), generator=self._generator(23, rank, turn))
+        return mk.quantize(wide, recipe, dtype=self.kinds[1])
+
+    def layer(self, rank, turn=0):
+        """(sum of weight * row, its error's bound), in float64: inner activations are rounded to fp8 by the kernel, as
+        its fp32 values tell, which may be off by one step of fp8 where these lie between two numbers of it."""
+
+        def function(owner, expert):
+            gate, up = mk.dequantize(*self.pair("gate_up", owner, turn), torch.float64)[expert].T.chunk(2, dim=1)
+            down = mk.dequantize(*self.pair("down", owner, turn), torch.float64)[expert].T
+
+            def apply(x):
+                inner = activation_of(self.activation)(x @ gate) * (x @ up)
+                narrow, scale = mk.quantize(inner.float(), "BlockWise1x128")
+                rounded = mk.dequantize(narrow, scale, torch.float64)
+                spread = 1e-5 * ((x.abs() @ gate.abs()) * (x.abs() @ up.abs()))
+                low, high = ((inner + sign * spread).float() for sign in (-1, 1))
+                steps = scale.repeat_interleave(128, 1)[:, : self.out]
+                low, high = ((each / steps).to(E4M3).double() * steps for each in (low, high))
+                unsure = torch.maximum((high - rounded).abs(), (low - rounded).abs())
+                return rounded @ down, (rounded.abs() * 2**-7 + unsure) @ down.abs()
+
+            return apply
+
+        return self.result_of_experts(rank, turn, self.hidden, function)
+
+
+def ffn_scaled(group, layer, turn=0, *, quantizes=False, lay_out=lambda each: each, **arguments):
+    """One checked call of scaled_moe_ffn on this rank."""
+    rank = group.rank
+    (w1, scale_1), (w2, scale_2) = (turned(*layer.pair(name, rank, turn)) for name in ("gate_up", "down"))
+    if quantizes:
+        x, scale_x = lay_out(layer.wide_x(rank, turn)), None
+        arguments |= dict(recipe_x=layer.recipe, dtype_x=layer.kinds[0])
+    else:
+        x, scale_x = map(lay_out, layer.quantized_x(rank, turn))
+    ids, weights = layer.ids(rank, turn), layer.weights(rank, turn)
+    y = mk.scaled_moe_ffn(
+        x, ids, weights, w1, w2, scale_x, scale_1, scale_2, group=group, activation=layer.activation, **arguments
+    )
+    total, bound = layer.layer(rank, turn)
+    assert y.dtype == torch.bfloat16
+    error = (y.double() - total).abs()
+    assert bool((error <= bound + 2**-8 * total.abs() + 1e-30).all()), (error - bound).max()
+    return y
 
 
 def check_scaled_dispatch(layer, rank, y, handle, turn=0):

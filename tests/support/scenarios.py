@@ -12,7 +12,7 @@ import mkernel as mk
 from support import attention_gradients, attention_reference, operator_calls, reduce_reference, weight_grad_reference
 from support.broken_variants import SimulatedCalls
 from support.moe_reference import Layer, combine, dispatch, dispatch_rows, ffn
-from support.moe_scaled_reference import ScaledLayer, dispatch_scaled
+from support.moe_scaled_reference import ScaledFfn, ScaledLayer, dispatch_scaled, ffn_scaled
 from support.operator_calls import assert_product, assert_same
 from support.reduce_reference import WAYS
 
@@ -167,6 +167,7 @@ class AttendsBackward(SimulatedCalls):
 
 LITTLE = Layer((7, 5), (2, 2), hidden=16, out=16, dtype=torch.float32)
 LITTLE_SCALED = ScaledLayer((7, 5), (2, 2), hidden=144, out=16)
+LITTLE_SCALED_FFN = ScaledFfn((7, 5), (2, 2), hidden=144, out=128)
 EXPERT_CALLS = {"moe_dispatch_matmul": dispatch, "moe_dispatch": dispatch_rows, "moe_combine": combine, "moe_ffn": ffn}
 
 
@@ -198,5 +199,21 @@ class ScaledRoutes(SimulatedCalls):
         config = mk.Config(tile_m=16, tile_n=32, tile_k=32, chunk_rows=4)
         for turn in range(self.calls):
             dispatch_scaled(
+                group, self.layer, turn, quantizes=self.quantizes, config=config, max_tokens=max(self.layer.tokens)
+            )
+
+
+@dataclass(frozen=True)
+class ScaledFfns(SimulatedCalls):
+    """scaled_moe_ffn."""
+
+    op: ClassVar = "moe_ffn"
+    layer: ScaledFfn = LITTLE_SCALED_FFN
+    quantizes: bool = True
+
+    def work(self, group):
+        config = mk.Config(tile_m=16, tile_n=32, tile_k=32, chunk_rows=4)
+        for turn in range(self.calls):
+            ffn_scaled(
                 group, self.layer, turn, quantizes=self.quantizes, config=config, max_tokens=max(self.layer.tokens)
             )

@@ -32,6 +32,7 @@ SHAPES = {
     "moe_dispatch": (32, 32),
     "moe_combine": (16, 32),
     "moe_ffn": (16, 32, 16),
+    "scaled_moe_ffn": (16, 128, 32),
 }
 ALL = [pytest.param(op, SHAPES.get(op, (64, 64, 64)), id=op) for op in WORKLOADS]
 

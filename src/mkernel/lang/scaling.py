@@ -112,6 +112,15 @@ def _scale_of_largest(bits, MOST: tl.constexpr):
 
 
 @triton.jit
+def quantize_tile(x, DTYPE: tl.constexpr):
+    """A tile in fp32 with one scale for each row: (its elements in fp8, the scales); to the bits of
+    `mkernel.quantize`."""
+    MOST: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+    scale = _scale_of_largest(tl.max(_bits_of_size(x), 1), MOST)
+    return (x * tl.math.div_rn(1.0, scale)[:, None]).to(DTYPE), scale
+
+
+@triton.jit
 def quantize_rows(source, target, scales, rows, columns, SHARED: tl.constexpr):
     """Quantize `rows` x `columns` elements of the block `source` to the block `target`, whose columns are contiguous,
     and store the scales of each row behind one another in `scales`; to the bits of `mkernel.quantize`.

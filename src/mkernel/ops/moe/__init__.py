@@ -1,6 +1,6 @@
 """Expert parallelism: dispatch tokens to the ranks of their experts, run the experts, combine the results.
 
-Five operators, each one persistent kernel per rank:
+Six operators, each one persistent kernel per rank:
 
 - `moe_dispatch_matmul` (dispatch_matmul.py) sends tokens to the ranks of their experts and multiplies them there with a
   grouped GEMM.
@@ -8,6 +8,7 @@ Five operators, each one persistent kernel per rank:
 - `moe_dispatch` (dispatch_rows.py) only sends them.
 - `moe_combine` (combine.py) returns the experts' rows to the ranks of their tokens, as weighted sums.
 - `moe_ffn` (ffn.py) runs the whole layer in one launch: dispatch, both GEMMs of a SwiGLU FFN, combine.
+- `scaled_moe_ffn` (scaled_ffn.py) does so in fp8.
 
 The docstring of each of these modules is its design record: what it computes, which CTA does what, why buffers can be
 reused, why it cannot deadlock, and what it costs. backward.py is that of the gradients. The operators share the modules
@@ -51,5 +52,14 @@ from mkernel.ops.moe.halves import moe_combine, moe_dispatch, moe_dispatch_matmu
 from mkernel.ops.moe.handle import Handle
 from mkernel.ops.moe.layer import moe_ffn
 from mkernel.ops.moe.scaled import moe_dispatch_scaled_matmul
+from mkernel.ops.moe.scaled_ffn import scaled_moe_ffn
 
-__all__ = ["Handle", "moe_combine", "moe_dispatch", "moe_dispatch_matmul", "moe_dispatch_scaled_matmul", "moe_ffn"]
+__all__ = [
+    "Handle",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_dispatch_matmul",
+    "moe_dispatch_scaled_matmul",
+    "moe_ffn",
+    "scaled_moe_ffn",
+]

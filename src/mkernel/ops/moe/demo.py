@@ -6,7 +6,14 @@ import torch
 
 from mkernel.demo.case import EPS, Case, Demo, everyones, random
 from mkernel.operators import Shape
-from mkernel.ops.moe import moe_combine, moe_dispatch, moe_dispatch_matmul, moe_dispatch_scaled_matmul, moe_ffn
+from mkernel.ops.moe import (
+    moe_combine,
+    moe_dispatch,
+    moe_dispatch_matmul,
+    moe_dispatch_scaled_matmul,
+    moe_ffn,
+    scaled_moe_ffn,
+)
 from mkernel.runtime.group import Group
 from mkernel.runtime.quantization import dequantize, quantize
 
@@ -154,6 +161,45 @@ def _ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
     )
 
 
+def _scaled_ffn(group: Group, shape: Shape, seed: int, large: bool) -> Case:
+    everyones_tokens, inter, hidden = shape
+    tokens, (experts, top_k) = everyones_tokens // group.size, _experts(large)
+    x, scale_x = quantize(random(group, seed, tokens, hidden), "BlockWise1x128")
+    gate_up = quantize(random(group, seed, experts, 2 * inter, hidden, what=1) * hidden**-0.5, "BlockWise128x128")
+    down = quantize(random(group, seed, experts, hidden, inter, what=2) * inter**-0.5, "BlockWise128x128")
+    (w1, scale_1), (w2, scale_2) = ([each.transpose(1, 2) for each in pair] for pair in (gate_up, down))
+    ids = _routing(group, tokens, experts, top_k, seed)
+    weights = random(group, seed, tokens, top_k, what=3).float().softmax(1)
+    wide = [dequantize(*pair).to(torch.bfloat16).transpose(1, 2) for pair in (gate_up, down)]
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = dequantize(x, scale_x, torch.float64)
+        total = bound = torch.zeros(tokens, hidden, dtype=torch.float64, device=group.device)
+        matrices = (("gate_up", gate_up), ("down", down))
+        pairs = zip(*(everyones(group, name, dequantize(*pair, torch.float64)) for name, pair in matrices))
+        for expert, (one, two) in enumerate((a, b) for first, second in pairs for a, b in zip(first, second)):
+            share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+            gate, up = (rows @ one.T).chunk(2, dim=1)
+            inner = torch.nn.functional.silu(gate) * up
+            # inner activations are rounded to fp8: by 2**-4 of them, or of the smallest normal number
+            error = 2**-4 * inner.abs().clamp_min(2**-14 * inner.abs().amax())
+            total = total + share * (inner @ two.T)
+            bound = bound + share * (error @ two.T.abs() + 4 * EPS * inner.abs() @ two.T.abs())
+        return total, bound + 1e-30
+
+    def library() -> torch.Tensor:
+        gate, up = (x.to(torch.bfloat16).repeat(top_k, 1).view(experts, -1, hidden) @ wide[0]).chunk(2, dim=2)
+        return (torch.nn.functional.silu(gate) * up) @ wide[1]
+
+    return Case(
+        inputs=f"{tokens} tokens of {hidden} in fp8, each for {top_k} experts, {experts} experts of {inter} inner "
+        "columns, and scales of blocks",
+        call=lambda: scaled_moe_ffn(x, ids, weights, w1, w2, scale_x, scale_1, scale_2, max_tokens=tokens),
+        exact=exact,
+        library=library,
+    )
+
+
 DISPATCH_MATMUL = Demo(
     _dispatch, simulated=lambda ranks: (48 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048)
 )
@@ -163,3 +209,6 @@ DISPATCH_SCALED = Demo(
 DISPATCH = Demo(_rows, simulated=lambda ranks: (48 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
 COMBINE = Demo(_combine, simulated=lambda ranks: (16 * ranks, 32), large=lambda ranks: (1024 * ranks, 2048))
 FFN = Demo(_ffn, simulated=lambda ranks: (16 * ranks, 32, 32), large=lambda ranks: (1024 * ranks, 1024, 2048))
+SCALED_FFN = Demo(
+    _scaled_ffn, simulated=lambda ranks: (16 * ranks, 128, 32), large=lambda ranks: (1024 * ranks, 1024, 2048)
+)

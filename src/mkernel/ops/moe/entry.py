@@ -85,6 +85,26 @@ register(
     )
 )
 
+register(
+    Operator(
+        name="scaled_moe_ffn",
+        summary="a mixture-of-experts layer in fp8: tokens travel with their scales, sums in bf16",
+        function=f"{PACKAGE}:scaled_moe_ffn",
+        explain=f"{PACKAGE}.scaled_ffn:explain",
+        dimensions=("tokens", "inter", "hidden"),
+        shared=("tokens",),
+        shapes=((8192, 2048, 7168), (32768, 2048, 7168)),
+        small=((2048, 1024, 2048),),
+        signals=SIGNALS,
+        options=(*OPTIONS, SCALING[1], QUANTIZE),
+        workload=f"{PACKAGE}.workload:SCALED_FFN",
+        space=f"{PACKAGE}.tuning:space_of_scaled_ffn",
+        demo=f"{PACKAGE}.demo:SCALED_FFN",
+        part_of="moe_ffn",
+        co_resident=True,
+    )
+)
+
 # benchmarks and the demo show the others as parts of moe_ffn
 register(
     Operator(

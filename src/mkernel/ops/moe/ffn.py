@@ -84,8 +84,11 @@ from mkernel.ops.moe.grouped import (
     gated,
     multiply_gated,
     multiply_rows,
+    multiply_scaled_gated,
+    multiply_scaled_rows,
     result_descriptor,
     rows_descriptor,
+    store_quantized_rows,
     store_rows,
     store_rows_through_pointers,
     wait_placed,
@@ -93,6 +96,7 @@ from mkernel.ops.moe.grouped import (
 )
 from mkernel.ops.moe.handle import Handle, new_handle
 from mkernel.ops.moe.kinds import COMPUTED
+from mkernel.ops.moe.packing import PackedLayer
 from mkernel.ops.moe.pieces import COUNTERS, DONE, GATED, combine_pieces
 from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
 from mkernel.ops.moe.protocol import Batch, decode
@@ -107,11 +111,17 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, layout, matmul_precision, named_constants
+from mkernel.runtime.scaling import SIDE
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
 TUNABLE = Tunable("moe_ffn", agreed=("tokens", "k", "hidden"), own=("inter", "experts"), shared=("chunk_rows",))
 NO_BIASES = Biases()
+# for the simulator: scales, which kernels only read
+OF_SCALES = (
+    "dispatch.packing.scales.data", "gemms.gate_up_scales.w.strides.scales.data",
+    "gemms.down_scales.w.strides.scales.data",
+)  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -134,9 +144,13 @@ class Gemms(NamedTuple):
     pre_rows: Any  # Block [row, 2*inter]: gate and up, if they are kept for a backward pass; or None
     gate_up_bias: Any  # Block [expert, 2*inter], or None
     down_bias: Any  # Block [expert, hidden], or None
+    inner_scales: Any  # Block: scales of `inner`, one for each row of a tile; None unless SCALED
+    gate_up_scales: Any  # ExpertScales, likewise
+    down_scales: Any
     hidden: Any
     inter: Any
     tiling: Any  # Tiling
+    SCALED: Any  # tokens, inner and matrices are fp8, and have scales
     ACTIVATION: Any  # of gate, see `gated`
     HALF: Any  # columns of gate in a tile, and of up
 
@@ -194,7 +208,12 @@ def _compute(context, operands, gemms, tables, tile, phase):
             since = trace_time(context)
             used_below(operands.inner, row + rows)
             of_down = Tile(expert, row, row + rows, column_block * N, gemms.hidden)
-            accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
+            if gemms.SCALED:
+                accumulator = multiply_scaled_rows(
+                    operands.inner, operands.down, of_down, gemms.inter, gemms.tiling, gemms.down_scales
+                )
+            else:
+                accumulator = multiply_rows(operands.inner, operands.down, of_down, gemms.inter, gemms.tiling)
             accumulator = biased(accumulator, gemms.down_bias, of_down, 0)
             accumulator += tl.where(ready, 0.0, float("nan"))
             store_rows(operands.rows_out, of_down, accumulator)
@@ -205,17 +224,26 @@ def _compute(context, operands, gemms, tables, tile, phase):
             acquire_for_descriptors()
             used_below(operands.rows, row + rows)
             of_gate = Tile(expert, row, row + rows, column_block * HALF, gemms.inter)
-            gate, up = multiply_gated(
-                operands.rows, operands.gate_up, of_gate, gemms.hidden,
-                Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
-            )  # fmt: skip
+            if gemms.SCALED:
+                gate, up = multiply_scaled_gated(
+                    operands.rows, operands.gate_up, of_gate, gemms.hidden,
+                    Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION), gemms.gate_up_scales,
+                )  # fmt: skip
+            else:
+                gate, up = multiply_gated(
+                    operands.rows, operands.gate_up, of_gate, gemms.hidden,
+                    Tiling(gemms.tiling.M, HALF, gemms.tiling.K, GROUP, gemms.tiling.PRECISION),
+                )  # fmt: skip
             gate = biased(gate, gemms.gate_up_bias, of_gate, 0)
             up = biased(up, gemms.gate_up_bias, of_gate, gemms.inter)
             if gemms.pre_rows is not None:
                 _keep(gemms, of_gate, gate, up)
             inner = gated(gate, up, gemms.ACTIVATION)
             inner += tl.where(ready, 0.0, float("nan"))
-            store_rows_through_pointers(gemms.inner_rows, of_gate, inner)
+            if gemms.SCALED:
+                store_quantized_rows(gemms.inner_rows, gemms.inner_scales, of_gate, inner)
+            else:
+                store_rows_through_pointers(gemms.inner_rows, of_gate, inner)
             trace(context, TILES, TILE, -1, tile, since)
         _count_tile(counters + tl.where(second, DONE, GATED))
         tile = take(tables.summary + TILES_TAKEN)
@@ -273,6 +301,7 @@ class Memory(NamedTuple):
     inner: torch.Tensor
     y: torch.Tensor
     pre: torch.Tensor | None
+    inner_scales: torch.Tensor | None = None
 
 
 def _allocate(group: Group, plan: FfnPlan, w_down: torch.Tensor, keep: str) -> Memory:
@@ -288,28 +317,31 @@ def _allocate(group: Group, plan: FfnPlan, w_down: torch.Tensor, keep: str) -> M
     return Memory(rows, inner, y, pre)
 
 
-def _launch(
+def launch_of(
     group: Group, plan: FfnPlan, memory: Layout, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
     w_gate_up: torch.Tensor, w_down: torch.Tensor, out: torch.Tensor, own: Memory, handle: Handle,
-    activation: str, biases: Biases,
+    activation: str, biases: Biases, packed: PackedLayer | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch that carries out a plan. Collective if the workspace must grow."""
+    """The launch that carries out a plan. Collective if the workspace must grow. packed: tokens and matrices in fp8;
+    then rows are packed tokens."""
     workspace = memory.workspace(group)
     c, sizes, copying = plan.config, plan.sizes, plan.copying
     _, inter, hidden = w_down.shape
-    rows, inner, y, pre = own
+    rows, inner, y, pre, inner_scales = own
+    elements = rows if packed is None else packed.x.rows(rows)
+    half = c.tile_n // 2 if packed is None else SIDE
     dispatch = Dispatch(
         x=Block(x, x.stride(0), x.stride(1)),
         ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
         weights=Block(topk_weights, topk_weights.stride(0), topk_weights.stride(1)),
         rows=Block(rows, rows.stride(0), 1),
-        hidden=hidden,
+        hidden=hidden if packed is None else constants(packed.x.words)[0],
         staged=memory.buffer_in(workspace, "staged"),
         send=memory.buffer_in(workspace, "send"),
         recv=memory.buffer_in(workspace, "recv"),
         roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dispatch_constants(c, COUNTERS.value, combines=True),
+        **protocol.copies_of(group, c.copy_bytes, rows.dtype),
+        **dispatch_constants(c, COUNTERS.value, combines=True, packing=None if packed is None else packed.x.packing()),
     )
     gemms = Gemms(
         gate_up_strides=plan.gate_up.strides(w_gate_up),
@@ -318,10 +350,13 @@ def _launch(
         pre_rows=None if pre is None else Block(pre, pre.stride(0), 1),
         gate_up_bias=bias_block(biases.gate_up),
         down_bias=bias_block(biases.down),
+        inner_scales=None if inner_scales is None else Block(inner_scales, inner_scales.stride(0), 1),
+        gate_up_scales=None if packed is None else packed.x.expert_scales(rows),
+        down_scales=None if packed is None else packed.down_scales(inner_scales),
         hidden=hidden,
         inter=inter,
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
-        **named_constants(ACTIVATION=activation, HALF=c.tile_n // 2),
+        **named_constants(SCALED=packed is not None, ACTIVATION=activation, HALF=half),
     )
     combine = Combine(
         y=Block(y, y.stride(0), 1),
@@ -330,20 +365,20 @@ def _launch(
         partial=memory.buffer_in(workspace, "partial"),
         send=memory.buffer_in(workspace, "combine_send"),
         recv=memory.buffer_in(workspace, "combine_recv"),
-        **protocol.copies_of(group, c.copy_bytes // 4, x.dtype),
+        **protocol.copies_of(group, c.copy_bytes // 4, y.dtype),
     )
     return Launch(
-        op="moe_ffn",
+        op=plan.op,
         group=group,
         kernel=moe_ffn_kernel,
         grid=c.ctas,
         arguments=dict(
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.gpus_per_node)),
-            rows=rows_descriptor(rows, c.tile_m, c.tile_k),
+            rows=rows_descriptor(elements, c.tile_m, c.tile_k),
             rows_out=result_descriptor(y, c.tile_m, c.tile_n),
             inner=rows_descriptor(inner, c.tile_m, c.tile_k),
-            gate_up=plan.gate_up.operand(w_gate_up, c.tile_k, c.tile_n // 2),
+            gate_up=plan.gate_up.operand(w_gate_up, c.tile_k, half),
             down=plan.down.operand(w_down, c.tile_k, c.tile_n),
             routing=routing_of(sizes, memory, workspace, handle.tables, ids=True, weights=True),
             dispatch=dispatch,
@@ -357,10 +392,12 @@ def _launch(
         uses=memory.uses(workspace),
         inputs=(
             "dispatch.x.data", "dispatch.ids.data", "dispatch.weights.data", "gate_up", "down",
-            "gemms.gate_up_bias.data", "gemms.down_bias.data",
+            "gemms.gate_up_bias.data", "gemms.down_bias.data", *(() if packed is None else OF_SCALES),
         ),
         results=("combine.out.data",),
-        scratch=(whole_of(y, c.tile_m), whole_of(inner, 0), handle.memory.view(torch.float32)),
+        scratch=(
+            whole_of(y, c.tile_m), *([] if packed else [whole_of(inner, 0)]), handle.memory.view(torch.float32)
+        ),
     )  # fmt: skip
 
 
@@ -476,7 +513,7 @@ def prepare_kept(
     own = _allocate(group, decided, w_down, keep)
     handle = new_handle(group, sizes, decided.config.tile_m)
     given = (x, topk_ids, topk_weights, w_gate_up, w_down)
-    return _launch(group, decided, memory, *given, out, own, handle, activation, biases), handle, own
+    return launch_of(group, decided, memory, *given, out, own, handle, activation, biases), handle, own
 
 
 def explain(

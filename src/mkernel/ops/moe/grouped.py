@@ -23,7 +23,7 @@ from mkernel.lang.gemm import masked_block
 from mkernel.lang.hints import used_below
 from mkernel.lang.matrix import Block, Tile, Tiling
 from mkernel.lang.roles import COMPUTE
-from mkernel.lang.scaling import multiply_scaled_step, scale_tile
+from mkernel.lang.scaling import multiply_scaled_step, quantize_tile, scale_tile
 from mkernel.lang.signals import wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe.kinds import PLACED
@@ -253,6 +253,23 @@ def multiply_gated(rows, w, tile, k, tiling):
 
 
 @triton.jit
+def multiply_scaled_gated(rows, w, tile, k, tiling, scales):
+    """`multiply_gated` in fp8, times the scales."""
+    gate = tl.zeros((tiling.M, tiling.N), tl.float32)
+    up = tl.zeros((tiling.M, tiling.N), tl.float32)
+    n = tile.columns
+    of_up = Tile(tile.part, tile.row, tile.rows, n + tile.column, 2 * n)
+    for step in range(tl.cdiv(k, tiling.K)):
+        depth = step * tiling.K
+        x = rows.load([tile.row, depth])
+        y = _weights_at(w, tile.part, depth, tile.column, k, n, tiling)
+        gate = multiply_scaled_step(gate, x, y, scales.rows, scales.w, tile, depth, tiling)
+        z = _weights_at(w, tile.part, depth, n + tile.column, k, 2 * n, tiling)
+        up = multiply_scaled_step(up, x, z, scales.rows, scales.w, of_up, depth, tiling)
+    return scale_tile(gate, scales.rows, scales.w, tile), scale_tile(up, scales.rows, scales.w, of_up)
+
+
+@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """The inner activations of a gated FFN: activation(gate) * up."""
     if ACTIVATION == "silu":
@@ -314,6 +331,16 @@ def store_rows_through_pointers(c, tile, values):
     j = tile.column + tl.arange(0, COLUMNS)[None, :]
     pointers = c.data + (tile.row + i).to(tl.int64) * c.row_stride + j
     tl.store(pointers, values.to(c.data.dtype.element_ty), mask=(i < tile.rows - tile.row) & (j < tile.columns))
+
+
+@triton.jit
+def store_quantized_rows(c, scales, tile, values):
+    """Quantize the rows of a tile, whose columns share a scale, and store them, and the scales."""
+    narrow, scale = quantize_tile(values, c.data.dtype.element_ty)
+    store_rows_through_pointers(c, tile, narrow)
+    i = tl.arange(0, values.shape[0])
+    place = (tile.row + i).to(tl.int64) * scales.row_stride + tile.column // values.shape[1]
+    tl.store(scales.data + place, scale, mask=i < tile.rows - tile.row)
 
 
 @triton.jit

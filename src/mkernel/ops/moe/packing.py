@@ -94,11 +94,7 @@ class Packed:
 
     def expert_scales(self, rows: torch.Tensor) -> ExpertScales:
         """The scales of packed rows and of the matrices, for the kernel."""
-        one, fixed = constants(0)[0], constants(self.blockwise, self.fast)
-        of_rows = Scales(rows.view(torch.float32)[:, self.at // 4 :], one, rows.stride(0), 1, *constants(1), *fixed)
-        w, group = self.scale_w, constants(SIDE if self.blockwise else 1)
-        of_w = Scales(w, w.stride(0), w.stride(2), w.stride(1), *group, *fixed)
-        return ExpertScales(_without_data(of_rows), _without_data(of_w), *constants(True))
+        return expert_scales(rows.view(torch.float32)[:, self.at // 4 :], self.scale_w, self.blockwise, self.fast)
 
     def __str__(self) -> str:
         kind = "fp8" if self.scale_x is not None else "fp8, to which the kernel quantizes them"
@@ -108,6 +104,28 @@ class Packed:
             sums = "with fast accumulation" if self.fast else f"added up in fp32 every {SIDE} of k"
             how = f"a scale for each token and each column of w; sums are {sums}"
         return f"tokens travel in {kind}, {4 * self.words} bytes with their scales; {how}"
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """The operands in fp8 of a whole layer. x: its tokens, and the scales of gate and up. scale_down: [experts,
+    inter/128, hidden/128]."""
+
+    x: Packed
+    scale_down: torch.Tensor
+
+    def down_scales(self, inner_scales: torch.Tensor | None) -> ExpertScales:
+        """The scales of inner activations and of the second matrices, for the kernel."""
+        assert inner_scales is not None
+        return expert_scales(inner_scales, self.scale_down, True, False)
+
+
+def expert_scales(rows: torch.Tensor, w: torch.Tensor, blockwise: bool, fast: bool) -> ExpertScales:
+    """Scales of rows [rows, ...] and of matrices [experts, ...], for the kernel."""
+    one, fixed = constants(0)[0], constants(blockwise, fast)
+    of_rows = Scales(rows, one, rows.stride(0), 1, *constants(1), *fixed)
+    of_w = Scales(w, w.stride(0), w.stride(2), w.stride(1), *constants(SIDE if blockwise else 1), *fixed)
+    return ExpertScales(_without_data(of_rows), _without_data(of_w), *constants(True))
 
 
 def _without_data(scales: Scales) -> Matrix:

@@ -316,11 +316,12 @@ class FfnPlan:
     precision: str
     reasons: tuple[str, ...]
     memory: Allocation | None = None  # of `mk.explain`
+    op: str = "moe_ffn"
 
     def __str__(self) -> str:
         c, s = self.config, self.sizes
         head = (
-            f"moe_ffn: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
+            f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
             f"{c.intra_ctas} intra, which compute and combine when their transfers are done), chunks of "
             f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
         )
@@ -328,10 +329,13 @@ class FfnPlan:
 
 
 def plan_ffn(
-    group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, sizes: Sizes, config: Config | None
-) -> FfnPlan:
-    """Plan a call of moe_ffn. Depends only on shapes, strides, alignment and the group."""
+    group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, sizes: Sizes, config: Config | None,
+    row_bytes: int | None = None,
+) -> FfnPlan:  # fmt: skip
+    """Plan a call of moe_ffn. Depends only on shapes, strides, alignment and the group. row_bytes: those of a token, if
+    it has more than its elements."""
     hidden, inter = w_down.shape[2], w_down.shape[1]
+    row_bytes = row_bytes or hidden * x.element_size()
     reasons = []
     gate_up, down = WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down)
     for name, weights in (("w_gate_up", gate_up), ("w_down", down)):
@@ -348,7 +352,7 @@ def plan_ffn(
         )
     max_ctas = group.world.launcher.ctas(group.world_rank)
     seconds = 6 * sizes.expected_rows * hidden * inter / planning.CTA_RATE[x.dtype] / max_ctas
-    copying = Copying.of(group, sizes, hidden * x.element_size(), pick)
+    copying = Copying.of(group, sizes, row_bytes, pick)
     reasons.append(f"{copying}, if the routing is balanced; the GEMMs are estimated to take {seconds * 1e3:.3g} ms")
     return FfnPlan(
         config=_settings(group, sizes, defaults, copying, x.dtype, both, pick),

@@ -64,9 +64,10 @@ class Batch(NamedTuple):
 
 def layout(
     op: str, sizes: Sizes, dtype: torch.dtype, row_stride: int, *, dispatches: bool = False, combines: bool = False,
-    packs: bool = False,
+    packs: bool = False, sums: tuple[torch.dtype, int] | None = None,
 ) -> Layout:  # fmt: skip
-    """The workspace of a call that dispatches tokens, combines results, or both. For the signals see `Signals`.
+    """The workspace of a call that dispatches tokens, combines results, or both. For the signals see `Signals`. sums:
+    dtype and row stride of what is combined, if they are others.
 
     tables: published routing tables. The row of a rank is valid on that rank and on its counterparts.
     staged: this rank's tokens, for the ranks of its node to fetch. If it `packs` them, also for itself.
@@ -93,6 +94,7 @@ def layout(
         memory.buffer("staged", dtype, sizes.max_tokens if packs or sizes.ranks_per_node > 1 else 0, row_stride)
         memory.buffer("send", dtype, far, row_stride)
         memory.buffer("recv", dtype, far, row_stride)
+    dtype, row_stride = sums or (dtype, row_stride)
     if combines:
         memory.buffer("partial", dtype, sizes.world_size * sizes.max_tokens, row_stride)
         memory.buffer("combine_send", dtype, far, row_stride)

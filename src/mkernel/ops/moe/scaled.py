@@ -86,11 +86,11 @@ def _recipe(scale_x: Any, recipe_x: Any, dtype_x: Any) -> str | None:
 
 
 def _check_scales(
-    group: Group, x: torch.Tensor, w: torch.Tensor, scale_x: Any, scale_w: Any, recipe: str | None
+    group: Group, x: torch.Tensor, w: torch.Tensor, scale_x: Any, scale_w: Any, recipe: str | None, name: str
 ) -> bool:
     """Reject scales of the wrong shape. Returns whether they are those of blocks."""
     (tokens, hidden), (experts, _, n) = x.shape, w.shape
-    check_scale(group, "scale_w", scale_w, 3)
+    check_scale(group, name, scale_w, 3)
     blocks = (experts, blocks_of(hidden), blocks_of(n))
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {(experts, 1, n): (tokens, 1), blocks: (tokens, blocks_of(hidden))}
     if recipe is not None:
@@ -100,14 +100,15 @@ def _check_scales(
         kinds[blocks] = f"one for each block of {SIDE} x {SIDE}"
         expected = ", or ".join(f"{' x '.join(map(str, shape))}, {kinds[shape]}" for shape in shapes)
         raise ArgumentError(
-            f"scale_w has shape {tuple(scale_w.shape)}, but w is {tuple(w.shape)}: it must have {expected}"
+            f"{name} has shape {tuple(scale_w.shape)}, but {name.replace('scale', 'w')} is {tuple(w.shape)}: it must "
+            f"have {expected}"
         )
     if recipe is None:
         check_scale(group, "scale_x", scale_x, 2)
         expected_x = shapes[tuple(scale_w.shape)]
         if tuple(scale_x.shape) != expected_x:
             raise ArgumentError(
-                f"scale_x has shape {tuple(scale_x.shape)}, but x is {tokens} x {hidden} and scale_w has shape "
+                f"scale_x has shape {tuple(scale_x.shape)}, but x is {tokens} x {hidden} and {name} has shape "
                 f"{tuple(scale_w.shape)}: it must have {expected_x[0]} x {expected_x[1]}"
             )
     return tuple(scale_w.shape) == blocks and tuple(scale_w.shape) != (experts, 1, n)
@@ -117,37 +118,40 @@ def check(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, scale_x: Any, scale_w: Any, *,
     bias: Any = None, out_dtype: Any = None, use_fast_accum: Any = False, capacity: int | None = None,
     max_tokens: int | None = None, config: Config | None = None, recipe_x: Any = None, dtype_x: Any = E4M3,
+    names: tuple[str, str, str, str] = (OP, "moe_dispatch_matmul", "w", "scale_w"),
 ) -> Packed:  # fmt: skip
-    """Reject arguments that cannot be computed with; the error names the argument and the rule."""
-    check_config(OP, config)
+    """Reject arguments that cannot be computed with; the error names the argument and the rule. names: of the operator,
+    of that without scales, of w and of scale_w."""
+    op, plain, of_w, of_scale = names
+    check_config(op, config)
     recipe = _recipe(scale_x, recipe_x, dtype_x)
     if recipe is None and isinstance(x, torch.Tensor) and x.dtype in RESULTS:
         raise ArgumentError(
             f"x has dtype {x.dtype}: quantize it with mk.quantize, or pass recipe_x, and the kernel does; or call "
-            f"moe_dispatch_matmul, which has no scales"
+            f"{plain}, which has no scales"
         )
-    check_tokens(OP, group, x, topk_ids, FP8 if recipe is None else RESULTS)
-    check_tensor(OP, group, "w", w, 3)
+    check_tokens(op, group, x, topk_ids, FP8 if recipe is None else RESULTS)
+    check_tensor(op, group, of_w, w, 3)
     if w.dtype not in FP8:
-        raise ArgumentError(f"w has dtype {w.dtype}; {OP} takes {' and '.join(map(str, FP8))}")
-    check_matrices(OP, group, "w", w, w.dtype, x.shape[1], "the size of a token")
+        raise ArgumentError(f"{of_w} has dtype {w.dtype}; {op} takes {' and '.join(map(str, FP8))}")
+    check_matrices(op, group, of_w, w, w.dtype, x.shape[1], "the size of a token")
     dtype = check_out_dtype(out_dtype, None)
-    check_bias(OP, group, "bias", bias, w, "w", dtype)
+    check_bias(op, group, "bias", bias, w, of_w, dtype)
     check_bounds(x.shape[0], capacity, max_tokens)
     if not isinstance(use_fast_accum, bool):
         raise ArgumentError(f"use_fast_accum must be True or False, got {use_fast_accum!r}")
-    blockwise = _check_scales(group, x, w, scale_x, scale_w, recipe)
+    blockwise = _check_scales(group, x, w, scale_x, scale_w, recipe, of_scale)
     if blockwise and use_fast_accum:
         raise ArgumentError("use_fast_accum is for scales of rows: with scales of blocks, pass use_fast_accum=False")
     if group.device.type == "cuda" and torch.cuda.get_device_capability(group.device) < OLDEST:
-        raise ArgumentError(f"{OP} needs a GPU that multiplies fp8, of compute capability 8.9 or newer")
+        raise ArgumentError(f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer")
     return Packed(
         hidden=x.shape[1], dtype=x.dtype if recipe is None else dtype_x, scale_x=None if recipe else scale_x,
         scale_w=scale_w, blockwise=blockwise, fast=use_fast_accum, out_dtype=dtype,
     )  # fmt: skip
 
 
-def _narrow(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+def narrow(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """x in the dtype in which it travels; without memory."""
     return torch.empty(x.shape, dtype=packed.dtype, device="meta")
 
@@ -170,7 +174,7 @@ def agree(
 ) -> Sizes:  # fmt: skip
     """The sizes of a call with valid arguments. Collective."""
     return agree_on_sizes(
-        OP, group, _narrow(x, packed), topk_ids, w.shape[0], capacity, max_tokens, config,
+        OP, group, narrow(x, packed), topk_ids, w.shape[0], capacity, max_tokens, config,
         lambda most: choose(group, topk_ids, w, packed, most, config), out=w.shape[2], scales=packed.count,
         out_dtype=packed.out_dtype,
     )  # fmt: skip
@@ -179,7 +183,7 @@ def agree(
 def _plan(
     group: Group, x: torch.Tensor, w: torch.Tensor, packed: Packed, sizes: Sizes, config: Config | None
 ) -> DispatchPlan:
-    decided = plan_dispatch(group, _narrow(x, packed), w, sizes, config, 4 * packed.words)
+    decided = plan_dispatch(group, narrow(x, packed), w, sizes, config, 4 * packed.words)
     check_tile_k(packed.blockwise, decided.config.tile_k)
     return replace(
         decided, op=OP, row_stride=row_stride_of(packed.words, WORD), reasons=(str(packed), *decided.reasons)

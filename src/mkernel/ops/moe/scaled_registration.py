@@ -21,6 +21,43 @@ SCHEMA = (
 )
 
 
+FFN = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? scale_x, "
+    "Tensor scale_gate_up, Tensor scale_down, str group, int? capacity, int? max_tokens, str activation"
+)
+
+
+def define_ffn(function: Callable[..., torch.Tensor]) -> None:
+    """Register scaled_moe_ffn, which `function` computes."""
+
+    def run(
+        x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+        w_down: torch.Tensor, scale_x: torch.Tensor | None, scale_gate_up: torch.Tensor, scale_down: torch.Tensor,
+        group: str, capacity: int | None, max_tokens: int | None, activation: str,
+        config: Sequence[int] | None = None, recipe_x: str | None = None, dtype_x: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return function(
+            x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down, group=group,
+            capacity=capacity, max_tokens=max_tokens, activation=activation, out=out, config=library.decoded(config),
+            recipe_x=recipe_x, dtype_x=dtype_x or E4M3,
+        )  # fmt: skip
+
+    def run_into(*arguments: Any) -> None:
+        run(*arguments)
+
+    library.define(
+        "scaled_moe_ffn", f"({FFN}, int[]? config=None, str? recipe_x=None, ScalarType? dtype_x=None) -> Tensor",
+        run, lambda x, *_, **more: x.new_empty(x.shape, dtype=torch.bfloat16),
+        backward=library.no_backward("scaled_moe_ffn"),
+    )  # fmt: skip
+    library.define(
+        "scaled_moe_ffn_out",
+        f"({FFN}, int[]? config, str? recipe_x, ScalarType? dtype_x, Tensor(a!) out) -> ()",
+        run_into, lambda *_: None,
+    )  # fmt: skip
+
+
 def define(function: Callable[..., tuple[torch.Tensor, Handle]]) -> None:
     """Register the operator, which `function` computes: the result, and the handle, of which tables are returned."""
 

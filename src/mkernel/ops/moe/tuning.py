@@ -28,6 +28,11 @@ def space_of_scaled(group: Group, plan: Any) -> Space:
     return Space(space(group, plan).portable | dict(tile_n=near(plan.config.tile_n, 64, 128), tile_k=(64, 128)))
 
 
+def space_of_scaled_ffn(group: Group, plan: Any) -> Space:
+    """The search space of scaled_moe_ffn. A tile of the first GEMM has 128 columns, whatever tile_n is."""
+    return Space(space(group, plan).portable | dict(tile_n=(64, 128), tile_k=(64, 128)))
+
+
 def space_of_dispatch(group: Group, plan: Any) -> Space:
     """The search space of moe_dispatch."""
     c = plan.config

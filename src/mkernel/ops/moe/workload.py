@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mkernel.operators import Shape
-from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, ffn, scaled
+from mkernel.ops.moe import combine, dispatch_matmul, dispatch_rows, ffn, scaled, scaled_ffn
 from mkernel.ops.moe.sizes import Sizes
 from mkernel.runtime import quantization
 from mkernel.runtime.config import Config
@@ -201,6 +201,38 @@ def _ffn(
     return Call(lambda config: ffn.moe_ffn(*given, **mine.bounds, group=group, out=out, config=config), tried)
 
 
+def _scaled_ffn(
+    group: Group, shape: Shape, dtype: torch.dtype, *, experts: int | None = None, topk: int | None = None,
+    blockwise: bool = False, quantize: bool = False,
+) -> Call:  # fmt: skip
+    """quantize: the kernel quantizes tokens. The result is bf16, whatever dtype is."""
+    tokens, inter, hidden = shape
+    mine = _Tokens.of(group, tokens, hidden, torch.bfloat16, experts, topk)
+    recipe, of_w = ("BlockWise1x128", "BlockWise128x128") if blockwise else ("RowWise", "RowWise")
+    wide = dict(dtype=torch.float32)
+    gate_up = randn(group, mine.experts, 2 * inter, hidden, seed=1, scale=hidden**-0.5, **wide)
+    down = randn(group, mine.experts, hidden, inter, seed=2, scale=inter**-0.5, **wide)
+    (w1, scale_1), (w2, scale_2) = _quantized(group, gate_up, of_w), _quantized(group, down, "BlockWise128x128")
+    x, scale_x = (mine.x, None) if quantize else _quantized(group, mine.x, recipe)
+    weights, out = mine.weights(group), torch.empty_like(mine.x)
+    w1, w2, scale_1, scale_2 = (each.transpose(1, 2) for each in (w1, w2, scale_1, scale_2))
+    tensors = (x, mine.ids, weights, w1, w2)
+    given = (*tensors, scale_x, scale_1, scale_2)
+    named: dict[str, Any] = dict(mine.bounds, out=out) | (dict(recipe_x=recipe) if quantize else {})
+
+    def prepare(config: Config | None) -> Launch:
+        packed = scaled_ffn.check(group, *given, **named, config=config)
+        routing = scaled_ffn.agree(group, x, mine.ids, w2, packed, **mine.bounds, config=config)
+        return scaled_ffn.prepare(group, *tensors, out, packed, routing, config)
+
+    tried = Tried(
+        prepare=prepare,
+        explain=lambda config: scaled_ffn.explain(*given, **named, group=group, config=config),
+        sizes=mine.sizes(inter=inter, hidden=hidden, blockwise=blockwise, quantizes=quantize),
+    )
+    return Call(lambda config: scaled_ffn.scaled_moe_ffn(*given, **named, group=group, config=config), tried)
+
+
 # -- what the simulator has to do
 
 
@@ -248,10 +280,20 @@ def _cost_of_ffn(shape: Shape, ranks: int) -> Cost:
     )
 
 
+def _cost_of_scaled_ffn(shape: Shape, ranks: int) -> Cost:
+    """A tile of the first GEMM has 128 columns of gate and of up."""
+    tokens, inter, hidden = shape
+    plain, of_rows = _cost_of_ffn(shape, ranks), _blocks_of_rows(tokens, ranks)
+    wide = math.ceil(inter / 128)
+    dots = of_rows * (2 * wide * blocks(hidden) + blocks(inter, hidden))
+    return Cost(plain.tiles + of_rows * (wide - blocks(inter)), dots, plain.copies, plain.elements)
+
+
 DISPATCH_MATMUL = Workload(
     "moe_dispatch_matmul", (64, 64, 32), (1, 1, 8), _dispatch, _cost_of_dispatch, dispatch_matmul.TUNABLE
 )
 DISPATCH_SCALED = Workload(scaled.OP, (64, 64, 32), (1, 1, 8), _scaled_dispatch, _cost_of_dispatch, scaled.TUNABLE)
 DISPATCH = Workload("moe_dispatch", (64, 32), (1, 8), _rows, _cost_of_rows, dispatch_rows.TUNABLE)
 COMBINE = Workload("moe_combine", (64, 32), (1, 8), _combine, _cost_of_combine, combine.TUNABLE)
+SCALED_FFN = Workload(scaled_ffn.OP, (32, 128, 32), (1, 128, 8), _scaled_ffn, _cost_of_scaled_ffn, scaled_ffn.TUNABLE)
 FFN = Workload("moe_ffn", (32, 32, 32), (1, 1, 8), _ffn, _cost_of_ffn, ffn.TUNABLE)
