@@ -163,7 +163,7 @@ def choose(
     values that are the same on every rank, whether it is tuned or not."""
     experts, hidden, out = w.shape
     return TUNABLE.choose(
-        group, packed.dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden, out=out,
+        group, packed.out_dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden, out=out,
         blockwise=packed.blockwise, experts=experts, quantizes=packed.scale_x is None,
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def choose(
     values that are the same on every rank, whether it is tuned or not."""
     experts, inter, hidden = w_down.shape
     return TUNABLE.choose(
-        group, packed.x.dtype, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden,
+        group, BF16, given, tokens=max_tokens, k=topk_ids.shape[1], hidden=hidden,
         blockwise=packed.x.blockwise, inter=inter, experts=experts, quantizes=packed.x.scale_x is None,
     )  # fmt: skip
 
@@ -116,7 +116,8 @@ def _plan(
     group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, packed: PackedLayer, sizes: Sizes,
     config: Config | None,
 ) -> FfnPlan:  # fmt: skip
-    """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled."""
+    """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
+    340 bytes. With several nodes, these spill up to 68."""
     words, given = packed.x.words, config or Config()
     if group.device.type == "cuda" and given.tile_m is None:
         config = replace(given, tile_m=64)
