@@ -32,7 +32,7 @@ class Nic(str, Enum):
     efa = "efa"
 
 
-@takes_options()
+@takes_options("model")
 def plan(
     op: Annotated[
         str | None, typer.Argument(help=f"The operator: {', '.join(operators.registered('workload', 'model'))}.")

@@ -209,6 +209,9 @@ def test_the_plan():
         assert "a is quantized by the kernel, into the workspace" in str(plan)
         assert plan.config.send_ctas >= 1
         assert plan.config.join_tiles == 0
+        asked = dict(case.how, config=mk.Config(join_tiles=2))
+        plan = explain(case.of(0), *case.weight(0)[:1], None, case.weight(0)[1], **asked)
+        assert plan.config.join_tiles == 0, "no tiles of own rows depend on nothing"
 
     run(work, cluster=(1, 2))
 

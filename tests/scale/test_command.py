@@ -155,7 +155,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ((), "name an operator"),
-    (("moe_combine",), "was registered without model"),
+    (("moe_combine",), "was registered without model, which is there for all_gather_matmul, matmul_reduce_scatter,"),
     (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
     (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
@@ -193,3 +193,8 @@ def test_the_lane_that_ends_last_has_all_of_its_time():
 def test_short_pieces_join_their_neighbours():
     pieces = [Piece("a", 0, 1), Piece("a", 1, 2), Piece("b", 2, 2.001), Piece("a", 2.001, 4)]
     assert joined(pieces) == [Piece("a", 0, 4)]
+
+
+def test_options_are_those_of_operators_that_can_be_planned():
+    assert "--zigzag" in run("--help").output
+    assert "--quantize" not in run("--help").output
