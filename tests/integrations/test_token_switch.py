@@ -59,6 +59,17 @@ def test_what_is_refused(integration):
     def work(group):
         with pytest.raises(mk.ArgumentError, match="num_experts is 5, which 2 ranks cannot divide equally"):
             integration.TokenSwitch(group, 5, 9, MOST)
+        switch = integration.TokenSwitch(group, 4, 9, MOST)
+        routing = switch.create_routing(LAYER.ids(group.rank), layout="expert_major")
+        x, weights = LAYER.x(group.rank), LAYER.weights(group.rank)
+        for message, given in {
+            r"tokens has 4 rows, but the routing is that of \d tokens": (x[:4], weights),
+            "tokens has dtype torch.float64": (x.double(), weights),
+            r"topk_weights is \(\d, 1\), but must be": (x, weights[:, :1]),
+            "topk_weights has dtype torch.int64": (x, weights.nan_to_num().long()),
+        }.items():
+            with pytest.raises(mk.ArgumentError, match=message):
+                switch.dispatch(routing, *given, MOST)
         switch = integration.TokenSwitch(group, 4, 9, 1)
         with pytest.raises(mk.ArgumentError, match="layout must be 'expert_major', got 'flat'"):
             switch.create_routing(LAYER.ids(group.rank), layout="flat")

@@ -30,20 +30,30 @@ import torch
 from torch.distributed import _token_switch as interface  # type: ignore[attr-defined,unused-ignore]
 
 from mkernel.ops.moe import Handle, moe_combine, moe_dispatch
+from mkernel.ops.moe.arguments import check_weights
 from mkernel.ops.moe.redispatch import Moved, redispatch
 from mkernel.runtime.collective import collective
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
+from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.operands import DTYPES
 
-LAYOUT = "expert_major"
+LAYOUT, DISPATCH = "expert_major", "TokenSwitch.dispatch"
 
 
 @collective
 def _move(tokens: torch.Tensor, weights: torch.Tensor, handle: Handle, *, group: Group) -> Moved:
     """Tokens, and the weights of their slots, as rows of their experts."""
     sizes = handle.sizes
+    check_tensor(DISPATCH, group, "tokens", tokens, 2)
+    if tokens.dtype not in DTYPES:
+        raise ArgumentError(f"tokens has dtype {tokens.dtype}; supported are {', '.join(map(str, DTYPES))}")
+    if len(tokens) != sizes.tokens:
+        raise ArgumentError(f"tokens has {len(tokens)} rows, but the routing is that of {sizes.tokens} tokens")
+    check_tensor(DISPATCH, group, "topk_weights", weights, 2)
+    check_weights(weights, sizes.tokens, sizes.k)
     group.agree(
-        "TokenSwitch.dispatch", columns=tokens.shape[1], dtype=tokens.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
+        DISPATCH, columns=tokens.shape[1], dtype=tokens.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
         chunk_rows=sizes.chunk_rows,
     )  # fmt: skip
     return redispatch(group, handle, tokens, weights=weights)
