@@ -171,6 +171,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
     (("--layer", "attention", "--causal"), "not possible with --layer"),
     (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
+    (("all_gather_matmul", "--calibrate", "x.json"), "only measures; predict with --machine x.json afterwards"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):
     result = run(*arguments)
