@@ -77,3 +77,17 @@ def test_what_is_refused(integration):
             switch.create_routing(LAYER.ids(group.rank), layout="expert_major")
 
     run(work, cluster=(1, 2))
+
+
+def test_rows_that_are_left_out_are_nan(integration):
+    def work(group):
+        rank = group.rank
+        switch = integration.TokenSwitch(group, 4, 9, MOST)
+        routing = switch.create_routing(LAYER.ids(rank), layout="expert_major")
+        rows = int(routing.handle.counts.sum())
+        y, _, _ = switch.dispatch(routing, LAYER.x(rank), LAYER.weights(rank).nan_to_num(0.0), rows - 1)
+        lacking = group.exchange("lacking", (int(routing.handle.source[rows - 1]), int(routing.handle.token[rows - 1])))
+        out = switch.combine(routing, y)
+        assert {(rank, int(token)) for token in out.isnan().any(1).nonzero()} == {at for at in lacking if at[0] == rank}
+
+    run(work, cluster=(1, 2))

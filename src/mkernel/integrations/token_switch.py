@@ -67,7 +67,8 @@ class TokenSwitch(interface.TokenSwitch):
         num_experts: experts of all ranks; divisible by their number.
         max_dispatch_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank.
         max_recv_tokens_per_rank: the capacity: how many rows a rank can receive, one for each token and expert. Rows
-            beyond it are a `mk.CapacityError` on all ranks.
+            beyond it are a `mk.CapacityError` on all ranks. A `dispatch` with a smaller max_recv_tokens leaves out what
+            is beyond that; `combine` then returns NaN for tokens that lack a row.
         max_token_bytes: not needed here.
     """
 
@@ -125,7 +126,8 @@ class TokenSwitch(interface.TokenSwitch):
     def _combine(self, routing: Any, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
         handle: Handle = routing.handle
         rows = expert_tokens[: handle.capacity]
-        if len(rows) < handle.capacity:  # those behind the last one that is needed are left out
-            rows = torch.cat([rows, rows.new_empty(handle.capacity - len(rows), rows.shape[1])])
+        if len(rows) < handle.capacity:  # those behind the last one that is needed may be left out; no others
+            missing = rows.new_full((handle.capacity - len(rows), rows.shape[1]), float("nan"))
+            rows = torch.cat([rows, missing])
         ones = torch.ones_like(routing.topk_idx, dtype=torch.float32)
         moe_combine(rows, handle, ones, group=self._group, out=out_tokens)
