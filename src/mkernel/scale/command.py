@@ -164,7 +164,7 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
         + ", ".join(f"{kind} {part:.0%}" for kind, part in spent)
     )
     if asked.late:
-        console.print(f"One rank begins {asked.late * 1e6:.4g} us after the others, from whose beginning times count.")
+        console.print(f"One rank begins {asked.late * 1e6:.4g} us after the others. Times count from their beginning.")
     console.print(escape(last.plan), soft_wrap=True)
 
 
