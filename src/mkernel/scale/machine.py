@@ -100,6 +100,7 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+TILE_ELEMENTS = 128 * 256  # of 16 bits, of the tile that `pushed_seconds` and `partial_seconds` are for
 MEASURED = "h200-cx7"  # the machine with the GPU that our figures come from
 RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
