@@ -13,9 +13,9 @@ from mkernel.scale.machine import load
 
 # a GPU with fewer and slower SMs
 OTHER = {
-    "sm_flops": {"gemm": 5.0e12, "attention": 4.0e12, "attention_backward": 1.5e12}, "tile_seconds": 5e-6, "launch_seconds": 2e-5, "copy": 2e10,
-    "nvlink_seconds": 4e-6, "library_flops": {"gemm": 5e14, "attention": 4e14, "attention_backward": 3e14, "grouped": 3e14, "gated": 2e14},
-    "sms": 100, "memory": 2e12,
+    "sm_flops": {"gemm": 5.0e12, "attention": 4.0e12, "attention_backward": 1.5e12}, "tile_seconds": 5e-6,
+    "library_flops": {"gemm": 5e14, "attention": 4e14, "attention_backward": 3e14, "grouped": 3e14, "gated": 2e14},
+    "launch_seconds": 2e-5, "copy": 2e10, "nvlink_seconds": 4e-6, "sms": 100, "memory": 2e12,
 }  # fmt: skip
 
 

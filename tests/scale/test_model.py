@@ -237,7 +237,10 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
     ({"network_share": 1.5}, "network_share must be from 0 to 1"),
     ({"sm_flops": {"gemm": 1}}, "sm_flops must be an object with 'attention'"),
     ({"library_flops": {"gemm": 1}}, "library_flops must be an object with 'attention'"),
-    ({"sm_flops": {"gemm": "x", "attention": 1, "attention_backward": 1}}, "sm_flops must be an object in which gemm is a number"),
+    (
+        {"sm_flops": {"gemm": "x", "attention": 1, "attention_backward": 1}},
+        "sm_flops must be an object in which gemm is a number",
+    ),
     ({"sharing": {"gemm": {"two": 1}}}, "sharing must be an object in which gemm has numbers of ranks"),
     ({"sources": []}, "sources must be an object"),
     ({"paced": 1}, "paced must be true or false"),
