@@ -15,7 +15,8 @@ from mkernel.scale.machine import load
 OTHER = {
     "sm_flops": {"gemm": 5.0e12, "attention": 4.0e12, "attention_backward": 1.5e12}, "tile_seconds": 5e-6,
     "library_flops": {"gemm": 5e14, "attention": 4e14, "attention_backward": 3e14, "grouped": 3e14, "gated": 2e14},
-    "launch_seconds": 2e-5, "copy": 2e10, "nvlink_seconds": 4e-6, "sms": 100, "memory": 2e12,
+    "tile_rates": {"128x128": 0.8, "64x128": 0.6}, "launch_seconds": 2e-5, "copy": 2e10, "nvlink_seconds": 4e-6,
+    "sms": 100, "memory": 2e12,
 }  # fmt: skip
 
 
@@ -48,6 +49,8 @@ def test_constants_are_found_again(other, gpus):
         "copy",
         "launch_seconds",
         "nvlink_seconds",
+        "tile_rates.128x128",
+        "tile_rates.64x128",
     } == {*constants}
     for name in constants:
         assert constant_of(found, name) == pytest.approx(constant_of(other, name), rel=0.02), name
