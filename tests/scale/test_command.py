@@ -104,7 +104,7 @@ def test_layers():
     for name in ("attention", "moe"):
         result = run("--layer", name, "--nodes", "1,2")
         assert result.exit_code == 0, result.output
-        assert result.output.count("forward") == 2
+        assert result.output.count("forward") == result.output.count("backward") == 2
     assert "is not a shape of mlp" in words(run("--layer", "mlp", "3x4"))
     assert "there is no layer 'bakery'" in words(run("--layer", "bakery"))
 
