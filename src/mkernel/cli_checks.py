@@ -78,14 +78,14 @@ class Dtype(str, Enum):
 Said = dict[str, int]  # the operator options given on the command line, by name
 
 
-def takes_options(*, bench: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command: replace its parameter `said` by the options of all operators, or of all benchmarks. The
-    command receives those that were given as `said`."""
+def takes_options(*parts: str, bench: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: replace its parameter `said` by the options of all operators that have these parts, or of all
+    benchmarks. The command receives those that were given as `said`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         known = {
             option.name: option
-            for operator in operators.registered().values()
+            for operator in operators.registered(*parts).values()
             for option in operator.options
             if (option.bench if bench else option.calls)
         }

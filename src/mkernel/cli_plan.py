@@ -32,7 +32,7 @@ class Nic(str, Enum):
     efa = "efa"
 
 
-@takes_options()
+@takes_options("model")
 def plan(
     op: Annotated[
         str | None, typer.Argument(help=f"The operator: {', '.join(operators.registered('workload', 'model'))}.")
@@ -78,6 +78,9 @@ def plan(
     The plan of a call is carried out on a model of the machine; docs/scale.md says how far to trust it.
     """
     if calibrate is not None:
+        if op is not None or layer is not None:
+            what = f"only measures; predict with --machine {calibrate} afterwards"
+            raise typer.BadParameter(what, param_hint="--calibrate")
         _calibrate(calibrate, machine)
         return
     if layer is None and op is None:

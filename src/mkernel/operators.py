@@ -123,8 +123,10 @@ class Operator:
         """Resolve one of the entry's references: "function", "explain", "workload", "demo", "bench" and so on."""
         named = getattr(self, part)
         if named is None:
+            others = ", ".join(registered(part)) or "no operator"
             raise ArgumentError(
-                f"{self.name} was registered without {part}; register it with Operator(..., {part}='module:name')"
+                f"{self.name} was registered without {part}, which is there for {others}. An operator of your own gets "
+                f"it by Operator(..., {part}='module:name')"
             )
         try:
             return resolve(named)

@@ -59,10 +59,35 @@ def test_what_is_refused(integration):
     def work(group):
         with pytest.raises(mk.ArgumentError, match="num_experts is 5, which 2 ranks cannot divide equally"):
             integration.TokenSwitch(group, 5, 9, MOST)
+        switch = integration.TokenSwitch(group, 4, 9, MOST)
+        routing = switch.create_routing(LAYER.ids(group.rank), layout="expert_major")
+        x, weights = LAYER.x(group.rank), LAYER.weights(group.rank)
+        for message, given in {
+            r"tokens has 4 rows, but the routing is that of \d tokens": (x[:4], weights),
+            "tokens has dtype torch.float64": (x.double(), weights),
+            r"topk_weights is \(\d, 1\), but must be": (x, weights[:, :1]),
+            "topk_weights has dtype torch.int64": (x, weights.nan_to_num().long()),
+        }.items():
+            with pytest.raises(mk.ArgumentError, match=message):
+                switch.dispatch(routing, *given, MOST)
         switch = integration.TokenSwitch(group, 4, 9, 1)
         with pytest.raises(mk.ArgumentError, match="layout must be 'expert_major', got 'flat'"):
             switch.create_routing(LAYER.ids(group.rank), layout="flat")
         with pytest.raises(mk.CapacityError, match="whose capacity is 1"):
             switch.create_routing(LAYER.ids(group.rank), layout="expert_major")
+
+    run(work, cluster=(1, 2))
+
+
+def test_rows_that_are_left_out_are_nan(integration):
+    def work(group):
+        rank = group.rank
+        switch = integration.TokenSwitch(group, 4, 9, MOST)
+        routing = switch.create_routing(LAYER.ids(rank), layout="expert_major")
+        rows = int(routing.handle.counts.sum())
+        y, _, _ = switch.dispatch(routing, LAYER.x(rank), LAYER.weights(rank).nan_to_num(0.0), rows - 1)
+        lacking = group.exchange("lacking", (int(routing.handle.source[rows - 1]), int(routing.handle.token[rows - 1])))
+        out = switch.combine(routing, y)
+        assert {(rank, int(token)) for token in out.isnan().any(1).nonzero()} == {at for at in lacking if at[0] == rank}
 
     run(work, cluster=(1, 2))

@@ -54,7 +54,7 @@ def close(one, other):
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1), (1, 1)], ids=str)
 def test_beside_one_rank_with_all_experts(cluster, capacity_factor, integration):
     config = Dispatcher.Config(num_experts=EXPERTS, top_k=K)
-    replaced = stand_in.OVERRIDES[Dispatcher.Config](config, capacity_factor=capacity_factor)
+    replaced = stand_in.overridden(config, capacity_factor=capacity_factor)
 
     def on_rank(group):
         dispatcher = replaced.build()
@@ -93,3 +93,14 @@ def test_what_is_refused(integration):
             dispatcher.dispatch(torch.ones(2, 8), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int64), None)
 
     mk.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu")
+
+
+def test_a_dispatcher_that_pads_is_left_as_it_is(integration):
+    """TorchTitan's for quantized experts is a subclass of the one that is replaced."""
+
+    class Padding(Dispatcher):
+        class Config(Dispatcher.Config):
+            pass
+
+    config = Padding.Config(num_experts=EXPERTS, top_k=K)
+    assert stand_in.overridden(config) is config

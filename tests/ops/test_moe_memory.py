@@ -51,6 +51,7 @@ def test_what_is_refused():
         for error, arguments in {
             "pass one of them": dict(capacity=20, capacity_factor=1.0, max_tokens=8),
             "capacity_factor needs max_tokens": dict(capacity_factor=1.0),
+            "capacity_factor needs max_tokens, the largest": dict(capacity_factor=1.0, max_tokens=-1),
             "capacity_factor must be a number above 0, got 0": dict(capacity_factor=0, max_tokens=8),
             "capacity_factor must be a number above 0, got inf": dict(capacity_factor=math.inf, max_tokens=8),
             "capacity_factor must be a number above 0, got True": dict(capacity_factor=True, max_tokens=8),

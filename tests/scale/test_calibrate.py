@@ -13,8 +13,9 @@ from mkernel.scale.machine import load
 
 # a GPU with fewer and slower SMs
 OTHER = {
-    "sm_flops": {"gemm": 5.0e12, "attention": 4.0e12}, "tile_seconds": 5e-6, "launch_seconds": 2e-5, "copy": 2e10,
-    "nvlink_seconds": 4e-6, "library_flops": {"gemm": 5e14, "attention": 4e14, "grouped": 3e14, "gated": 2e14},
+    "sm_flops": {"gemm": 5.0e12, "attention": 4.0e12, "attention_backward": 1.5e12}, "tile_seconds": 5e-6,
+    "library_flops": {"gemm": 5e14, "attention": 4e14, "attention_backward": 3e14, "grouped": 3e14, "gated": 2e14},
+    "tile_rates": {"128x128": 0.8, "64x128": 0.6}, "launch_seconds": 2e-5, "copy": 2e10, "nvlink_seconds": 4e-6,
     "sms": 100, "memory": 2e12,
 }  # fmt: skip
 
@@ -40,9 +41,17 @@ def test_constants_are_found_again(other, gpus):
     found, names = fit(base, timed_on(other, gpus), gpus)
     constants = [timed.constant for _, timed in everything_timed() if timed.constant is not None]
     assert set(constants) <= set(names)
-    assert {"sm_flops.gemm", "sm_flops.attention", "tile_seconds", "copy", "launch_seconds", "nvlink_seconds"} == {
-        *constants
-    }
+    assert {
+        "sm_flops.gemm",
+        "sm_flops.attention",
+        "sm_flops.attention_backward",
+        "tile_seconds",
+        "copy",
+        "launch_seconds",
+        "nvlink_seconds",
+        "tile_rates.128x128",
+        "tile_rates.64x128",
+    } == {*constants}
     for name in constants:
         assert constant_of(found, name) == pytest.approx(constant_of(other, name), rel=0.02), name
     assert found.library_flops == pytest.approx(other.library_flops)

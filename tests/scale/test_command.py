@@ -104,7 +104,7 @@ def test_layers():
     for name in ("attention", "moe"):
         result = run("--layer", name, "--nodes", "1,2")
         assert result.exit_code == 0, result.output
-        assert result.output.count("forward") == 2
+        assert result.output.count("forward") == result.output.count("backward") == 2
     assert "is not a shape of mlp" in words(run("--layer", "mlp", "3x4"))
     assert "there is no layer 'bakery'" in words(run("--layer", "bakery"))
 
@@ -155,7 +155,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ((), "name an operator"),
-    (("moe_combine",), "was registered without model"),
+    (("moe_combine",), "was registered without model, which is there for all_gather_matmul, matmul_reduce_scatter,"),
     (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
     (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
@@ -171,6 +171,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
     (("--layer", "attention", "--causal"), "not possible with --layer"),
     (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
+    (("all_gather_matmul", "--calibrate", "x.json"), "only measures; predict with --machine x.json afterwards"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):
     result = run(*arguments)
@@ -193,3 +194,8 @@ def test_the_lane_that_ends_last_has_all_of_its_time():
 def test_short_pieces_join_their_neighbours():
     pieces = [Piece("a", 0, 1), Piece("a", 1, 2), Piece("b", 2, 2.001), Piece("a", 2.001, 4)]
     assert joined(pieces) == [Piece("a", 0, 4)]
+
+
+def test_options_are_those_of_operators_that_can_be_planned():
+    assert "--zigzag" in run("--help").output
+    assert "--quantize" not in run("--help").output

@@ -29,6 +29,7 @@ SHAPES = {
     "matmul_reduce_scatter": (4096, 8192, 8192),
     "matmul_all_reduce": (4096, 8192, 8192),
     "ring_attention": (1, 16, 16384, 128),
+    "ring_attention_backward": (1, 16, 16384, 128),
     "moe_dispatch_matmul": (4096, 2048, 2048),
     "moe_ffn": (4096, 2048, 2048),
 }
@@ -97,7 +98,7 @@ def test_a_full_ring_holds_up_who_posts(machine):
 def test_the_plan_is_the_one_that_a_call_takes(op, nodes, gpus):
     cluster = (nodes, gpus)
     operator = operators.find(op)
-    shape, options = SHAPES[op], dict(causal=False) if op == "ring_attention" else {}
+    shape, options = SHAPES[op], dict(causal=False) if op.startswith("ring_attention") else {}
     expected = launched(
         lambda group: str(operator.load("workload").make(group, shape, torch.bfloat16, **options).tried.explain(None)),
         cluster,
@@ -119,7 +120,7 @@ def test_every_operator_on_many_nodes(op, machine):
             size * ranks // 8 if name in operator.shared else size
             for name, size in zip(operator.dimensions, SHAPES[op])
         )
-        options = dict(causal=False) if op == "ring_attention" else {}
+        options = dict(causal=False) if op.startswith("ring_attention") else {}
         found = predict(op, shape, machine=machine, nodes=nodes, options=options)
         assert 0 < found.floor <= found.seconds
         assert found.bound in (*found.loads, "latency")
@@ -165,7 +166,7 @@ def test_what_bounds_a_call(machine, op, change, nodes, expected):
     ("ring_attention", (4, 16, 196608, 128)),
 ])  # fmt: skip
 def test_no_call_is_faster_than_any_that_was_measured(machine, op, shape):
-    options = dict(causal=False) if op == "ring_attention" else {}
+    options = dict(causal=False) if op.startswith("ring_attention") else {}
     found = predict(op, shape, machine=machine, nodes=1 if op == "all_gather_matmul" else 2, options=options)
     assert 1.0 < found.fraction <= 1.035 + 1e-9
 
@@ -236,7 +237,10 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
     ({"network_share": 1.5}, "network_share must be from 0 to 1"),
     ({"sm_flops": {"gemm": 1}}, "sm_flops must be an object with 'attention'"),
     ({"library_flops": {"gemm": 1}}, "library_flops must be an object with 'attention'"),
-    ({"sm_flops": {"gemm": "x", "attention": 1}}, "sm_flops must be an object in which gemm is a number"),
+    (
+        {"sm_flops": {"gemm": "x", "attention": 1, "attention_backward": 1}},
+        "sm_flops must be an object in which gemm is a number",
+    ),
     ({"sharing": {"gemm": {"two": 1}}}, "sharing must be an object in which gemm has numbers of ranks"),
     ({"sources": []}, "sources must be an object"),
     ({"paced": 1}, "paced must be true or false"),

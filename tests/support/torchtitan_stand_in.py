@@ -53,15 +53,23 @@ def derive(source, target, **deltas):
     return target(**{name: getattr(source, name) for name in shared} | deltas)
 
 
-OVERRIDES = {}  # target -> factory
+OVERRIDES = {}  # target -> (factory, exact)
 
 
-def override(target, description):
+def override(*, target, description="", exact=False):
     def register(factory):
-        OVERRIDES[target] = factory
+        OVERRIDES[target] = factory, exact
         return factory
 
     return register
+
+
+def overridden(config, **arguments):
+    """What the registered overrides make of a config. They match subclasses of their targets, unless they are exact."""
+    for target, (factory, exact) in OVERRIDES.items():
+        if type(config) is target or (not exact and isinstance(config, target)):
+            return factory(config, **arguments)
+    return config
 
 
 def install(monkeypatch):

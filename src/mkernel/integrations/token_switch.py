@@ -30,20 +30,30 @@ import torch
 from torch.distributed import _token_switch as interface  # type: ignore[attr-defined,unused-ignore]
 
 from mkernel.ops.moe import Handle, moe_combine, moe_dispatch
+from mkernel.ops.moe.arguments import check_weights
 from mkernel.ops.moe.redispatch import Moved, redispatch
 from mkernel.runtime.collective import collective
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
+from mkernel.runtime.matmul import check_tensor
+from mkernel.runtime.operands import DTYPES
 
-LAYOUT = "expert_major"
+LAYOUT, DISPATCH = "expert_major", "TokenSwitch.dispatch"
 
 
 @collective
 def _move(tokens: torch.Tensor, weights: torch.Tensor, handle: Handle, *, group: Group) -> Moved:
     """Tokens, and the weights of their slots, as rows of their experts."""
     sizes = handle.sizes
+    check_tensor(DISPATCH, group, "tokens", tokens, 2)
+    if tokens.dtype not in DTYPES:
+        raise ArgumentError(f"tokens has dtype {tokens.dtype}; supported are {', '.join(map(str, DTYPES))}")
+    if len(tokens) != sizes.tokens:
+        raise ArgumentError(f"tokens has {len(tokens)} rows, but the routing is that of {sizes.tokens} tokens")
+    check_tensor(DISPATCH, group, "topk_weights", weights, 2)
+    check_weights(weights, sizes.tokens, sizes.k)
     group.agree(
-        "TokenSwitch.dispatch", columns=tokens.shape[1], dtype=tokens.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
+        DISPATCH, columns=tokens.shape[1], dtype=tokens.dtype, k=sizes.k, max_tokens=sizes.max_tokens,
         chunk_rows=sizes.chunk_rows,
     )  # fmt: skip
     return redispatch(group, handle, tokens, weights=weights)
@@ -57,7 +67,8 @@ class TokenSwitch(interface.TokenSwitch):
         num_experts: experts of all ranks; divisible by their number.
         max_dispatch_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank.
         max_recv_tokens_per_rank: the capacity: how many rows a rank can receive, one for each token and expert. Rows
-            beyond it are a `mk.CapacityError` on all ranks.
+            beyond it are a `mk.CapacityError` on all ranks. A `dispatch` with a smaller max_recv_tokens leaves out what
+            is beyond that; `combine` then returns NaN for tokens that lack a row.
         max_token_bytes: not needed here.
     """
 
@@ -115,7 +126,8 @@ class TokenSwitch(interface.TokenSwitch):
     def _combine(self, routing: Any, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
         handle: Handle = routing.handle
         rows = expert_tokens[: handle.capacity]
-        if len(rows) < handle.capacity:  # those behind the last one that is needed are left out
-            rows = torch.cat([rows, rows.new_empty(handle.capacity - len(rows), rows.shape[1])])
+        if len(rows) < handle.capacity:  # those behind the last one that is needed may be left out; no others
+            missing = rows.new_full((handle.capacity - len(rows), rows.shape[1]), float("nan"))
+            rows = torch.cat([rows, missing])
         ones = torch.ones_like(routing.topk_idx, dtype=torch.float32)
         moe_combine(rows, handle, ones, group=self._group, out=out_tokens)

@@ -86,7 +86,11 @@ class TokenDispatcher(titan.AllToAllTokenDispatcher):
         return moe_combine(routed_output_RD, metadata.handle, metadata.scores, group=self._group())
 
 
-@override(target=titan.AllToAllTokenDispatcher.Config, description="mkernel: expert parallelism in one kernel each way")
+# exact: not of its subclass for quantized experts, TorchAOTokenDispatcher, which pads the rows of each expert
+@override(
+    target=titan.AllToAllTokenDispatcher.Config, exact=True,
+    description="mkernel: expert parallelism in one kernel each way",
+)  # fmt: skip
 def token_dispatcher(
     config: titan.AllToAllTokenDispatcher.Config, *, capacity_factor: float | None = None
 ) -> TokenDispatcher.Config:

@@ -1,7 +1,7 @@
 """Linear layers of which every rank has a part, multiplied in fp8: what `mkernel.nn.functional` does with `fp8=`.
 
-This is also how the operators with scales are differentiated. They take what is quantized already, and quantizing has
-no derivative; so gradients begin at what is quantized, which is here. Gradients pass through the quantization as if it
+This is also how the operators with scales are differentiated. They multiply what is quantized, and quantizing has no
+derivative; so gradients begin at what is quantized, which is here. Gradients pass through the quantization as if it
 changed nothing (the straight-through estimator).
 
 Forward, input and weight are quantized along the features that are multiplied, in every pass. With x8 and w8 for the

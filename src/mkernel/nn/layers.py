@@ -7,34 +7,35 @@ A layer is over all ranks of a group: tensor-parallel with the sequence divided 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 HEAD_DIM = 128
+TOPK = 8  # experts of a token, as the models of the operators take it
 
 
 @dataclass(frozen=True)
 class Part:
     """One call of a layer. op: the operator, or "" for products that the library computes on a rank. shape: of the
-    operator, as for bench; flops: of a rank, where there is no operator."""
+    operator, as for bench; flops: of a rank, where there is no operator, and library: by which of its products."""
 
     name: str
     op: str = ""
     shape: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     flops: float = 0.0
+    library: str = "gemm"
 
 
 @dataclass(frozen=True)
 class Layer:
     """dimensions: what the numbers of its shape are. parts: by what some of them must be divisible, with so many ranks.
-    forward, backward: (shape, ranks) -> its parts; no backward where
-    an operator has none, or no model."""
+    forward, backward: (shape, ranks) -> its parts."""
 
     dimensions: tuple[str, ...]
     shape: tuple[int, ...]
     forward: Callable[[tuple[int, ...], int], list[Part]]
-    backward: Callable[[tuple[int, ...], int], list[Part]] | None = None
+    backward: Callable[[tuple[int, ...], int], list[Part]]
     parts: dict[str, Callable[[int], int]] = field(default_factory=dict)
 
 
@@ -70,9 +71,34 @@ def _attention(shape: tuple[int, ...], ranks: int) -> list[Part]:
     ]
 
 
+def _attention_backward(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    """The gradients of a product take two of its size."""
+    before, attention, after = _attention(shape, ranks)
+    return [
+        replace(after, flops=2 * after.flops),
+        replace(attention, op="ring_attention_backward"),
+        replace(before, flops=2 * before.flops),
+    ]
+
+
 def _moe(shape: tuple[int, ...], ranks: int) -> list[Part]:
     tokens, hidden, inter = shape
     return [Part("experts", "moe_ffn", (tokens, inter, hidden))]
+
+
+def _moe_backward(shape: tuple[int, ...], ranks: int) -> list[Part]:
+    """The launches of ops/moe/backward.py, if only the inputs are kept. A combine is taken as a dispatch, with a
+    product of few columns; the combine of the gradients of weights, 64 bytes for each row, and the pass over dgate and
+    dup are left out."""
+    tokens, hidden, inter = shape
+    product = 2.0 * tokens * TOPK / ranks * hidden * inter
+    return [
+        Part("rows of down", "moe_dispatch_matmul", (tokens, inter, hidden)),
+        Part("gate and up again", "moe_dispatch_matmul", (tokens, 2 * inter, hidden)),
+        Part("weights", flops=3 * product, library="grouped"),
+        Part("rows of gate and up", flops=2 * product, library="grouped"),
+        Part("combine, as a dispatch", "moe_dispatch_matmul", (tokens, HEAD_DIM, hidden)),
+    ]
 
 
 def _ranks(ranks: int) -> int:
@@ -87,7 +113,8 @@ LAYERS = {
         ("tokens", "hidden", "kv_heads"),
         (131072, 8192, 8),
         _attention,
+        _attention_backward,
         parts={"tokens": lambda ranks: 2 * ranks, "hidden": lambda ranks: HEAD_DIM},  # two chunks each: zigzag
     ),
-    "moe": Layer(("tokens", "hidden", "inter"), (32768, 7168, 2048), _moe, parts={"tokens": _ranks}),
+    "moe": Layer(("tokens", "hidden", "inter"), (32768, 7168, 2048), _moe, _moe_backward, {"tokens": _ranks}),
 }

@@ -152,7 +152,7 @@ def are_operands(a: Any, b: Any, *others: Any) -> bool:
 
 
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """For operators that take what is quantized already, which has no gradients."""
+    """For operators that multiply what is quantized, which has no gradients."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and needs_gradients(tensor):
             raise ArgumentError(

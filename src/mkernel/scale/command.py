@@ -160,11 +160,11 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
     console.print(
-        f"{last.nodes} nodes, rank {last.rank}: busy: {busy}. CTAs: "
+        f"{last.nodes} node{'s' * (last.nodes > 1)}, rank {last.rank}: busy: {busy}. CTAs: "
         + ", ".join(f"{kind} {part:.0%}" for kind, part in spent)
     )
     if asked.late:
-        console.print(f"One rank begins {asked.late * 1e6:.4g} us after the others, from whose beginning times count.")
+        console.print(f"One rank begins {asked.late * 1e6:.4g} us after the others. Times count from their beginning.")
     console.print(escape(last.plan), soft_wrap=True)
 
 

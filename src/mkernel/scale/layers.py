@@ -76,15 +76,12 @@ def check(name: str, shape: Sequence[int], ranks: int) -> None:
 def layer_on(
     name: str, shape: Sequence[int], nodes: int, gpus_per_node: int, machine: Machine, dtype: torch.dtype
 ) -> list[Sum]:  # fmt: skip
-    """The forward and, where there is one, the backward pass of a layer."""
+    """The forward and the backward pass of a layer."""
     layer = operators.resolve(LAYERS)[name]
     found = []
     for way in ("forward", "backward"):
-        made = getattr(layer, way)
-        if made is None:
-            continue
         parts: list[dict[str, Any]] = []
-        for part in made(tuple(shape), nodes * gpus_per_node):
+        for part in getattr(layer, way)(tuple(shape), nodes * gpus_per_node):
             if part.op:
                 one = predict(
                     part.op, part.shape, machine=machine, nodes=nodes, gpus_per_node=gpus_per_node, dtype=dtype,
@@ -92,7 +89,7 @@ def layer_on(
                 )  # fmt: skip
                 times = (one.seconds, one.floor, one.host)
             else:
-                local = part.flops / machine.library_flops["gemm"]
+                local = part.flops / machine.library_flops[part.library]
                 times = (local + machine.launch_seconds, local, local + machine.launch_seconds)
             parts.append({"name": part.name, "op": part.op, "fused_ms": times[0] * 1e3, "floor_ms": times[1] * 1e3,
                           "host_driven_ms": times[2] * 1e3})  # fmt: skip

@@ -24,7 +24,8 @@ class Machine:
 
     sms, capability: SMs, and the compute capability as a number: 90 for Hopper.
     sm_flops: of an SM while it works on a tile, by kind of work. tile_seconds: what a tile of a GEMM takes besides,
-        mostly to store it.
+        mostly to store it. tile_rates: by rows x columns of a tile, its part of that rate; 1 for shapes that are not
+        there.
     pushed_seconds: how much more a tile of 128 x 256 takes that is stored in a peer's memory. partial_seconds: to add
     a peer's.
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
@@ -80,6 +81,7 @@ class Machine:
     pod_nodes: int = 0  # 0: all nodes
     oversubscription: float = 1.0
     paced: bool = False
+    tile_rates: dict[str, float] = field(default_factory=dict)
     # by kind of work and number of ranks on the GPU: how much longer a tile takes than the ranks' share of SMs explains
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -91,7 +93,8 @@ class Machine:
 
     def tile(self, rows: int, columns: int, depth: int) -> float:
         """Seconds of an SM for a tile of a GEMM."""
-        return 2 * rows * columns * depth / self.sm_flops["gemm"] + self.tile_seconds
+        rate = self.sm_flops["gemm"] * self.tile_rates.get(f"{rows}x{columns}", 1.0)
+        return 2 * rows * columns * depth / rate + self.tile_seconds
 
 
 def names() -> list[str]:
@@ -100,6 +103,7 @@ def names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+TILE_ELEMENTS = 128 * 256  # of 16 bits, of the tile that `pushed_seconds` and `partial_seconds` are for
 MEASURED = "h200-cx7"  # the machine with the GPU that our figures come from
 RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides

@@ -201,6 +201,8 @@ def predict_late(late: float, op: str | Operator, shape: Shape, *, machine: Mach
     """`predict`, if one rank begins `late` seconds after the others. All ranks need something of it, so they are done
     about when it is. It finds everything that comes from other ranks there, or on its way for so much longer."""
     together = predict(op, shape, machine=machine, **given)
+    if not late:
+        return together
     ahead = replace(
         machine, network_seconds=machine.network_seconds - late, nvlink_seconds=machine.nvlink_seconds - late
     )

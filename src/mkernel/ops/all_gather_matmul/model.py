@@ -204,6 +204,8 @@ TIMED = (
     Timed("launch_seconds", (16, 128, 128)),
     Timed("sm_flops.gemm", (8192, 8192, 8192), library="gemm"),
     Timed("tile_seconds", (8192, 8192, 1024)),
+    Timed("tile_rates.128x128", (8192, 8192, 8192), config=Config(tile_m=128, tile_n=128)),
+    Timed("tile_rates.64x128", (8192, 8192, 8192), config=Config(tile_m=64, tile_n=128)),
     # one CTA copies all rows, which takes longer than to multiply them
     Timed("copy", (16384, 2048, 8192), ranks=2, config=Config(intra_ctas=1, join_tiles=0)),
 )

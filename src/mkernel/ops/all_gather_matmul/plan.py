@@ -275,8 +275,10 @@ def _portable(
     on_gpu = group.device.type == "cuda"
     done = math.ceil(max(push_seconds, network_seconds) / max(tile_seconds, 1e-9)) + 1 if on_gpu else 1
     # CTAs that forward rows from other nodes are busy to the end if the network takes longer than the compute
-    joining = helpers > 0 and not access.rows.staged and (network_seconds <= compute_seconds or not on_gpu)
+    joining = helpers > 0 and (network_seconds <= compute_seconds or not on_gpu)
     join_tiles = pick("join_tiles", planning.join_tiles_for(tiles, ctas, helpers, done) if joining else 0)
+    if access.rows.staged:  # own rows come from the workspace, too: there are no tiles that wait for nothing
+        join_tiles = 0
     settings = Settings(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", defaults.tile_k),
         group_m=pick("group_m", defaults.group_m), stages=pick("stages", defaults.stages),

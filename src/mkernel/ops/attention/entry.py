@@ -61,6 +61,7 @@ register(
         space=f"{PACKAGE}.backward.tuning:space",
         demo=f"{PACKAGE}.backward.demo:DEMO",
         bench=f"{PACKAGE}.backward.bench:BENCHMARK",
+        model=f"{PACKAGE}.backward.model:MODEL",
         co_resident=True,
     )
 )

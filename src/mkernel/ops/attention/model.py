@@ -16,58 +16,23 @@ from mkernel.scale.model import Model, Problem, Timed, Work
 Array = Any
 
 
-class _Ring:
-    """A launch. freed: when this rank's tiles of a round are done, so that others may write to its slots."""
+class Transfers:
+    """The roles that move keys and values. freed: when this rank's tasks of a round are done, so that others may write
+    to its slots."""
 
-    def __init__(self, engine: Engine, plan: Plan, problem: Problem):
+    def __init__(self, engine: Engine, plan: Any, problem: Problem, *, by_warps: bool):
         self.engine, self.plan = engine, plan
         c, (_, _, _, dim), machine = plan.config, problem.shape, engine.machine
         self.ctas = engine.lanes("CTAs", c.ctas)
-        self.pushers = engine.lanes("push warps", c.intra_ctas) if plan.hopper else self.ctas
-        self.first_pusher = 0 if plan.hopper else c.send_ctas
-        self.rate = machine.warp_copy if plan.hopper else machine.copy
+        self.pushers = engine.lanes("push warps", c.intra_ctas) if by_warps else self.ctas
+        self.first_pusher = 0 if by_warps else c.send_ctas
+        self.rate = machine.warp_copy if by_warps else machine.copy
         rows = np.minimum(plan.part_rows - np.arange(plan.chunks) * c.chunk_rows, c.chunk_rows)
         self.sizes = rows * 2 * dim * problem.element
-        self.block_seconds = 4 * c.tile_m * c.tile_n * dim / machine.sm_flops["attention"]
         self.freed = np.zeros(plan.rounds)
-        sequences, ranks = plan.sequences, engine.ranks
-        self.costs = np.repeat(sequences.key_blocks(engine.rank, c.tile_m, c.tile_n) / c.team_ctas, c.team_ctas)
-        received = np.array([sequences.keys_sent(source, engine.rank) for source in range(ranks)])
-        self.own = received[engine.rank] / max(received.sum(), 1)  # of the keys that a tile sees
+        received = np.array([plan.sequences.keys_sent(source, engine.rank) for source in range(engine.ranks)])
+        self.own = received[engine.rank] / max(received.sum(), 1)  # of the keys that this rank's rows see
         self.seen: Array = received > 0
-
-    def run(self) -> None:
-        tiles = self.tiles_of_rounds()
-        for index in range(self.plan.rounds):
-            arrived = self.transfer(index) if self.engine.ranks > 1 else 0.0
-            for lanes, costs in tiles[index]:
-                seconds = (costs + 1) * self.block_seconds
-                own = seconds * self.own
-                self.ctas.work(own, "attend", lanes)
-                self.ctas.wait(arrived, "keys", lanes)
-                self.ctas.work(seconds - own, "attend", lanes)
-                self.freed[index] = max(self.freed[index], float(self.ctas.clock[lanes].max()))
-            self.freed[index] = max(self.freed[index], arrived)
-
-    def tiles_of_rounds(self) -> list[list[tuple[Array, Array]]]:
-        """For each round, what the CTAs compute: the n-th tile of each CTA that has so many, and their key blocks."""
-        words = self.plan.schedule.numpy()
-        ctas = self.plan.config.ctas
-        starts, lists = words[: ctas + 1], words % SYNC_MARK
-        tiles = (len(words) - ctas - 1) // self.plan.rounds  # of a round
-        found: list[list[tuple[Array, Array]]] = [[] for _ in range(self.plan.rounds)]
-        lane = np.repeat(np.arange(ctas), np.diff(starts))
-        work = lists[ctas + 1 :]
-        order = np.lexsort((np.arange(len(work)), lane, work // tiles))
-        for index, part in enumerate(np.split(order, np.arange(1, self.plan.rounds) * tiles)):
-            owners = lane[part]
-            first = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1])
-            nth = np.arange(len(owners)) - np.repeat(first, np.diff([*first, len(owners)]))
-            for i in range(int(nth.max(initial=-1)) + 1):
-                chosen = nth == i
-                costs = self.costs[work[part[chosen]] % len(self.costs)] / self.plan.parts
-                found[index].append((owners[chosen], costs))
-        return found
 
     def transfer(self, index: int) -> float:
         """The roles `send` and `intra` in one round. Returns when everything that this rank's tiles see is there."""
@@ -119,6 +84,50 @@ class _Ring:
             times = np.where(needed[source], self.pushers.clock[which] + machine.nvlink_seconds, 0.0)
             arrived = max(arrived, float(times.max()))
         return arrived
+
+
+class _Ring(Transfers):
+    """A launch of ring_attention."""
+
+    def __init__(self, engine: Engine, plan: Plan, problem: Problem):
+        super().__init__(engine, plan, problem, by_warps=plan.hopper)
+        c, dim = plan.config, problem.shape[3]
+        self.block_seconds = 4 * c.tile_m * c.tile_n * dim / engine.machine.sm_flops["attention"]
+        blocks = plan.sequences.key_blocks(engine.rank, c.tile_m, c.tile_n)
+        self.costs = np.repeat(blocks / c.team_ctas, c.team_ctas)
+
+    def run(self) -> None:
+        tiles = self.tiles_of_rounds()
+        for index in range(self.plan.rounds):
+            arrived = self.transfer(index) if self.engine.ranks > 1 else 0.0
+            for lanes, costs in tiles[index]:
+                seconds = (costs + 1) * self.block_seconds
+                own = seconds * self.own
+                self.ctas.work(own, "attend", lanes)
+                self.ctas.wait(arrived, "keys", lanes)
+                self.ctas.work(seconds - own, "attend", lanes)
+                self.freed[index] = max(self.freed[index], float(self.ctas.clock[lanes].max()))
+            self.freed[index] = max(self.freed[index], arrived)
+
+    def tiles_of_rounds(self) -> list[list[tuple[Array, Array]]]:
+        """For each round, what the CTAs compute: the n-th tile of each CTA that has so many, and their key blocks."""
+        words = self.plan.schedule.numpy()
+        ctas = self.plan.config.ctas
+        starts, lists = words[: ctas + 1], words % SYNC_MARK
+        tiles = (len(words) - ctas - 1) // self.plan.rounds  # of a round
+        found: list[list[tuple[Array, Array]]] = [[] for _ in range(self.plan.rounds)]
+        lane = np.repeat(np.arange(ctas), np.diff(starts))
+        work = lists[ctas + 1 :]
+        order = np.lexsort((np.arange(len(work)), lane, work // tiles))
+        for index, part in enumerate(np.split(order, np.arange(1, self.plan.rounds) * tiles)):
+            owners = lane[part]
+            first = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1])
+            nth = np.arange(len(owners)) - np.repeat(first, np.diff([*first, len(owners)]))
+            for i in range(int(nth.max(initial=-1)) + 1):
+                chosen = nth == i
+                costs = self.costs[work[part[chosen]] % len(self.costs)] / self.plan.parts
+                found[index].append((owners[chosen], costs))
+        return found
 
 
 def run(engine: Engine, plan: Plan, problem: Problem) -> None:

@@ -122,8 +122,9 @@ def moe_dispatch(
 
     Raises:
         ArgumentError: before anything is launched.
-        CapacityError, RoutingError: as in moe_dispatch_matmul; the rows are NaN.
-        CommTimeout: a peer did not arrive within the group's timeout.
+        CapacityError, RoutingError: as in moe_dispatch_matmul, which their messages name: both share a workspace. The
+            rows are NaN.
+        CommTimeout: a peer did not arrive within the group's timeout; likewise.
     """
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     library.refuse_forward_mode(x=x)

@@ -123,7 +123,7 @@ def capacity_of(
         )
     if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
         raise ArgumentError(f"capacity_factor must be a number above 0, got {factor!r}")
-    if not isinstance(max_tokens, int):
+    if not isinstance(max_tokens, int) or max_tokens < 0:
         raise ArgumentError(
             "capacity_factor needs max_tokens, the largest number of tokens of any rank: the capacity is "
             "capacity_factor * max_tokens * k rows"

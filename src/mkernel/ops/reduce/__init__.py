@@ -6,7 +6,8 @@ sum over all ranks, [m, n]. `bias` and `residual` are added to the sum.
 Who does what. Each rank launches one persistent kernel, in which all CTAs have the same role, `compute`; no CTA is
 reserved for reducing or copying. A CTA multiplies a tile. Then it either pushes the tile to the rank that reduces it,
 or reduces what the other ranks have pushed. A tile is assigned to the same CTA on every rank, so a CTA waits only for
-CTAs with its own program id. Only a node's sum of a tile crosses to another node, and only once.
+CTAs with its own program id. Partials stay within a node; sums of whole nodes cross to other nodes, and so do the
+finished tiles of matmul_all_reduce on three and more.
 
 The main loop (loop.py). The loops over tiles and over k are fused into one, so Triton's pipeliner loads the first
 k-steps of a tile while the previous tile is pushed or reduced. The signal of a pushed tile is sent after the next

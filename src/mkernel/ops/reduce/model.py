@@ -13,6 +13,7 @@ from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
 from mkernel.scale.evaluate import call
+from mkernel.scale.machine import TILE_ELEMENTS
 from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
@@ -36,12 +37,9 @@ def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, bot
         ctas.work((ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy, "reduce")
 
 
-CALIBRATED = 128 * 256  # elements of the tiles whose `pushed_seconds` and `partial_seconds` a machine has
-
-
 def of_tile(engine: Engine, plan: Plan) -> tuple[float, float]:
     """(seconds to push a tile, and to add a peer's): more for larger tiles."""
-    size = plan.config.tile_m * plan.config.tile_n / CALIBRATED
+    size = plan.config.tile_m * plan.config.tile_n / TILE_ELEMENTS
     return engine.machine.pushed_seconds * size, engine.machine.partial_seconds * size
 
 

@@ -46,6 +46,7 @@ from mkernel.ops.all_gather_matmul.scaled.registration import OP, Gathered
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
+from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.matmul import check_out, check_tensor
 from mkernel.runtime.scaling import (
@@ -72,6 +73,11 @@ def _check(
     for name, tensor in (("a", a), ("b", b), *([("out", out)] if out is not None else [])):
         check_tensor(OP, group, name, tensor)
     recipe = check_recipe_a(scale_a, recipe_a, dtype_a)
+    if recipe is None and scale_a is None:
+        raise ArgumentError(
+            f"scale_a is None, and so is recipe_a: pass a and its scales, as mk.quantize returns them, or the recipe "
+            f"by which the kernel quantizes a ({a.dtype}), such as recipe_a='RowWise'"
+        )
     check_operands(OP, group, a, b, recipe)
     dtype = check_out_dtype(out_dtype, out)
     if recipe is None:
