@@ -17,8 +17,8 @@ pytestmark = pytest.mark.thorough
 
 # Whose CTAs wait for those with a higher program id: all of a launch must run at once, which the launch sees to.
 AT_ONCE = {
-    "all_gather_matmul_weight_grad", "ring_attention_backward", "moe_dispatch_matmul", "moe_dispatch", "moe_combine",
-    "moe_ffn",
+    "all_gather_matmul_weight_grad", "ring_attention", "ring_attention_backward", "moe_dispatch_matmul", "moe_dispatch",
+    "moe_combine", "moe_ffn",
 }  # fmt: skip
 
 CLUSTERS = [(4, 2), (4, 4), (8, 1)]
@@ -32,7 +32,7 @@ def layer(cluster):
 
 
 def attends(kind, cluster):
-    return kind(cluster, Case(8, heads=2, kv_heads=1, dim=64, dtype=torch.float32, causal=True, layout="zigzag"))
+    return kind(cluster, Case(8, heads=1, kv_heads=1, dim=64, dtype=torch.float32, causal=True, layout="zigzag"))
 
 
 SCENARIOS = {
@@ -61,15 +61,17 @@ def test_many_seeds(op, cluster, monkeypatch):
     for seed in range(SEEDS):
         one_by_one = {} if op in AT_ONCE else {"resident": 1}
         options = ({"slow": {seed % size: 0.1}}, {"late": {seed % size: 300}}, one_by_one, {"ring": 2}, {})[seed % 5]
+        # to look for races doubles the time; what a rank may see of another's memory is weak without it, too
+        monkeypatch.setitem(operator_calls.SIMULATOR, "races", seed % 4 == 3)
         for name in ("slow", "late"):
             monkeypatch.setitem(operator_calls.SIMULATOR, name, options.pop(name, {}))
         # the second call meets ranks that are not done with the first, the third uses a half of the workspace again
-        calls = 3 if seed == SEEDS - 1 else 2 if seed % 4 == 3 else 1
+        calls = 3 if seed == SEEDS - 1 else 2 if seed % 6 == 5 else 1
         scenario = SCENARIOS[op](cluster)
-        replace(scenario, calls=calls, ctas=min(scenario.ctas, 4), **options).run(seed)
+        replace(scenario, calls=calls, ctas=min(scenario.ctas, 3), **options).run(seed)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=operator_calls.cluster_name)
+@pytest.mark.parametrize("cluster", [(4, 2), (8, 1)], ids=operator_calls.cluster_name)
 @pytest.mark.parametrize("op", SCENARIOS)
 def test_a_dead_peer(op, cluster, monkeypatch):
     """All others find out, and name it; nobody goes on with what is missing."""
@@ -90,6 +92,5 @@ def test_a_dead_peer(op, cluster, monkeypatch):
     assert any(record.peer == dead for failure in found for record in failure.records)
 
 
-@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_combine", "moe_ffn"])
-def test_experts_on_32_ranks(op):
-    SCENARIOS[op]((4, 8)).run(seed=0)
+def test_experts_on_32_ranks():
+    SCENARIOS["moe_ffn"]((4, 8)).run(seed=0)
