@@ -398,7 +398,7 @@ def trace(
             dtype=DTYPES[dtype.value],
             links=shared_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
             calls=calls,
-            room=events,
+            events=events,
             seed=seed,
             begin=begin,
         )

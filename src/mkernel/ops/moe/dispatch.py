@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order
@@ -440,7 +440,7 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
                 notify(signal_of(comm, rank, batch.signals.settled, source, chunk), comm.epoch)
             if dispatch.PACED:
                 size = fetched.to(tl.int64) * dispatch.hidden * (DTYPE.primitive_bitwidth // 8)
-                await_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
+                wait_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
 
 
 @triton.jit
