@@ -125,8 +125,8 @@ class Operator:
         if named is None:
             others = ", ".join(registered(part)) or "no operator"
             raise ArgumentError(
-                f"{self.name} was registered without {part}, which is there for {others}. An operator of your own gets "
-                f"it by Operator(..., {part}='module:name')"
+                f"{self.name} was registered without {part}, which this needs. Operators with it: {others}. Give an "
+                f"operator of your own one by Operator(..., {part}='module:name')"
             )
         try:
             return resolve(named)
@@ -200,7 +200,7 @@ def find(name: str, *parts: str) -> Operator:
         if name in registered():
             missing = next(part for part in parts if getattr(registered()[name], part) is None)
             registered()[name].load(missing)  # raises
-        raise ArgumentError(f"there is no operator {name!r} here; there are: {', '.join(known)}")
+        raise ArgumentError(f"there is no operator {name!r}; there are: {', '.join(known)}")
     return known[name]
 
 
