@@ -260,7 +260,7 @@ def check_without_helpers(op: str, config: Config | None) -> None:
     """Refuse a configuration of roles and chunks for an operator that has neither."""
     for name in ("send_ctas", "intra_ctas", "join_tiles", "chunk_rows", "copy_bytes"):
         if config is not None and getattr(config, name) is not None:
-            raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
+            raise ArgumentError(f"config.{name} does not apply to {op}: all its CTAs compute, and it sends whole tiles")
 
 
 def least_shared_memory(stages: int, staged: tuple[int, int], uses_tma: bool) -> int:

@@ -10,8 +10,8 @@ scales tell the recipe, here in the names of torch.nn.functional.ScalingType, fo
 | BlockWise1x128 | [m, k/128] | BlockWise128x128 | [k/128, n/128] |
 
 Numbers of blocks are rounded up. The first two recipes may be mixed; the third is for both operands. Where shapes mean
-several recipes, as [1, 1] does, these mean the same numbers. b may be laid out as one likes; w.t() is fastest, as
-tensor cores read fp8 along k only.
+several recipes, as [1, 1] does, these mean the same numbers. b may have any layout; w.t() is fastest, because tensor
+cores read fp8 along k only.
 
 Why operators with scales are functions of their own. torch.mm and torch._scaled_mm are two functions, and so are
 fused_all_gather_matmul and fused_all_gather_scaled_matmul of torch.ops.symm_mem: with scales, the dtype of the result
@@ -159,7 +159,7 @@ def check_recipe_a(scale_a: Any, recipe_a: Any, dtype_a: Any) -> str | None:
 def recipe_of(*, tensorwise: bool = False, blockwise: bool = False) -> str:
     """The recipe by which a kernel quantizes a, as the options of a command tell it."""
     if tensorwise:
-        raise ArgumentError("a kernel cannot quantize a with one scale, which depends on all rows")
+        raise ArgumentError("a kernel cannot quantize a with a single scale, because that depends on all rows")
     return "BlockWise1x128" if blockwise else "RowWise"
 
 

@@ -22,7 +22,7 @@ HOPPER_TILE_M = 128  # queries per tile in the Gluon kernel
 MOST_SHARED_TILES = 512  # words that count the CTAs of a tile
 LEAST_SPAN = 4  # key blocks that are worth a CTA of their own
 LEAST_TILE_M = 16  # of a product on tensor cores
-MANY_NODES = 4  # from which on a schedule fits the room for other ranks' keys: modelled, see docs/scale.md
+MANY_NODES = 4  # from here on, the schedule depends on the buffer for other ranks' keys: modelled, see docs/scale.md
 WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes, summed over peers; estimated
 
 

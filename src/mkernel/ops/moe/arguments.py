@@ -110,7 +110,7 @@ def check_config(op: str, config: Config | None) -> None:
     planning.check_given(config)
     if config is not None and config.join_tiles is not None:
         raise ArgumentError(
-            f"config.join_tiles means nothing to {op}: a counter assigns tiles to CTAs as they become free"
+            f"config.join_tiles does not apply to {op}: a counter assigns tiles to CTAs as they become free"
         )
 
 
