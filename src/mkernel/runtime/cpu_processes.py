@@ -44,6 +44,7 @@ class CpuProcesses:
         self.links = Links()
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
+        self.simulated_gpu = None
         self.gpu_ids = list(range(self.size))
         self.devices = {self.rank: torch.device("cpu")}
         scheduler = RealTimeScheduler(self.rank, Options())

@@ -54,6 +54,7 @@ class CudaProcesses:
         self.links = Links()
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
+        self.simulated_gpu = None
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)
         gpus = self.exchange.all_gather(rank, range(size), "devices", "mk.init", mine, timeout)

@@ -249,6 +249,7 @@ class CudaThreads:
         self.size = size = nodes * gpus_per_node
         self.links = links
         self.label = "world"
+        self.simulated_gpu = None
         count = torch.cuda.device_count()
         self.devices = {rank: device or torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
         self.node_ids = [rank // gpus_per_node for rank in range(size)]

@@ -61,6 +61,7 @@ class _Member(Group):
         self.members = range(self.size)  # type: ignore[assignment]
         self.rank = self.world_rank = rank
         self.device = PretendedGpu(capability)  # type: ignore[assignment]
+        self._simulated_gpu = None
         # as the benchmarks do, operands that are sent are in the symmetric heap
         self.heap = SimpleNamespace(find=lambda tensor: (None, 0))  # type: ignore[assignment]
         self.tuned: Any = SimpleNamespace(entries={})
