@@ -107,7 +107,7 @@ class Group:
         self.topology = Topology.of([world.node_ids[member] for member in self.members])
         self.group_name = group_names.name_of(self, parent, parent._subgroups[self.members] if parent else 0)
         self.device = world.devices[world_rank]
-        self._simulated_gpu = world.simulated_gpu
+        self.target: Target = world.simulated_gpu or self.device  # what calls are planned for
         self._launcher = world.launcher  # looked up once: every call uses it
         self._process = os.getpid()
         self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels
@@ -157,11 +157,6 @@ class Group:
         self.tuned = tuned.table_of(self)
 
     # -- for users
-
-    @property
-    def target(self) -> Target:
-        """What calls are planned for: the rank's device, or the GPU that the simulator stands for."""
-        return self._simulated_gpu or self.device
 
     @property
     def nodes(self) -> int:

@@ -29,9 +29,9 @@ from mkernel.sim.blocks import full as make_full
 from mkernel.sim.cta import running
 from mkernel.sim.dtypes import FLOAT32, INT32, KernelError, describe, info
 from mkernel.sim.order import joined, only
-from mkernel.sim.shared import MOST_BYTES, Allocation, SharedMemory, places_of
+from mkernel.sim.shared import MOST_BYTES, Allocation, SharedBlock, places_of
 from mkernel.sim.tensors import Tensor, to_tensor
-from mkernel.sim.warps import ASYNC_FENCE, WARP, Barrier, GluonCta, WarpOrder, WarpTask
+from mkernel.sim.warps import WARP, Barrier, GluonCta, WarpOrder, WarpTask
 
 Warps = GluonCta | WarpTask
 
@@ -74,7 +74,7 @@ def num_warps() -> int:
 # -- shared memory and barriers
 
 
-def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> SharedMemory:
+def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> SharedBlock:
     task = _warps()
     places = places_of(layout, shape, info(element_ty).bits)
     nbytes = places.size * info(element_ty).memory.itemsize
@@ -85,7 +85,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
     name = f"{element_ty}{list(shape)} in shared memory, allocation {len(block.allocations)}"
     allocation = Allocation(task.scheduler.memory, task.rank, nbytes, name)
     block.allocations.append(allocation)
-    made = SharedMemory(allocation, 0, places, element_ty, layout)
+    made = SharedBlock(allocation, 0, places, element_ty, layout)
     if value is not None:
         made.store(value)
     return made
@@ -97,25 +97,25 @@ def fence_async_shared(cluster: bool = False) -> None:
         order.fence_shared()
 
 
-def _barrier_at(word: SharedMemory) -> Barrier:
+def _barrier_at(word: SharedBlock) -> Barrier:
     found = _warps().block.barriers.get(word.address)
     if found is None:
         raise KernelError(f"there is no mbarrier in {word}: call mbarrier.init first")
     return found
 
 
-def init_barrier(word: SharedMemory, count: int) -> None:
+def init_barrier(word: SharedBlock, count: int) -> None:
     task = _warps()
     barriers = task.block.barriers
     barriers[word.address] = Barrier(f"mbarrier {len(barriers)}", count)
 
 
-def invalidate_barrier(word: SharedMemory) -> None:
+def invalidate_barrier(word: SharedBlock) -> None:
     _barrier_at(word)
     del _warps().block.barriers[word.address]
 
 
-def expect(word: SharedMemory, nbytes: int, pred: Any = True) -> None:
+def expect(word: SharedBlock, nbytes: int, pred: Any = True) -> None:
     if _holds(pred):
         task, barrier = _warps(), _barrier_at(word)
         task.scheduler.pause(task)
@@ -123,14 +123,14 @@ def expect(word: SharedMemory, nbytes: int, pred: Any = True) -> None:
         barrier.arrive(task, 1)
 
 
-def arrive(word: SharedMemory, *, count: int = 1, pred: Any = True) -> None:
+def arrive(word: SharedBlock, *, count: int = 1, pred: Any = True) -> None:
     if _holds(pred):
         task = _warps()
         task.scheduler.pause(task)
         _barrier_at(word).arrive(task, count)
 
 
-def wait_barrier(word: SharedMemory, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
+def wait_barrier(word: SharedBlock, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
     if _holds(pred):
         barrier, parity = _barrier_at(word), int(to_tensor(phase)._data)
         if parity not in (0, 1):
@@ -158,20 +158,17 @@ class GluonDescriptor(Descriptor):
 
     __slots__ = ("layout",)
 
+    def __init__(self, base: Tensor, shape: Sequence[Tensor], strides: Sequence[Tensor], made_of: Any):
+        super().__init__(base, shape, strides, made_of.block_shape, made_of.padding)
+        self.layout = made_of.layout
+
     @property
     def block_type(self) -> BlockType:
         shape = tuple(self.block_shape)
         return BlockType(self.dtype, shape, math.prod(shape) * info(self.dtype).memory.itemsize)
 
 
-def descriptor_argument(value: Any, parts: tuple[Any, ...]) -> GluonDescriptor:
-    """A descriptor from the host as a kernel sees it. parts: base, sizes and strides."""
-    made = GluonDescriptor(*parts, value.block_shape, value.padding)
-    made.layout = value.layout
-    return made
-
-
-def _check_block(descriptor: Any, memory: SharedMemory, what: str) -> None:
+def _check_block(descriptor: Any, memory: SharedBlock, what: str) -> None:
     if type(descriptor) is not GluonDescriptor:
         raise KernelError(f"{what} needs a tensor descriptor, got {describe(descriptor)}")
     if tuple(memory.shape) != tuple(descriptor.block_shape) or memory.dtype is not descriptor.dtype:
@@ -179,7 +176,7 @@ def _check_block(descriptor: Any, memory: SharedMemory, what: str) -> None:
 
 
 def async_load(
-    tensor_desc: Any, coord: Any, barrier: SharedMemory, result: SharedMemory, pred: Any = True, **options: Any
+    tensor_desc: Any, coord: Any, barrier: SharedBlock, result: SharedBlock, pred: Any = True, **options: Any
 ) -> None:
     _check_block(tensor_desc, result, "a load by TMA")
     if not _holds(pred):
@@ -189,7 +186,7 @@ def async_load(
     if order is None:
         result.write(value)
     else:
-        result.write(value, order.loads, order.knows, ASYNC_FENCE)
+        result.write(value, order.asynchronous(order.loads))
         loaded = joined(only(order.loads, order.loads.last), only(order.fetches, order.fetches.last))
         counted.pass_on((loaded, loaded))
     counted.nbytes -= result.numel * info(result.dtype).memory.itemsize
@@ -198,13 +195,13 @@ def async_load(
     counted.end_phase(task)
 
 
-def async_store(tensor_desc: Any, coord: Any, src: SharedMemory) -> None:
+def async_store(tensor_desc: Any, coord: Any, src: SharedBlock) -> None:
     _check_block(tensor_desc, src, "a store by TMA")
     order = _order(_warps())
     if order is None:
         value = src.read()
     else:
-        value = src.read(order.stores, order.knows, ASYNC_FENCE)
+        value = src.read(order.asynchronous(order.stores))
         order.store_groups.append(order.stores.last)
     tensor_desc.store(coord, value)
 
@@ -246,22 +243,17 @@ def warpgroup_mma_init(value: Any) -> Product:
 
 
 def warpgroup_mma(
-    a: Any, b: SharedMemory, acc: Any, *, use_acc: Any = True, precision: Any = None,
+    a: Any, b: SharedBlock, acc: Any, *, use_acc: Any = True, precision: Any = None,
     max_num_imprecise_acc: Any = None, is_async: bool = False,
 ) -> Any:  # fmt: skip
     task = _warps()
     order = _order(task)
-    if not isinstance(b, SharedMemory):
+    if not isinstance(b, SharedBlock):
         raise KernelError(f"the right operand of warpgroup_mma must be in shared memory, got {describe(b)}")
-    operands = [
-        part if not isinstance(part, SharedMemory) else part.read() if order is None
-        else part.read(order.products, order.knows, ASYNC_FENCE)
-        for part in (a, b)
-    ]  # fmt: skip
+    reader = None if order is None else order.asynchronous(order.products)
+    left, right = (part.read(reader) if isinstance(part, SharedBlock) else part for part in (a, b))
     total = acc._value if isinstance(acc, Product) else acc
-    value = dot(
-        *operands, total if _holds(use_acc) else None, max_num_imprecise_acc=max_num_imprecise_acc, out_dtype=FLOAT32
-    )
+    value = dot(left, right, total if _holds(use_acc) else None, max_num_imprecise_acc=max_num_imprecise_acc)
     task.products_started += 1
     if order is not None:
         order.product_groups.append(order.products.last)
@@ -351,7 +343,7 @@ def _unknown(name: str) -> Callable[..., Any]:
 
 
 def _implementations() -> dict[Any, Any]:
-    own = {
+    own: dict[Any, dict[str, Any]] = {
         gl: dict(arange=arange, full=full, zeros=zeros, convert_layout=convert_layout, num_warps=num_warps,
                  allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
                  inline_asm_elementwise=inline_asm_elementwise, thread_barrier=language.debug_barrier),
@@ -362,7 +354,7 @@ def _implementations() -> dict[Any, Any]:
         tma: dict(store_wait=store_wait),
     }  # fmt: skip
     found: dict[Any, Any] = {gluon_compat.async_load: async_load, gluon_compat.async_store: async_store}
-    found[gluon_compat.reinterpret] = SharedMemory.reinterpret
+    found[gluon_compat.reinterpret] = SharedBlock.reinterpret
     for module, functions in own.items():
         found.update((getattr(module, name), function) for name, function in functions.items())
     for module in own:
@@ -370,10 +362,10 @@ def _implementations() -> dict[Any, Any]:
             if tl.core.is_builtin(value) and value not in found:
                 same = language.FUNCTIONS.get(name) if module is gl else None
                 found[value] = same or _unknown(f"{module.__name__.rpartition('.')[2]}.{name}")
-    for name in vars(gl):  # those that Triton's library writes in its own language
-        if name in language.FUNCTIONS and callable(getattr(gl, name)) and getattr(gl, name) not in found:
-            if getattr(gl, name) is not getattr(tl, name, None):
-                found[getattr(gl, name)] = language.FUNCTIONS[name]
+    for name, value in vars(gl).items():  # those that Triton's library writes in its own language
+        theirs = getattr(tl, name, None)
+        if name in language.FUNCTIONS and callable(value) and value is not theirs and value not in found:
+            found[value] = language.FUNCTIONS[name]
     return found
 
 

@@ -535,7 +535,7 @@ def argument(value: Any) -> Any:
         strides = [Tensor(np.int64(stride), INT64) for stride in value.strides]
         if isinstance(value, TensorDescriptor):
             return Descriptor(argument(value.base), sizes, strides, value.block_shape, value.padding)
-        return _gluon().descriptor_argument(value, (argument(value.base), sizes, strides))
+        return _gluon().GluonDescriptor(argument(value.base), sizes, strides, value)
     if hasattr(value, "data_ptr"):
         dtype = tl.str_to_ty(triton.runtime.jit.mangle_type(value), None)
         return Tensor(np.uint64(value.data_ptr()), same_dtype(dtype))

@@ -21,7 +21,6 @@ from mkernel.sim.tensors import Tensor, convert
 
 if TYPE_CHECKING:
     from mkernel.sim.memory import Memory
-    from mkernel.sim.order import Clock, Thread
 
 ALIGNMENT = 1024  # of allocations, in bytes
 MOST_BYTES = 227 * 1024  # of a CTA, on Hopper
@@ -107,7 +106,7 @@ def places_of(layout: Any, shape: Sequence[int], bits: int) -> np.ndarray:
     return places
 
 
-class SharedMemory:
+class SharedBlock:
     """What kernels see as `gl.shared_memory_descriptor`."""
 
     __slots__ = ("_allocation", "_base", "_places", "dtype", "layout")
@@ -132,7 +131,7 @@ class SharedMemory:
         return self._places.size
 
     @property
-    def type(self) -> SharedMemory:
+    def type(self) -> SharedBlock:
         return self
 
     @property
@@ -148,37 +147,35 @@ class SharedMemory:
 
     __repr__ = __str__
 
-    def _with(self, places: np.ndarray) -> SharedMemory:
-        return SharedMemory(self._allocation, self._base, places, self.dtype, self.layout)
+    def _with(self, places: np.ndarray) -> SharedBlock:
+        return SharedBlock(self._allocation, self._base, places, self.dtype, self.layout)
 
     # -- views
 
-    def index(self, index: Any) -> SharedMemory:
+    def index(self, index: Any) -> SharedBlock:
         number = _whole(index)
         if not 0 <= number < len(self._places):
             raise KernelError(f"index({number}) of {self}")
         return self._with(self._places[number])
 
-    def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedMemory:
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedBlock:
         first, count = _whole(start), _whole(length)
         if first < 0 or first + count > self.shape[dim]:
             raise KernelError(f"slice({first}, {count}, dim={dim}) of {self}")
         return self._with(self._places[(slice(None),) * dim + (slice(first, first + count),)])
 
-    def permute(self, order: Sequence[int]) -> SharedMemory:
+    def permute(self, order: Sequence[int]) -> SharedBlock:
         return self._with(self._places.transpose(tuple(order)))
 
-    def reshape(self, shape: Sequence[int]) -> SharedMemory:
+    def reshape(self, shape: Sequence[int]) -> SharedBlock:
         return self._with(self._places.reshape(tuple(shape)))
 
-    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> SharedMemory:
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> SharedBlock:
         places = places_of(layout, [_whole(size) for size in shape], info(dtype).bits)
         first, nbytes = int(self._places.min()), places.size * info(dtype).memory.itemsize
         if int(self._places.max()) + 1 - first != self.numel or nbytes > self.numel * self._size:
-            raise KernelError(
-                f"{self} cannot be reinterpreted as {dtype}{list(shape)}: it has gaps, or is too small"
-            )
-        return SharedMemory(self._allocation, self._base + first * self._size, places, dtype, layout)
+            raise KernelError(f"{self} cannot be reinterpreted as {dtype}{list(shape)}: it has gaps, or is too small")
+        return SharedBlock(self._allocation, self._base + first * self._size, places, dtype, layout)
 
     _reinterpret = reinterpret
 
@@ -199,24 +196,22 @@ class SharedMemory:
         """The array of which `_places` has the indices."""
         return self._allocation.data[self._base :].view(info(self.dtype).memory)
 
-    def read(self, thread: Thread | None = None, clock: Clock | None = None, fence: str = "") -> Tensor:
-        """The contents. thread: who reads, and the clock of what it knows; None for the warps themselves."""
+    def read(self, actor: Actor | None = None) -> Tensor:
+        """The contents. actor: who reads; None for the warps themselves."""
         cta: Any = running.get()
         order, races = cta.checked, cta.scheduler.memory.races
         if order is not None and races is not None:
-            actor = Actor(order.main, order.main.clock, order) if thread is None else Actor(thread, clock, order, fence)
-            races.load(actor, self._access())
+            races.load(actor or Actor(order.main, order.main.clock, order), self._access())
         return Tensor(from_memory(self._elements()[self._places], self.dtype), self.dtype)
 
-    def write(self, value: Tensor, thread: Thread | None = None, clock: Clock | None = None, fence: str = "") -> None:
-        """Write the contents; thread, clock: as for `read`."""
+    def write(self, value: Tensor, actor: Actor | None = None) -> None:
+        """Write the contents; actor: as for `read`."""
         cta: Any = running.get()
         order, races = cta.checked, cta.scheduler.memory.races
-        if order is not None and races is not None:
-            actor = Actor(order.stored, order.main.clock, order) if thread is None else Actor(thread, clock, order, fence)
-            races.store(actor, self._access())
         if value.shape != self._places.shape:
             raise KernelError(f"{describe(value)} does not fit {self}")
+        if order is not None and races is not None:
+            races.store(actor or Actor(order.stored, order.main.clock, order), self._access())
         elements = self._elements()
         elements[self._places] = to_memory(value._data, self.dtype)
         cta.scheduler.memory.progress += 1

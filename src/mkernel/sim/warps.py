@@ -3,10 +3,11 @@
 `gl.warp_specialize` makes every role but the first a task of its own (`WarpTask`), which runs concurrently with the
 others. Tasks of a CTA share its memory (`shared.py`), its mbarriers and its named barriers.
 
-What is asynchronous on a GPU takes effect at once here, and the race detector knows when it may have happened. A load by
-TMA belongs to a thread of its own (`order.Thread`), whose events are known to those who have waited for its mbarrier; a
-product reads its operands until `warpgroup_mma_wait`, a store by TMA reads its source until `tma.store_wait`. So a stage
-that is overwritten or read too early is found in every schedule.
+What is asynchronous on a GPU takes effect at once here, and the race detector knows when it may have happened. A load
+by TMA belongs to a thread of its own (`order.Thread`), whose events are known to those who have waited for its
+mbarrier; a product reads its operands until `warpgroup_mma_wait`, a store by TMA reads its source until
+`tma.store_wait`. So a stage that is overwritten or read too early is found in every schedule. An arrival at an mbarrier
+covers everything that its warps did before: Triton puts a barrier of the warps in front of it.
 
 TMA and the tensor cores access shared memory through the async proxy. What a warp has stored there with ordinary
 instructions is known to them only after `fence_async_shared`. Therefore everyone has two clocks: what its ordinary
@@ -21,7 +22,7 @@ from typing import Any
 from mkernel.sim.dtypes import KernelError
 from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.order import EVERYTHING, NOTHING, Clock, Cta, Thread, joined, only
-from mkernel.sim.races import Races
+from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import CtaTask
 from mkernel.sim.shared import Allocation
 
@@ -32,9 +33,9 @@ WARP = 32  # threads
 class WarpOrder(Cta):
     """What happened before, for the warps that have a role.
 
-    stored: their ordinary stores to shared memory. fetches: reads of TMA from global memory. loads: its writes to shared
-    memory. stores: its reads from there. products: reads of the tensor cores. knows: the clock of what TMA and the tensor
-    cores do next in shared memory.
+    stored: their ordinary stores to shared memory. fetches: reads of TMA from global memory. loads: its writes to
+    shared memory. stores: its reads from there. products: reads of the tensor cores. knows: the clock of what TMA and
+    the tensor cores do next in shared memory.
     """
 
     def __init__(self, threads: Sequence[Thread], asynchronous: Sequence[Thread]):
@@ -60,6 +61,10 @@ class WarpOrder(Cta):
         """All that it knows of, with all of its own ordinary accesses."""
         self.settle()
         return self._release_clock()
+
+    def asynchronous(self, thread: Thread) -> Actor:
+        """What accesses shared memory as this thread."""
+        return Actor(thread, self.knows, self, ASYNC_FENCE)
 
     def fence_shared(self) -> None:
         """TMA and the tensor cores get to know what the warps know."""
@@ -191,9 +196,7 @@ class GluonCta(_Warps):
         if self._workers:
             raise KernelError("gl.warp_specialize inside of gl.warp_specialize is not supported")
         if len(warps) != len(roles) - 1:
-            raise KernelError(
-                f"gl.warp_specialize needs numbers of warps for {len(roles) - 1} roles, got {len(warps)}"
-            )
+            raise KernelError(f"gl.warp_specialize needs numbers of warps for {len(roles) - 1} roles, got {len(warps)}")
         for place, ((function, arguments), count) in enumerate(zip(roles[1:], warps)):
             self._workers.append(WarpTask(self, place, count, function, arguments))
         for worker in self._workers:

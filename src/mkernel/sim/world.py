@@ -100,7 +100,7 @@ class SoloWorld:
         self.size = 1
         self.links = Links()
         self.label = "world"
-        self.simulated_gpu = None
+        self.simulated_gpu: SimulatedGpu | None = None
         self.node_ids, self.gpu_ids = [0], [0]
         self.devices = {0: torch.device("cpu")}
         self.simulator = simulator = Simulator(1, Scheduler(0, Options()), Options())

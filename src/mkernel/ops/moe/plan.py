@@ -14,6 +14,7 @@ from mkernel.ops.moe.sizes import Sizes, row_stride_of
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import Target
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import matmul_precision
 
@@ -34,7 +35,7 @@ COMBINE_WARPS = 16
 COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 
-def tile_height(device: torch.device, dtype: torch.dtype, config: Config | None) -> int:
+def tile_height(device: Target, dtype: torch.dtype, config: Config | None) -> int:
     """The rows of a block. It does not depend on matrices, so that it is known before a graph is run."""
     return planning.chooser(config)("tile_m", planning.default_tiles(device, dtype, 0, True).tile_m)
 
