@@ -127,10 +127,10 @@ def completed(group: Group, key: torch.Tensor, config: Config | None, defaults: 
 
 def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
     """(parts, part_rows, window): a round moves a whole unit if the buffer holds two units, else a part of one."""
-    room = tiles.steps * units * padded  # rows of keys that the buffer holds, together with as many rows of values
+    buffer_rows = tiles.steps * units * padded  # of keys, and as many of values
     parts = 1
-    if min(2, units) * slots * padded > room:
-        most = room // (2 * slots) // tiles.tile_n * tiles.tile_n
+    if min(2, units) * slots * padded > buffer_rows:
+        most = buffer_rows // (2 * slots) // tiles.tile_n * tiles.tile_n
         if most == 0:
             least = math.ceil(2 * slots * tiles.tile_n / (units * padded))
             raise ArgumentError(
@@ -140,7 +140,7 @@ def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, 
         parts = math.ceil(padded / most)
     part_rows = round_up(math.ceil(padded / parts), tiles.tile_n)
     parts = math.ceil(padded / part_rows)
-    return parts, part_rows, min(units * parts, room // (slots * part_rows))
+    return parts, part_rows, min(units * parts, buffer_rows // (slots * part_rows))
 
 
 def _why_not_gluon(

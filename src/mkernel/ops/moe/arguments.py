@@ -91,7 +91,7 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
 
 
 def check_experts(name: str, experts: int) -> None:
-    """Reject what is no number of experts."""
+    """Reject an invalid number of experts."""
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
         raise ArgumentError(f"{name} must be a whole number, 0 or more; got {experts!r}")
 

@@ -46,7 +46,7 @@ class Allocation:
     the symmetric heap, and later calls use it again."""
 
     result: int
-    own: int  # rows, and what experts make of them, as far as they are no results
+    own: int  # rows and activations, except results
     tables: int  # of the routing
     workspace: int
 

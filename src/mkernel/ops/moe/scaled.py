@@ -2,28 +2,30 @@
 
 Kernel, roles, workspace and schedule are those of moe_dispatch_matmul. About half as many bytes travel as in bf16.
 
-How scales travel. Behind the elements of their token, in one row (packing.py). So whoever copies a token copies its
-scales, and no signal and no request is added. A rank packs each of its tokens once, where they are staged, from the
-caller's two tensors, or quantizes it there (`recipe_x`). What travels, and every bit, is the same as after
-`mk.quantize`, so other ranks need not know, and may do otherwise.
+How scales travel. The scales of a token follow its elements in one row (packing.py). So a CTA that copies a token also
+copies its scales, with no additional signal or request. A rank packs each of its tokens once, into the staging buffer,
+from the caller's two tensors, or quantizes it on the way (`recipe_x`). The bytes sent are the same as after
+`mk.quantize`, so other ranks need not know which of the two a rank does, and may choose differently.
 
-Who waits for whom. Tokens are packed in `staged` alone, so all CTAs read them there. That adds one wait: `send` waits
-for the rank's own `held` signal of a chunk before it copies tokens of the chunk for another node. `intra` waits for
-nothing new: every CTA that stages does so before it counts, so the rank's own tokens are packed when `counted` is set.
+Who waits for whom. Packed tokens are only in `staged`, so all CTAs read them from there. This adds one wait: `send`
+waits for the rank's own `held` signal of a chunk before it copies tokens of the chunk for another node. `intra` has no
+additional wait: every CTA that stages does so before it counts, so the rank's own tokens are packed when `counted` is
+set.
 
-So `send` waits for CTAs with higher program ids, of its own rank. It cannot deadlock: all CTAs that stage do so first,
-and wait only for entries into the previous epoch and, one of them, for entries of the node into this one; and all CTAs
-of a launch are resident.
+So `send` waits for CTAs of its own rank with higher program ids. This cannot deadlock. All CTAs that stage do so first,
+and wait only for entries into the previous epoch; one of them also waits for entries of the node into this epoch. And
+all CTAs of a launch are resident.
 
-Rows of the experts are packed tokens, too. The GEMM reads their elements through a descriptor, and the scale of each
-row through a pointer, for each 128 of k if tokens have as many scales. A tile that reaches into the next expert's rows
-multiplies them by zero, and stores nothing of them.
+Rows of the experts are packed tokens, too. The GEMM reads their elements through a descriptor. It reads the scale of
+each row, or of each row and 128 of k, through a pointer. If a tile reaches into the next expert's rows, it multiplies
+those by zero and does not store them.
 
-What it costs. A packed token takes hidden bytes and 4 for each scale, up to a multiple of 16: at hidden = 7168, 7392 of
-14336 in bf16 with scales of blocks. Compared to moe_dispatch_matmul, a rank stages its tokens also where it has no
-other rank in its node, and `staged` takes memory there.
+What it costs. A packed token takes hidden bytes and 4 bytes for each scale, rounded up to a multiple of 16: at hidden =
+7168 with block scales, 7392 bytes, compared with 14336 in bf16. Unlike in moe_dispatch_matmul, a rank stages its
+tokens, which takes memory, even if it is alone in its node.
 
-Rejected. Scales in a buffer of their own: each chunk needs a second request, a second signal, and a second wait.
+Alternatives that were rejected. Scales in a buffer of their own: each chunk needs a second request, a second signal,
+and a second wait.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def sized(
 
 
 def slots_of(topk_ids: Any) -> int:
-    """Experts per token; 1 for what is no matrix, which is refused later."""
+    """Experts per token; 1 if topk_ids is not a matrix, which is rejected later."""
     return topk_ids.shape[1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 1
 
 
