@@ -32,6 +32,7 @@ import torch
 from mkernel.lang.matrix import Strides
 from mkernel.lang.scaling import BLOCK, SMALLEST_SCALE, Scales
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import check_plain, constants, layout
 
@@ -128,9 +129,9 @@ def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor, reci
             f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
             f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
         )
-    device = group.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        major, minor = torch.cuda.get_device_capability(device)
+    device = group.target
+    if device.type == "cuda" and capability(device) < OLDEST:
+        major, minor = capability(device)
         raise ArgumentError(
             f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer; this one has {major}.{minor}. "
             f"Call {op.replace('scaled_', '')} in bf16 instead"

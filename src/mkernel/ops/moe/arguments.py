@@ -26,9 +26,9 @@ def check_tokens(
     op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, dtypes: Sequence[torch.dtype] = tuple(DTYPES)
 ) -> None:
     """Reject tokens and ids that cannot be routed. dtypes: those that tokens may have."""
-    if not has_descriptors(group.device):
+    if not has_descriptors(group.target):
         raise ArgumentError(
-            f"{op} needs tensor descriptors (TMA), which {name_of(group.device)} does not have; it runs on Hopper "
+            f"{op} needs tensor descriptors (TMA), which {name_of(group.target)} does not have; it runs on Hopper "
             "(compute capability 9.0) or newer"
         )
     check_tensor(op, group, "x", x, 2)

@@ -187,7 +187,7 @@ def moe_combine_backward_kernel(context, rows, y, dout, dy, columns):
 def _rows_of(group: Group, handle: Handle, weights: torch.Tensor, gradients: torch.Tensor, columns: int) -> Rows:
     sizes, tables = handle.sizes, handle.tables
     wide = min(power_above(columns), ELEMENTS)
-    tall = ELEMENTS // wide if group.device.type == "cuda" else 16
+    tall = ELEMENTS // wide if group.target.type == "cuda" else 16
     return Rows(
         **{name: getattr(tables, name) for name in READ},
         weights=weights,

@@ -51,6 +51,7 @@ from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import layout
@@ -145,7 +146,7 @@ def check(
     blockwise = _check_scales(group, x, w, scale_x, scale_w, recipe, of_scale)
     if blockwise and use_fast_accum:
         raise ArgumentError("use_fast_accum is for scales of rows: with scales of blocks, pass use_fast_accum=False")
-    if group.device.type == "cuda" and torch.cuda.get_device_capability(group.device) < OLDEST:
+    if group.target.type == "cuda" and capability(group.target) < OLDEST:
         raise ArgumentError(f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer")
     return Packed(
         hidden=x.shape[1], dtype=x.dtype if recipe is None else dtype_x, scale_x=None if recipe else scale_x,
@@ -249,7 +250,7 @@ def _numbers(
     packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
     sizes = agree(group, x, topk_ids, w, packed, **bounds)
     chosen = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
-    return numbers_of(sizes, tile_height(group.device, packed.dtype, chosen))
+    return numbers_of(sizes, tile_height(group.target, packed.dtype, chosen))
 
 
 registration.define(_call)

@@ -119,7 +119,7 @@ def _plan(
     """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
     340 bytes. With several nodes, these spill up to 68."""
     words, given = packed.x.words, config or Config()
-    if group.device.type == "cuda" and given.tile_m is None:
+    if group.target.type == "cuda" and given.tile_m is None:
         config = replace(given, tile_m=64)
     decided = plan_ffn(group, scaled.narrow(x, packed.x), w_gate_up, w_down, sizes, config, 4 * words)
     check_tile_k(True, decided.config.tile_k)

@@ -110,7 +110,7 @@ def prepare(
     experts, m, n = handle.sizes.experts, left.shape[1], right.shape[1]
     dw = group.world.memory.empty(group.world_rank, (experts, m, n), left.dtype)
     uses_tma = describable(dw)
-    tiles = planning.default_tiles(group.device, left.dtype, n, uses_tma)
+    tiles = planning.default_tiles(group.target, left.dtype, n, uses_tma)
     tile_k = min(tiles.tile_k, ROWS_BEFORE)
     precision = matmul_precision(left.dtype)
     count = experts * triton.cdiv(m, tiles.tile_m) * triton.cdiv(n, tiles.tile_n)
