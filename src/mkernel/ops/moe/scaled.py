@@ -322,7 +322,7 @@ def moe_dispatch_scaled_matmul(
         use_fast_accum, library.encoded(config), given["recipe_x"], dtype_x,
     )  # fmt: skip
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 

@@ -83,7 +83,10 @@ def check(
         )
     if out is not None:
         check_tensor(OP, group, "out", out)
-        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        inputs = dict(
+            x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down,
+            scale_gate_up=scale_gate_up, scale_down=scale_down, **({} if packed.scale_x is None else {"scale_x": scale_x}),
+        )  # fmt: skip
         check_out(out, tuple(x.shape), "tokens, hidden", BF16, inputs)
     return PackedLayer(packed, scale_down)
 
