@@ -1,5 +1,5 @@
-"""Parameters that every rank has whole: gradients of those that a rank uses for its part of the sequence only, and a
-check that the ranks have the same values."""
+"""Replicated parameters: sums the gradients of those that a rank applies only to its part of the sequence, and checks
+that all ranks have the same values."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def _launch(
 
 
 def check_handle(handle: Any, group: Any, topk_weights: torch.Tensor) -> None:
-    """Reject what is no handle, one of another group, and weights that are not those of its tokens. While a graph is
-    traced, groups are names, and a group can have several; then their sizes are compared."""
+    """Reject anything but a handle of this group, and weights that are not those of its tokens. While a graph is
+    traced, groups are names, of which a group can have several; then the sizes of the groups are compared."""
     if not isinstance(handle, Handle):
         raise ArgumentError(f"handle must be the handle that a dispatch returned; got {type(handle).__name__}")
     named = isinstance(group, str) or isinstance(handle.group, str)
