@@ -159,7 +159,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, x, topk_ids, sizes.experts, sizes.max_tokens, config)
-    key = (OP, layout(x), sizes, config)
+    key = (OP, layout(x), layout(topk_ids), sizes, config)
     decided = group.planned(key, lambda: plan_rows(group, x, sizes, config))
     memory = protocol.layout(redispatch.OP, sizes, x.dtype, decided.row_stride, dispatches=True)
     shape = (max(sizes.capacity, 1), row_stride_of(x.shape[1], x.dtype))

@@ -76,7 +76,6 @@ from mkernel.ops.moe.dispatch import dispatch_of, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Biases,
-    WeightLayout,
     Weights,
     bias_block,
     biased,
@@ -488,8 +487,8 @@ def prepare_kept(
     """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
     config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
     key = (
-        "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
-        WeightLayout.of(w_down), w_down.shape, sizes, config, matmul_precision(x.dtype),
+        "moe_ffn", layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down),
+        sizes, config, matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(key, lambda: plan_ffn(group, x, w_gate_up, w_down, sizes, config))
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)

@@ -37,7 +37,6 @@ from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
-    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -152,7 +151,7 @@ def prepare(
     sizes = handle.sizes
     wanted = Config(tile_m=handle.tile_m)
     key = (
-        "moe_redispatch", layout(x), None if w is None else (WeightLayout.of(w), w.shape), sizes, wanted,
+        "moe_redispatch", layout(x), None if w is None else layout(w), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(

@@ -207,7 +207,7 @@ def all_gather_scaled_matmul(
             matrix = library.out_as_rows(out, shape, dim)
     dtype = check_out_dtype(out_dtype, out)
     check_bias(bias, rows, b, out, dtype)
-    library.refuse_forward_mode(bias=bias)
+    library.refuse_transforms(bias=bias)
     given: dict[str, Any] = dict(out_dtype=dtype, use_fast_accum=use_fast_accum, config=config)
     if recipe_a is not None:
         given |= dict(recipe_a=getattr(recipe_a, "name", recipe_a), dtype_a=dtype_a)
