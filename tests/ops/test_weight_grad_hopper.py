@@ -146,7 +146,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_are_found(name, seed):
     replaced, rows, config = BROKEN[name]
-    with pytest.raises((mk.RaceError, mk.SimulatorError), match="nothing orders|nobody has written"):
+    with pytest.raises((mk.RaceError, mk.SimulatorError), match=r"nothing orders|nobody has written"):
         run(2, rows, 264, 136, config=config, seed=seed, replace=replaced)
 
 
