@@ -242,7 +242,7 @@ def test_of_two_stalled_tasks_the_first_goes_on_first():
 
 @triton.jit
 def spin(flag, turns):
-    """CTA 0 spins, and changes memory whenever it looks; the others end that."""
+    """CTA 0 spins, and changes memory with every poll; the others end that."""
     if tl.program_id(0) == 0:
         while tl.atomic_add(flag, 0) < 2:
             tl.atomic_add(turns, 1)
