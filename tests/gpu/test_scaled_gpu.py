@@ -13,7 +13,16 @@ RECIPES = [
     ("TensorWise", "RowWise"),
     ("BlockWise1x128", "BlockWise128x128"),
 ]
-SHAPES = [(256, 512, 256), (129, 257, 65), (1, 1, 1), (7, 131, 8), (640, 384, 512), (37, 1000, 333), (300, 2560, 1024)]
+SHAPES = [
+    (256, 512, 256),
+    (129, 257, 65),
+    (1, 1, 1),
+    (7, 131, 8),
+    (640, 384, 512),
+    (37, 1000, 333),
+    (300, 2560, 1024),
+    (512, 640, 1040),
+]
 OPERATORS = (mk.all_gather_scaled_matmul, mk.scaled_matmul_reduce_scatter, mk.scaled_matmul_all_reduce)
 
 pytestmark = pytest.mark.skipif(

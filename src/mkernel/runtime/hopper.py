@@ -17,20 +17,24 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
+FP8_TILE = (256, 128, 128)  # likewise for fp8
 STAGES = 4
 WARPS = 4  # of one warpgroup; the kernel adds the others itself
 
 
-def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, free: set[str]) -> bool:
+def suits(
+    group: Group, rows: int, dtype: torch.dtype, config: Config | None, free: set[str], itemsize: int = 2
+) -> bool:  # fmt: skip
     """Can a kernel for Hopper run this call, judging by what is the same on all ranks? `rows`: on each rank. `free`:
-    the fields of a configuration that the caller may set."""
+    the fields of a configuration that the caller may set. itemsize: bytes of the elements that the kernel
+    multiplies."""
     given = config or Config()
     return (
         group.target.type == "cuda"
         and capability(group.target)[0] == 9
         and group.nodes == 1
-        and dtype.itemsize == 2
-        and rows % TILE_M == 0
+        and dtype.itemsize == itemsize
+        and rows % (TILE_M if itemsize == 2 else FP8_TILE[0]) == 0
         and all(getattr(given, field.name) is None for field in fields(given) if field.name not in free)
     )
 
@@ -47,7 +51,8 @@ def _layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
     """The layout of a block in shared memory. Cached: finding it takes longer than making a descriptor."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
+    fp8 = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], fp8.get(dtype) or DTYPES[dtype])
 
 
 def right_operand(b: torch.Tensor, transposed: bool) -> Any:

@@ -108,6 +108,10 @@ def prepare(
         from mkernel.ops.all_gather_matmul import few_rows
 
         return few_rows.launch(group, decided, memory, a, b, out, scaling)
+    if decided.hopper and scaling is not None:
+        from mkernel.ops.all_gather_matmul.scaled import hopper as scaled_hopper
+
+        return scaled_hopper.launch(group, decided, memory, a, b, out, scaling)
     if decided.hopper:
         from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
 

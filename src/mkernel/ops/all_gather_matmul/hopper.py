@@ -40,7 +40,7 @@ from mkernel.lang.copy import pace
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gluon_compat import async_load, async_store
 from mkernel.lang.grid import sync_steps
-from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
+from mkernel.lang.hopper import STAGES, STORED, Stages, multiply_rows, store_rows
 from mkernel.lang.layout import parity, row_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order, swizzle_tile
@@ -56,7 +56,7 @@ from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
 from mkernel.runtime.world import Launch
 
-PUSHED = tl.constexpr(2048)  # elements that the push warp has in flight
+PUSHED_BYTES = tl.constexpr(4096)  # that the push warp has in flight
 
 
 class Call(NamedTuple):
@@ -67,7 +67,12 @@ class Call(NamedTuple):
     n: Any
     GROUP: Any  # row blocks that are computed together, for locality in L2
     B_TRANSPOSED: Any
+    scales: Any  # GatheredScales of fp8; None unless SCALED
+    TILE_M: Any
+    TILE_N: Any
+    TILE_K: Any
     KEEPS: Any  # the caller wants the gathered rows
+    SCALED: Any  # rows are fp8, and have scales, which are pushed with them
 
 
 class Operands(NamedTuple):
@@ -91,8 +96,8 @@ class Arrivals(NamedTuple):
 def _tile_at(comm, call, index):
     """(source, row block of the source, column block, whether the source is this rank) of a tile of the launch."""
     rank = rank_of(comm.context)
-    blocks = call.gather.m // TILE_M
-    column_blocks = tl.cdiv(call.n, TILE_N)
+    blocks = call.gather.m // call.TILE_M
+    column_blocks = tl.cdiv(call.n, call.TILE_N)
     own_tiles = blocks * column_blocks
     own = index < own_tiles
     row_blocks = tl.where(own, blocks, blocks * (comm.WORLD_SIZE - 1))
@@ -104,14 +109,14 @@ def _tile_at(comm, call, index):
 @triton.jit
 def _tiles(comm, call):
     """The number of tiles of a launch."""
-    return call.gather.m // TILE_M * tl.cdiv(call.n, TILE_N) * comm.WORLD_SIZE
+    return call.gather.m // call.TILE_M * tl.cdiv(call.n, call.TILE_N) * comm.WORLD_SIZE
 
 
 @gluon.jit
 def _load(comm, call, operands, stages, arrivals):
     """The load warp."""
     odd_epoch = parity(comm.epoch) == 1
-    common_steps = _tiles(comm, call) // gl.num_programs(0) * tl.cdiv(call.gather.k, TILE_K)
+    common_steps = _tiles(comm, call) // gl.num_programs(0) * tl.cdiv(call.gather.k, call.TILE_K)
     step = 0
     remote = 0
     for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
@@ -121,16 +126,16 @@ def _load(comm, call, operands, stages, arrivals):
             acquire_for_descriptors()
             mbarrier.arrive(arrivals.taken.index(remote % 2), count=1)
             remote += 1
-        row = source * call.gather.m + block * TILE_M
-        column = column_block * TILE_N
-        for depth in range(0, call.gather.k, TILE_K):
+        row = source * call.gather.m + block * call.TILE_M
+        column = column_block * call.TILE_N
+        for depth in range(0, call.gather.k, call.TILE_K):
             sync_steps(comm, step, common_steps)
             stage = step % STAGES
             filled = stages.filled.index(stage)
             mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(filled, operands.own.block_type.nbytes + operands.b.block_type.nbytes)
             if own:
-                async_load(operands.own, [block * TILE_M, depth], filled, stages.a.index(stage))
+                async_load(operands.own, [block * call.TILE_M, depth], filled, stages.a.index(stage))
             elif odd_epoch:
                 async_load(operands.odd, [row, depth], filled, stages.a.index(stage))
             else:
@@ -150,8 +155,8 @@ def _wait_arrivals(comm, call, arrivals):
     for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
         source, block, _, own = _tile_at(comm, call, index)
         if not own:
-            row = block * TILE_M
-            for chunk in range(row // chunk_rows, tl.cdiv(row + TILE_M, chunk_rows)):
+            row = block * call.TILE_M
+            for chunk in range(row // chunk_rows, tl.cdiv(row + call.TILE_M, chunk_rows)):
                 wait_chunk(comm, call.gather, source, chunk, COMPUTE)
             mbarrier.wait(arrivals.taken.index(remote % 2), (remote // 2 + 1) & 1)
             mbarrier.arrive(arrivals.ready.index(remote % 2), count=1)
@@ -159,10 +164,27 @@ def _wait_arrivals(comm, call, arrivals):
 
 
 @gluon.jit
+def _push_scales(comm, call, row, offset):
+    """Push the scales of one of the rank's own rows to behind the row, which is at `offset` of every workspace."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    scales = call.scales
+    rank = rank_of(comm.context)
+    origin = scales.own.data + row.to(tl.int64) * scales.own.row_stride
+    target = (offset + scales.AT) // 4  # in fp32
+    for first in range(0, scales.COUNT, 32):
+        place = first + gl.arange(0, 32, layout)
+        values = gl.load(origin + place.to(tl.int64) * scales.own.column_stride, mask=place < scales.COUNT)
+        for j in gl.static_range(1, comm.WORLD_SIZE):
+            there = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, tl.float32) + target
+            gl.store(there + place, values, mask=place < scales.COUNT)
+
+
+@gluon.jit
 def push(comm, call):
     """The push warp. `call` is that of any kernel for Hopper that gathers rows; it has `a` and `gather`."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     DTYPE: gl.constexpr = call.a.data.dtype.element_ty
+    PUSHED: gl.constexpr = PUSHED_BYTES // (DTYPE.primitive_bitwidth // 8)
+    layout: gl.constexpr = gl.BlockedLayout([128 // DTYPE.primitive_bitwidth], [32], [1], [0])
     gather = call.gather
     rank = rank_of(comm.context)
     start = clock()
@@ -181,6 +203,8 @@ def push(comm, call):
                 for j in gl.static_range(1, comm.WORLD_SIZE):
                     target = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, DTYPE)
                     gl.store(target + offset + column + lane, block, mask=inside)
+            if call.SCALED:
+                _push_scales(comm, call, row + i, offset)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
             pace(start, sent, gather.nanoseconds_per_mib)
@@ -195,8 +219,8 @@ def _keep(comm, call, kept, stages):
     step = 0
     for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
         source, block, column_block, _ = _tile_at(comm, call, index)
-        row = source * call.gather.m + block * TILE_M
-        for depth in range(0, call.gather.k, TILE_K):
+        row = source * call.gather.m + block * call.TILE_M
+        for depth in range(0, call.gather.k, call.TILE_K):
             stage = step % STAGES
             mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
             if column_block == 0:
@@ -222,8 +246,8 @@ def _multiply(comm, call, c, stages, c_stage, WARPGROUP: gl.constexpr):
         total, step = multiply_rows(stages, step, call.gather.k, WARPGROUP, call.B_TRANSPOSED)
         # if the group gave up, rows may never have arrived: mark the tile with NaN; the host raises an error
         total += tl.where(gave_up(comm.context), float("nan"), 0.0)
-        row = source * call.gather.m + block * TILE_M
-        store_rows(c, c_stage, total, row, column_block * TILE_N, WARPGROUP)
+        row = source * call.gather.m + block * call.TILE_M
+        store_rows(c, c_stage, total, row, column_block * call.TILE_N, WARPGROUP)
         if WARPGROUP == 0:
             trace(comm.context, TILES, TILE, source, index, since)
     tma.store_wait(0)
@@ -317,7 +341,11 @@ def launch(
         a=Block(a, a.stride(0), a.stride(1)),
         gather=gather_by_warps(group, memory, workspace, a, c),
         n=n,
-        **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed, KEEPS=kept is not None),
+        **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed),
+        scales=None,
+        **named_constants(
+            TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, KEEPS=kept is not None, SCALED=False,
+        ),
     )  # fmt: skip
     return Launch(
         op="all_gather_matmul",

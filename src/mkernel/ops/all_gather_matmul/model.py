@@ -160,7 +160,7 @@ def _multiply_on_hopper(
     c = plan.config
     m, n, k = sizes
     comm = SimpleNamespace(context=engine.rank, WORLD_SIZE=engine.ranks)
-    kernel_call = SimpleNamespace(gather=SimpleNamespace(m=m), n=n, GROUP=c.group_m)
+    kernel_call = SimpleNamespace(gather=SimpleNamespace(m=m), n=n, GROUP=c.group_m, TILE_M=c.tile_m, TILE_N=c.tile_n)
     tiles = math.ceil(m / c.tile_m) * math.ceil(n / c.tile_n) * engine.ranks
     counts = np.maximum(-(-(tiles - np.arange(c.ctas)) // c.ctas), 0)
     ready = _blocks_of(plan, m, pushed)

@@ -136,14 +136,20 @@ def _plan(
     few = None if return_gathered or access.rows.quantized else _few_rows(group, a, n, access, config)
     if few is not None:
         return few
-    on_hopper = (
-        suits_hopper(group, m, a.dtype, config)
-        and n > 128
-        and access.right.uses_tma
-        and access.out_uses_tma
-        and not access.rows.staged
-        and (not return_gathered or a.shape[1] * a.element_size() % BYTES == 0)  # TMA can write the gathered rows
-    )
+    on_hopper = access.right.uses_tma and access.out_uses_tma and not access.rows.staged
+    if a.dtype.itemsize == 1:
+        on_hopper &= (
+            hopper.suits(group, m, a.dtype, config, {"ctas", "chunk_rows", "group_m"}, itemsize=1)
+            and access.right.transposed
+            and out.dtype.itemsize == 2
+            and not return_gathered
+        )
+    else:
+        on_hopper &= (
+            suits_hopper(group, m, a.dtype, config)
+            and n > 128
+            and (not return_gathered or a.shape[1] * a.element_size() % BYTES == 0)  # TMA can write the gathered rows
+        )
     settings, reasons = (_on_hopper if on_hopper else _portable)(group, a, n, access, config)
     if on_hopper and return_gathered:
         reasons.append("another one stores the gathered rows, from shared memory")
@@ -234,9 +240,12 @@ def _on_hopper(
     """Settings of the Hopper kernel (hopper.py). No CTA is reserved for copying: each has a warp for it."""
     pick = planning.chooser(config)
     defaults = planning.default_tiles(group.target, a.dtype, n, True)
-    tiles = math.ceil(a.shape[0] / hopper.TILE_M) * math.ceil(n / hopper.TILE_N) * group.size
+    tile_m, tile_n, tile_k = hopper.TILE_M, hopper.TILE_N, hopper.TILE_K
+    if a.dtype.itemsize == 1:
+        tile_m, tile_n, tile_k = hopper.FP8_TILE
+    tiles = math.ceil(a.shape[0] / tile_m) * math.ceil(n / tile_n) * group.size
     settings = Settings(
-        tile_m=hopper.TILE_M, tile_n=hopper.TILE_N, tile_k=pick("tile_k", defaults.tile_k),
+        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k,
         group_m=pick("group_m", defaults.group_m), stages=pick("stages", hopper.STAGES),
         warps=pick("warps", hopper.WARPS),
         ctas=pick("ctas", planning.fewest_ctas(tiles, group.world.launcher.ctas(group.world_rank))),

@@ -26,6 +26,8 @@ lower program ids. This saves a launch. It costs the `send` CTAs, which are lost
 a row if it has one scale. The kernel for few rows does not quantize. Rejected: letting all CTAs quantize first, which
 would take less time, but then `intra` would wait for CTAs with higher program ids.
 
+Large calls in one node take the kernel in hopper.py on Hopper, unless they quantize or return the gathered rows.
+
 Rejected alternatives. A buffer of their own for scales: the network keeps no order between two requests, so each chunk
 would need a second signal. Chunks that begin with their scales: a tile of rows from two chunks would need two
 descriptors.

@@ -6,12 +6,13 @@ from typing import Any
 
 from mkernel.ops.all_gather_matmul.tuning import portable_space
 from mkernel.runtime.group import Group
-from mkernel.tuning.spaces import Space
+from mkernel.tuning.spaces import Space, ctas_near
 
 
 def space(group: Group, plan: Any) -> Space:
-    """There is no kernel for Hopper yet. With scales of blocks, a step lies in one of 128."""
+    """With scales of blocks, a step lies in one of 128."""
     axes = portable_space(group, plan) | dict(tile_k=(64, 128))
     if plan.access.rows.quantized:  # by CTAs that nothing else needs, and that do not join the compute
         axes |= dict(send_ctas=(1, 2, 4, 8, 16), join_tiles=())
-    return Space(axes)
+    ctas = ctas_near(group, plan, helpers=True)
+    return Space(axes, hopper=dict(ctas=ctas, chunk_rows=(32, 64, 128, 8), group_m=(4, 8, 16)))

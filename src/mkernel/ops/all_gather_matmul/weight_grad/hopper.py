@@ -84,6 +84,7 @@ class Call(NamedTuple):
     GROUP: Any  # row blocks that are computed together, for locality in L2
     PASSES: Any
     TRANSPOSED: Any  # the tiles are tiles of the transposed result
+    SCALED: Any  # always false: there is no such operator for fp8
 
 
 class Operands(NamedTuple):
@@ -350,7 +351,7 @@ def launch(
         n=n,
         partials=partials,
         held=c.held_tiles if c.passes > 1 else 0,
-        **named_constants(GROUP=c.group_m, PASSES=c.passes, TRANSPOSED=transposed),
+        **named_constants(GROUP=c.group_m, PASSES=c.passes, TRANSPOSED=transposed, SCALED=False),
     )
     return Launch(
         op=OP,
