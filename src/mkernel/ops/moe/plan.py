@@ -129,8 +129,9 @@ class Copying:
 
     def __str__(self) -> str:
         return (
-            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} bytes "
-            f"({self.near_intra_ctas} of them fetch tokens from the node, {self.far_intra_ctas} from other nodes)"
+            f"{self.sent} bytes are sent by {planning.count_of_ctas(self.send_ctas)}, and {self.placed} bytes are "
+            f"placed by {self.intra_ctas} ({self.near_intra_ctas} of them fetch tokens from the node, "
+            f"{self.far_intra_ctas} from other nodes)"
         )
 
 
