@@ -486,6 +486,22 @@ def test_a_stall_that_no_task_comes_to_is_told():
 # -- what is refused
 
 
+def test_warps_of_a_gluon_kernel_can_be_stalled():
+    """One by one: the load warp, and the warp that pushes."""
+
+    def program(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        a, b = torch.randn(256, 64, generator=generator).bfloat16(), torch.ones(64, 512).bfloat16()
+        y = mk.all_gather_matmul(a, b)
+        assert "Hopper" in str(mk.explain("all_gather_matmul", a, b))
+        torch.testing.assert_close(y.float()[256 * group.rank :][:256], a.float() @ b.float(), rtol=2e-2, atol=1e-1)
+
+    options = Options(capability=(9, 0), ctas=2)
+    for warps in ("0.cta1w1", "1.cta0w3"):
+        report = check(program, schedule=f"stall:{warps}@2", sim=options)
+        assert report.stalled == {Point(warps, 2)}
+
+
 @pytest.mark.parametrize(
     "name", ["", "17", "slow", "slow:", "slow:x", "slow:-1", "stall:", "stall:0.cta1", "stall:0.gpu@1", "random:x"]
 )
