@@ -20,7 +20,7 @@ from mkernel.runtime.operands import matmul_precision
 
 PLACE_RATE = 20e9  # bytes/s at which one CTA places rows while a GEMM runs; measured on an H200
 
-MANY_NODES = 4  # from which on few tokens go to all nodes: modelled, see docs/scale.md
+MANY_NODES = 4  # from here on, few tokens go to all nodes: modelled, see docs/scale.md
 
 # Default number of row blocks in a group of moe_ffn: about as many as an expert has in a class (see schedule.py) if
 # ranks have thousands of tokens. On an H200 with 4 ranks and 8192 tokens of 7168 elements, groups of 8 blocks took
