@@ -88,7 +88,7 @@ def moe_dispatch_matmul(
         x, topk_ids, w, bias, name, list(numbers), activations, library.encoded(config)
     )
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 
@@ -140,7 +140,7 @@ def moe_dispatch(
         x, topk_ids, library.name_of(group), list(numbers), library.encoded(config)
     )
     if isinstance(group, str):
-        return rows, traced_handle(group, library.size_of(group), tables, numbers)
+        return rows, traced_handle(group, tables, x.shape[0], numbers)
     return rows, handle_in(group, tables, x.shape[0], numbers)
 
 
@@ -181,7 +181,7 @@ def moe_combine(
     library.refuse_transforms(y=y, topk_weights=topk_weights)
     if not library.needs_dispatcher(y, topk_weights, out):
         return combine.moe_combine(y, handle, topk_weights, group=group, out=out, config=config)
-    check_handle(handle)
+    check_handle(handle, group, topk_weights)
     library.refuse_out_with_gradients(out, y, topk_weights)
     given = (y, handle.memory, topk_weights, library.name_of(group), list(handle.numbers), library.encoded(config))
     if out is None:
