@@ -99,6 +99,7 @@ def _fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, bs, ctx.group, ctx.save, _, _ = inputs
+    ctx.has_gathered = output[0].dim() == 2
     ctx.by_columns, ctx.rows = library.by_columns(bs[0]), output[1][0].shape[0]
     kept = output[0] if ctx.save == "gathered" else a
     needed = any(b.requires_grad for b in bs)
@@ -110,6 +111,7 @@ def _backward(ctx: Any, dgathered: torch.Tensor | None, dys: list[Any]) -> tuple
     kept, *bs = ctx.saved_tensors
     needs_a, needs_b = ctx.needs_input_grad[:2]
     used = [i for i, dy in enumerate(dys) if dy is not None]
+    dgathered = dgathered if ctx.has_gathered else None
     wide = library.dense(side_by_side([dys[i] for i in used])) if used else None
     da = None
     if needs_a:
