@@ -88,7 +88,8 @@ def all_gather_matmul(
             Any strides.
         b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy. Or a list of such
             matrices, which are multiplied with the same gathered rows: in one product if they lie side by side in
-            memory, such as `w[:n].t()` and `w[n:].t()`; otherwise only the first is overlapped with the transfers.
+            memory, such as `w[:n].t()` and `w[n:].t()`, and all but the last have a multiple of 16 bytes in columns;
+            otherwise only the first is overlapped with the transfers.
         group: the group to gather over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
             group; the current group by default.
         out: tensor for the result; must not overlap a or b. Not for a list of b, and not with gradients.
@@ -101,7 +102,8 @@ def all_gather_matmul(
 
     Returns:
         [..., n], in a's dtype, where gather_dim is world times as long and in rank order; accumulated in fp32. For a
-        list of b, a list, of columns of one matrix in memory. With return_gathered, a pair (result, gathered a).
+        list of b, a list, whose tensors may be columns of one matrix. With return_gathered, a pair (result, gathered
+        a).
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
@@ -229,7 +231,7 @@ def explain(
     _check_save(save)
     if isinstance(b, (list, tuple)):
         several.check_list(a, b)
-        whole = several.joined(b)
+        whole = several.one_product(b)
         keeps = whole is None or return_gathered or (save == "gathered" and library.needs_gradients(*b))
         one = b[0] if whole is None else whole
         return explain(a, one, group=group, return_gathered=keeps, gather_dim=gather_dim, save=save, config=config)

@@ -5,7 +5,9 @@ whole product overlaps with the transfers. Otherwise the first is overlapped, th
 are local products of them. Matrices are never copied, which would read and write all of them in each call.
 
 The results are columns of one matrix in both cases, since in a graph PyTorch must know their strides before a call, and
-cannot know addresses. Gradients of results are put side by side, so that each gradient is one product, too.
+cannot know addresses. It also takes results to be aligned to 16 bytes: if a matrix other than the last has a number of
+columns that is not, the results are apart, and the matrices are not multiplied as one. Gradients of results are put
+side by side, so that each gradient is one product, too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from mkernel.ops.all_gather_matmul.call import all_gather_matmul
 from mkernel.ops.all_gather_matmul.registration import Numbers, fake, row_gradient_of_both, weight_gradient
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group_names import size_of
-from mkernel.runtime.prepared import PLAIN
+from mkernel.runtime.prepared import ALIGNMENT, PLAIN
 
 
 def check_list(a: Any, bs: Sequence[Any]) -> None:
@@ -38,8 +40,10 @@ def check_list(a: Any, bs: Sequence[Any]) -> None:
 
 def joined(bs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The matrix that has the columns of all of these, if they lie side by side in memory. None if they do not."""
-    filled = [b for b in bs if b.numel()] or list(bs[:1])
+    filled = [b for b in bs if b.shape[1]] or list(bs[:1])
     first, columns = filled[0], 0
+    if not len(first):
+        return None  # there is no memory
     storage, strides = first.untyped_storage().data_ptr(), first.stride()
     for b in filled:
         if b.stride() != strides or b.untyped_storage().data_ptr() != storage:
@@ -70,11 +74,15 @@ def multiply(
     """The gathered rows if they are saved or returned, otherwise an empty tensor; and the products."""
     keep = return_gathered or save == "gathered"
     given: dict[str, Any] = dict(group=group, config=library.decoded(config))
-    whole = joined(bs)
+    whole = one_product(bs)
     if whole is not None:
         y, gathered = all_gather_matmul(a, whole, return_gathered=keep, **given)
         return gathered if gathered is not None else a.new_empty(0), _columns(y, bs)
-    ys = _columns(a.new_empty(size_of(group) * a.shape[0], sum([b.shape[1] for b in bs])), bs)
+    rows = size_of(group) * a.shape[0]
+    if _are_columns(bs):
+        ys = _columns(a.new_empty(rows, sum([b.shape[1] for b in bs])), bs)
+    else:
+        ys = [a.new_empty(rows, b.shape[1]) for b in bs]
     _, gathered = all_gather_matmul(a, bs[0], out=ys[0], return_gathered=True, **given)
     assert gathered is not None
     for y, b in zip(ys[1:], bs[1:], strict=True):
@@ -82,8 +90,21 @@ def multiply(
     return gathered if keep else a.new_empty(0), ys
 
 
+def one_product(bs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix that these are multiplied as, or None."""
+    return joined(bs) if _are_columns(bs) else None
+
+
+def _are_columns(bs: Sequence[torch.Tensor]) -> bool:
+    """Are the results columns of one matrix? Only if all are aligned in it."""
+    return all([b.shape[1] * b.element_size() % ALIGNMENT == 0 for b in bs[:-1]])
+
+
 def _columns(y: torch.Tensor, bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(y.split([b.shape[1] for b in bs], dim=1))
+    """The results in y. No views to PyTorch, which would not let callers overwrite them: they do not overlap."""
+    parts = y.split([b.shape[1] for b in bs], dim=1)
+    storage = y.untyped_storage()
+    return [y.new_empty(0).set_(storage, part.storage_offset(), part.shape, part.stride()) for part in parts]
 
 
 def _fake(
@@ -91,10 +112,11 @@ def _fake(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     for b in bs:
         fake(a, b, group)
-    rows = size_of(group) * a.shape[0]
+    rows, total = size_of(group) * a.shape[0], sum([b.shape[1] for b in bs])
     keep = return_gathered or save == "gathered"
     gathered = a.new_empty(rows, a.shape[1]) if keep else a.new_empty(0)
-    return gathered, _columns(a.new_empty(rows, sum([b.shape[1] for b in bs])), bs)
+    wide = _are_columns(bs)
+    return gathered, [a.new_empty_strided((rows, b.shape[1]), (total if wide else b.shape[1], 1)) for b in bs]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
