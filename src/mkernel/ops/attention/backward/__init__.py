@@ -81,8 +81,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.attention.backward import plan as planning
-from mkernel.ops.attention.backward import protocol
+from mkernel.ops.attention.backward import choice, protocol
 from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
@@ -206,7 +205,7 @@ def prepare(
     """The launch of a call with valid arguments. Collective if the workspace must grow. kernel: as for `plan`."""
     query, key, value = tensors.query, tensors.key, tensors.value
     config = choose(TUNABLE, group, query, key, pattern, config, value)
-    kernel = kernel or planning.PREFERRED
+    kernel = kernel or choice.PREFERRED
     layouts = tuple(layout_of(tensor) for tensor in tensors.inputs.values())
     mask = (pattern.is_causal, pattern.layout, scoring.softcap > 0)
     plan_key = (OP, layouts, query.dtype, *mask, config, kernel, matmul_precision(query.dtype))

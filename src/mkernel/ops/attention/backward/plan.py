@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import triton
 
+from mkernel.ops.attention.backward.choice import HOPPER_ROWS, HOPPER_STAGES, HOPPER_TILE, kernel_of
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
 from mkernel.ops.attention.plan import WARP_PUSH_RATE, Tiles, completed, cut_rounds, places_of, round_up, spans_of
@@ -18,15 +19,9 @@ from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
+from mkernel.runtime.operands import has_descriptors, matmul_precision
 
 DQ_PRODUCTS, DKV_PRODUCTS = 3, 4  # products of a tile of queries with a block of keys
-# The kernel of calls that could run either. The Gluon kernel has not run on a GPU: until it has, it runs only where it
-# is asked for.
-PREFERRED = "triton"
-HOPPER_TILE = 128  # queries of a tile of dq, and keys of a block of keys, in the Gluon kernel
-HOPPER_ROWS = 64  # it multiplies them with so many keys or queries at a time: its tile_n
-HOPPER_STAGES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,45 +99,6 @@ def ranges_of(sequences: Sequences, rank: int, tile_n: int) -> np.ndarray:
         found[source, :, 2] = np.searchsorted(upper, key_end, side="left")
         found[source, :, 3] = np.searchsorted(lower, key, side="right")
     return found
-
-
-def _why_not_gluon(
-    group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None
-) -> str | None:  # fmt: skip
-    """Why a call cannot run the Gluon kernel; None if it can. inputs: those that it would read by TMA, and the result
-    of the forward pass."""
-    query, value = inputs["query"], inputs["value"]
-    if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
-        return "the Gluon kernel runs on Hopper GPUs only"
-    if query.dtype == torch.float32:
-        return "the Gluon kernel does not support fp32"
-    if query.shape[3] > HOPPER_TILE:
-        return f"the Gluon kernel supports at most {HOPPER_TILE} columns"
-    if value.shape[3] != query.shape[3]:
-        return "the Gluon kernel needs values with the head dimension of queries"
-    if softcap:
-        return "the Gluon kernel does not support softcap"
-    unaligned = [name for name, tensor in inputs.items() if tensor.numel() and not describable(tensor)]
-    if unaligned:
-        return f"the Gluon kernel needs contiguous, 16-byte aligned rows, which {', '.join(unaligned)} has not"
-    if parts > 1:
-        return "the Gluon kernel does not support heads in several parts"
-    fixed = ("tile_m", "tile_n", "stages", "warps")
-    chosen = [name for name in fixed if config and getattr(config, name) is not None]
-    if chosen:
-        return f"the Gluon kernel has a fixed tile, but the configuration sets {', '.join(chosen)}"
-    return None
-
-
-def _kernel(wanted: str | None, why_not: str | None) -> tuple[str, str]:
-    """(the kernel that runs, why). wanted: see `plan`; why_not: from `_why_not_gluon`."""
-    if wanted == "gluon" and why_not is not None:
-        raise ArgumentError(f"{OP}: {why_not}")
-    if why_not is not None:
-        return "triton", f"Triton: {why_not}"
-    if (wanted or PREFERRED) == "gluon":
-        return "gluon", "Gluon: a Hopper GPU, 16-bit floats, TMA for all"
-    return "triton", "Triton: the Gluon kernel, which could run the call, has not run on a GPU yet"
 
 
 def _tasks(
@@ -225,7 +181,7 @@ def plan(
     slots = max(size - 1 if nodes == 1 else size, 1)
     whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
-    chosen, why = _kernel(kernel, _why_not_gluon(group, inputs, parts, softcap, config))
+    chosen, why = kernel_of(group, inputs, parts, softcap, config, kernel)
     hopper = chosen == "gluon"
     if hopper:
         tiles = replace(tiles, tile_m=HOPPER_TILE, tile_n=HOPPER_ROWS, stages=HOPPER_STAGES, warps=4)
