@@ -205,10 +205,9 @@ def prepare(
     """The launch of a call with valid arguments. Collective if the workspace must grow. kernel: as for `plan`."""
     query, key, value = tensors.query, tensors.key, tensors.value
     config = choose(TUNABLE, group, query, key, pattern, config, value)
-    kernel = kernel or choice.PREFERRED
     layouts = tuple(layout_of(tensor) for tensor in tensors.inputs.values())
     mask = (pattern.is_causal, pattern.layout, scoring.softcap > 0)
-    plan_key = (OP, layouts, query.dtype, *mask, config, kernel, matmul_precision(query.dtype))
+    plan_key = (OP, layouts, query.dtype, *mask, config, kernel, choice.PREFERRED, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
         (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),

@@ -36,7 +36,7 @@ def _why_not_gluon(
         return "the Gluon kernel does not support softcap"
     unaligned = [name for name, tensor in inputs.items() if tensor.numel() and not describable(tensor)]
     if unaligned:
-        return f"the Gluon kernel needs contiguous, 16-byte aligned rows, which {', '.join(unaligned)} has not"
+        return f"the Gluon kernel needs contiguous, 16-byte aligned rows, unlike those of {', '.join(unaligned)}"
     if parts > 1:
         return "the Gluon kernel does not support heads in several parts"
     fixed = ("tile_m", "tile_n", "stages", "warps")
