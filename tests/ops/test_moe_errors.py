@@ -55,7 +55,7 @@ BOTH = [
     (
         {},
         dict(config=mk.Config(join_tiles=2)),
-        "config.join_tiles means nothing to moe_.*: a counter assigns tiles to CTAs",
+        "config.join_tiles does not apply to moe_.*: a counter assigns tiles to CTAs",
     ),
 ]
 DISPATCH = [

@@ -118,9 +118,9 @@ class TokenSwitch(interface.TokenSwitch):
                 continue
             if len(out) > handle.capacity:
                 out[handle.capacity :].zero_()
-            room = out[: handle.capacity]
+            target = out[: handle.capacity]
             shape = (-1, *[1] * (out.dim() - 1))
-            room.copy_(rows[: len(room)]).masked_fill_(beyond[: len(room)].view(shape), 0)
+            target.copy_(rows[: len(target)]).masked_fill_(beyond[: len(target)].view(shape), 0)
 
     @torch.no_grad()
     def _combine(self, routing: Any, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:

@@ -285,7 +285,7 @@ class CudaCopyQueue : public CopyQueue {
     if (to.copy_queue == nullptr && to_host_) return to_host_->copy(std::move(to), std::move(from), bytes);
     std::lock_guard<std::mutex> lock(mutex_);
     driver().check(refused_, kWhat);
-    if (is_here(to) && is_here(from)) {
+    if (is_on_device(to) && is_on_device(from)) {
       make_room();
       copies_.push_back({address_of(to.data), address_of(from.data), bytes});
     } else {
@@ -369,11 +369,11 @@ class CudaCopyQueue : public CopyQueue {
   };
 
   // Is this memory on the copy_queue's device? All copy_queues are of CUDA.
-  bool is_here(const Segments::Pin& pin) const {
+  bool is_on_device(const Segments::Pin& pin) const {
     return pin.copy_queue != nullptr && &static_cast<const CudaCopyQueue*>(pin.copy_queue)->device_ == &device_;
   }
 
-  // Will the last number tell of everything that was asked for?
+  // Does the last completion number cover everything that was asked for?
   bool is_marked() const { return copies_.empty() && signals_.empty() && !unmarked_; }
 
   // For one more entry of the batch.
@@ -388,8 +388,8 @@ class CudaCopyQueue : public CopyQueue {
     flush_inside();
   }
 
-  // The batch, and at its end the number that tells that all is done. When one is refused, there is none after it:
-  // its number would tell of copies that were never made.
+  // The batch, and behind it the number that marks it as complete. After a refused batch, there is no number:
+  // it would mark copies as complete that were never made.
   void flush_inside() {
     refused_ = copies_.empty() ? write() : launch();
     copies_.clear();

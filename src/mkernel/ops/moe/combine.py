@@ -180,7 +180,7 @@ def _launch(
 
 
 def check_handle(handle: Any) -> None:
-    """Reject what is no handle."""
+    """Reject anything but a handle."""
     if not isinstance(handle, Handle):
         raise ArgumentError(f"handle must be the handle that a dispatch returned; got {type(handle).__name__}")
 

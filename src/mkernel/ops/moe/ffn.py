@@ -11,7 +11,7 @@ moe_dispatch_matmul:
 - `send`, `intra`: move the tokens to the ranks of their experts (dispatch.py).
 - All CTAs except `send` count rows, and the last one to finish makes the schedule of blocks (routing.py, schedule.py).
 - `compute`, and all other CTAs once their transfers are done: compute the tiles of both GEMMs, in one sequence
-  (`interleaved` in lang/order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
+  (`interleaved` in tile_order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
   columns of gate and up, and stores silu(gate) * up. A tile of the second GEMM multiplies the resulting block by
   columns of down. Its result overwrites the block of tokens, which is no longer needed.
 - All CTAs combine (reduction.py). The combine is divided into pieces, which another counter assigns to CTAs as they

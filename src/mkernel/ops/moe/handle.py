@@ -33,7 +33,7 @@ class Handle:
     token: torch.Tensor  # [capacity]
     memory: torch.Tensor  # of the tables
     tables: Tables
-    # what the handle can be made of again: experts per token, experts of this rank, capacity, bound on the tokens of
+    # the handle can be restored from these: experts per token, experts of this rank, capacity, bound on the tokens of
     # any rank, tokens per chunk, rows of a block
     numbers: tuple[int, ...]
     known_sizes: Sizes | None  # None while a graph is traced

@@ -4,10 +4,10 @@ Kernel, roles, order, signals and the combine are those of moe_ffn; tokens trave
 moe_dispatch_scaled_matmul (scaled.py says who waits for whom, and why that cannot deadlock).
 
 Inner activations. A tile of the first GEMM has 128 columns of gate and of up, and so of activation(gate) * up: the
-elements of a row that share a scale in the second GEMM. So each tile quantizes what it has computed, in registers, to
-the bits of `mk.quantize` of the fp32 values, and stores fp8 and a scale for each row. The counter of the tiles of the
-first GEMM covers both. Whatever the scales of tokens are, those of inner activations are of blocks, because the largest
-of a whole row would be known only after all tiles of the row; so w_down has scales of blocks of 128x128.
+elements of a row that share a scale in the second GEMM. So each tile quantizes its result in registers, to the bits of
+`mk.quantize` of the fp32 values, and stores fp8 and a scale for each row. The counter of the tiles of the first GEMM
+covers both. Inner activations always have block scales, whatever the scales of tokens are, because the maximum of a
+whole row would be known only after all tiles of the row. So w_down has scales of 128x128 blocks.
 
 What it costs. The dispatch moves about half of the bytes of bf16, the combine the same. Memory on the rank:
 rows*hidden*3 bytes for packed tokens and results, which do not share memory, unlike in moe_ffn, and rows*inter*1.03.
@@ -119,7 +119,7 @@ def _plan(
     """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
     340 bytes. With several nodes, these spill up to 68."""
     words, given = packed.x.words, config or Config()
-    if group.device.type == "cuda" and given.tile_m is None:
+    if group.target.type == "cuda" and given.tile_m is None:
         config = replace(given, tile_m=64)
     decided = plan_ffn(group, scaled.narrow(x, packed.x), w_gate_up, w_down, sizes, config, 4 * words)
     check_tile_k(True, decided.config.tile_k)

@@ -7,6 +7,7 @@ import torch
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import describable
 
@@ -24,7 +25,7 @@ def _why_not_gluon(
     """Why a call cannot run the Gluon kernel; None if it can. inputs: those that it would read by TMA, and the result
     of the forward pass."""
     query, value = inputs["query"], inputs["value"]
-    if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
+    if group.target.type != "cuda" or capability(group.target)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
     if query.dtype == torch.float32:
         return "the Gluon kernel does not support fp32"

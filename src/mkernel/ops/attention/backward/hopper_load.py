@@ -145,7 +145,7 @@ def _load_rows(source, memory, full, batch, head, row):
 
 
 @gluon.jit
-def _await_stage(ring, loaded):
+def _wait_stage(ring, loaded):
     """(the stage of the next step, when it is free)"""
     stage = loaded % STAGES
     mbarrier.wait(ring.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
@@ -155,7 +155,7 @@ def _await_stage(ring, loaded):
 @gluon.jit
 def _load_own(descriptors, ring, batch, head, key, loaded):
     """Load a step of the rank's own keys and values."""
-    stage = _await_stage(ring, loaded)
+    stage = _wait_stage(ring, loaded)
     mbarrier.expect(ring.first_full.index(stage), descriptors.k.block_type.nbytes)
     _load_rows(descriptors.k, ring.first.index(stage), ring.first_full.index(stage), batch, head, key)
     mbarrier.expect(ring.second_full.index(stage), descriptors.v.block_type.nbytes)
@@ -165,7 +165,7 @@ def _load_own(descriptors, ring, batch, head, key, loaded):
 @gluon.jit
 def _load_slots(slots, ring, row, loaded):
     """Load a step of another rank's keys and values."""
-    stage = _await_stage(ring, loaded)
+    stage = _wait_stage(ring, loaded)
     mbarrier.expect(ring.first_full.index(stage), slots.block_type.nbytes)
     async_load(slots, [row, 0], ring.first_full.index(stage), ring.first.index(stage))
     mbarrier.expect(ring.second_full.index(stage), slots.block_type.nbytes)
@@ -175,7 +175,7 @@ def _load_slots(slots, ring, row, loaded):
 @gluon.jit
 def _load_queries(call, descriptors, ring, batch, head, tile, loaded):
     """Load a step of queries and gradients of the result."""
-    stage = _await_stage(ring, loaded)
+    stage = _wait_stage(ring, loaded)
     full = ring.first_full.index(stage)
     mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.stats.block_type.nbytes)
     _load_rows(descriptors.q, ring.first.index(stage), full, batch, head, tile * ROWS)
@@ -186,7 +186,7 @@ def _load_queries(call, descriptors, ring, batch, head, tile, loaded):
 
 
 @gluon.jit
-def _await_held(held, number):
+def _wait_held(held, number):
     """The barrier that tells when the rows of task `number` are there, when their place is free."""
     mbarrier.wait(held.empty.index(number % 2), ((number // 2) & 1) ^ 1)
     return held.full.index(number % 2)
@@ -220,7 +220,7 @@ def _load_tile_of_dq(comm, call, descriptors, shared, task, number, loaded):
     rank = rank_of(comm.context)
     head = task.kv_head * (call.heads // call.kv_heads) + task.within // call.blocks
     row = task.within % call.blocks * TILE_M
-    full = _await_held(shared.held, number)
+    full = _wait_held(shared.held, number)
     mbarrier.expect(full, WARPGROUPS * (descriptors.q.block_type.nbytes + descriptors.dout.block_type.nbytes))
     for group in gl.static_range(WARPGROUPS):
         place = row + group * ROWS
@@ -278,7 +278,7 @@ def _load_block_of_keys(comm, call, descriptors, shared, task, number, which, lo
     source = which // call.tiles
     key = which % call.tiles * TILE_M
     group = call.heads // call.kv_heads
-    full = _await_held(shared.held, number)
+    full = _wait_held(shared.held, number)
     if has_partial(call, rank, source, key) | has_partial(call, rank, source, key + ROWS):
         mbarrier.expect(full, WARPGROUPS * (descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes))
         for half in gl.static_range(WARPGROUPS):

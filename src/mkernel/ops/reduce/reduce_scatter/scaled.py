@@ -1,7 +1,7 @@
 """scaled_matmul_reduce_scatter: matmul_reduce_scatter of fp8 matrices with scales.
 
 Kernels, workspace, order of sums and signals are those of matmul_reduce_scatter. Scales are applied to this rank's
-partial, before it travels: every rank has scales of its own, and needs nobody else's. Partials travel in the dtype of
+partial before it is sent: every rank has its own scales, and needs no others. Partials travel in the dtype of
 the result, or in fp32.
 """
 
