@@ -200,9 +200,13 @@ def _add_queries(call, shared, number, step, dk, dv, place, GROUP: gl.constexpr,
     if MASKED:
         weights = _where_seen(call.mask, weights, place, True)
     left = _operand(weights, DTYPE, call.DIM)
-    dv = warpgroup_mma(left, ring.second.index(stage), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
+    EARLY: gl.constexpr = call.DIM <= 64  # with more columns there are no registers for it
+    if EARLY:
+        dv = warpgroup_mma(left, ring.second.index(stage), dv, is_async=True)
+    dp = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp])
     ds = _operand(weights * (dp - _stats_of(ring, stage, 1)), DTYPE, call.DIM)
+    if not EARLY:
+        dv = warpgroup_mma(left, ring.second.index(stage), dv, is_async=True)
     dk = warpgroup_mma(ds, ring.first.index(stage), dk, is_async=True)
     dv, dk, left, ds = warpgroup_mma_wait(0, deps=[dv, dk, left, ds])
     mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -302,7 +306,7 @@ def _key_gradients(comm, call, descriptors, shared, task, number, step, which, G
     dk = gl.zeros([ROWS, call.DIM], gl.float32, product_layout(call.DIM))
     dv = gl.zeros([ROWS, call.DIM], gl.float32, product_layout(call.DIM))
     _begin(comm, shared, number)
-    blocks = rows_of_block(call, which)
+    blocks = rows_of_block(call, rank, which)
     for part in range(3 * (call.heads // call.kv_heads)):
         begin, end = segment(blocks, part % 3)
         for tile in range(begin, gl.where(part % 3 == 1, begin, end)):
@@ -327,9 +331,10 @@ def _key_gradients(comm, call, descriptors, shared, task, number, step, which, G
 
 
 @gluon.jit
-def _multiply(comm, call, descriptors, shared, first_entry, end_entry, GROUP: gl.constexpr):
-    """A warpgroup: its rows of the tasks in entries first_entry..end_entry-1 of the schedule."""
-    rank = rank_of(comm.context)
+def _do_tasks(comm, context, call, descriptors, shared, first_entry, end_entry, GROUP: gl.constexpr):
+    """A warpgroup's rows of the tasks in entries first_entry..end_entry-1 of the schedule. context: of `comm`, but
+    traced if the launch is."""
+    rank = rank_of(context)
     wait_prepared(comm, call)
     tiles_of_dq = call.heads // call.kv_heads * call.blocks
     posted = tl.cast(-1, tl.int64)
@@ -337,7 +342,7 @@ def _multiply(comm, call, descriptors, shared, first_entry, end_entry, GROUP: gl
     number = first_entry * 0  # of tasks with loads
     for entry in range(first_entry, end_entry):
         task = task_at(comm, call, entry)
-        since = trace_time(comm.context)
+        since = trace_time(context)
         if task.within < tiles_of_dq + comm.WORLD_SIZE * call.tiles:
             if task.within < tiles_of_dq:
                 step = _query_gradient(comm, call, descriptors, shared, task, number, step=step, GROUP=GROUP)
@@ -348,7 +353,7 @@ def _multiply(comm, call, descriptors, shared, first_entry, end_entry, GROUP: gl
                 )  # fmt: skip
             number += 1
             if GROUP == 0:
-                trace(comm.context, TILES, TILE, rank, entry, since)
+                trace(context, TILES, TILE, rank, entry, since)
             if call.rounds.CREDITS:
                 finish_task(comm, call.rounds, task.round_index, COMPUTE)
         else:
@@ -356,11 +361,21 @@ def _multiply(comm, call, descriptors, shared, first_entry, end_entry, GROUP: gl
                 which = task.within - tiles_of_dq - comm.WORLD_SIZE * call.tiles
                 posted = tl.maximum(posted, reduce(comm, call, task, which, GROUP))
                 if GROUP == 0:
-                    trace(comm.context, TILES, REDUCE, rank, entry, since)
+                    trace(context, TILES, REDUCE, rank, entry, since)
                 if call.rounds.CREDITS:
                     finish_task(comm, call.reductions, task.round_index, COMPUTE)
     if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
         wait_posted(comm, posted)
+
+
+@gluon.jit
+def _multiply(comm, call, descriptors, shared, first_entry, end_entry, GROUP: gl.constexpr):
+    """A warpgroup. Its waits are not traced: the lane of their role is the loading warp's (lang/trace.py)."""
+    untraced = comm.context.to(tl.pointer_type(tl.int64), bitcast=True)
+    _do_tasks(
+        Comm(untraced, comm.epoch, comm.WORLD_SIZE, comm.RANKS_PER_NODE), comm.context, call, descriptors, shared,
+        first_entry, end_entry=end_entry, GROUP=GROUP,
+    )  # fmt: skip
 
 
 # -- the whole

@@ -114,24 +114,33 @@ def keys_of_tile(call, rank, source, row):
 
 
 @gluon.jit
-def rows_of_block(call, which):
-    """The `Blocks` of this rank's queries that a block of TILE_M keys goes through, in each head."""
-    entry = call.ranges + 4 * which
-    seen = tl.load(entry).to(gl.int32)
-    seen_end = tl.load(entry + 1).to(gl.int32)
-    first = seen // ROWS
-    end = gl.where(seen < seen_end, tl.cdiv(seen_end, ROWS), first)
-    full = gl.minimum(gl.maximum(tl.cdiv(tl.load(entry + 2).to(gl.int32), ROWS), first), end)
-    full_end = gl.minimum(gl.maximum(tl.load(entry + 3).to(gl.int32) // ROWS, full), end)
-    return Blocks(first, full, full_end, end)
-
-
-@gluon.jit
 def has_partial(call, rank, source, key):
     """Whether this rank has a partial of the source's ROWS keys from `key` on. Each warpgroup has such rows of its own
     in a block of keys; the second half of the last block may not exist."""
     seen = key < call.mask.length
     return seen & is_seen(call.mask, rank, source, key, ROWS)
+
+
+@gluon.jit
+def is_block_seen(call, rank, which):
+    """Whether this rank has a partial of a block of TILE_M keys, or of half of it."""
+    source = which // call.tiles
+    key = which % call.tiles * TILE_M
+    return has_partial(call, rank, source, key) | has_partial(call, rank, source, key + ROWS)
+
+
+@gluon.jit
+def rows_of_block(call, rank, which):
+    """The `Blocks` of this rank's queries that a block of TILE_M keys goes through, in each head."""
+    entry = call.ranges + 4 * which
+    seen = tl.load(entry).to(gl.int32)
+    seen_end = tl.load(entry + 1).to(gl.int32)
+    first = seen // ROWS
+    # `ranges` has rows for a block that reaches beyond the last key, even if none of its keys is seen
+    end = gl.where((seen < seen_end) & is_block_seen(call, rank, which), tl.cdiv(seen_end, ROWS), first)
+    full = gl.minimum(gl.maximum(tl.cdiv(tl.load(entry + 2).to(gl.int32), ROWS), first), end)
+    full_end = gl.minimum(gl.maximum(tl.load(entry + 3).to(gl.int32) // ROWS, full), end)
+    return Blocks(first, full, full_end, end)
 
 
 # -- loads
@@ -279,13 +288,13 @@ def _load_block_of_keys(comm, call, descriptors, shared, task, number, which, lo
     key = which % call.tiles * TILE_M
     group = call.heads // call.kv_heads
     full = _wait_held(shared.held, number)
-    if has_partial(call, rank, source, key) | has_partial(call, rank, source, key + ROWS):
+    if is_block_seen(call, rank, which):
         mbarrier.expect(full, WARPGROUPS * (descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes))
         for half in gl.static_range(WARPGROUPS):
             _load_half(
                 comm, call, descriptors, shared.held, task, number, source=source, key=key + half * ROWS, GROUP=half
             )
-        blocks = rows_of_block(call, which)
+        blocks = rows_of_block(call, rank, which)
         for part in range(3 * group):
             head = task.kv_head * group + part // 3
             begin, end = segment(blocks, part % 3)
