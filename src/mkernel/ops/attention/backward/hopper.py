@@ -199,13 +199,15 @@ def _add_queries(call, shared, number, step, dk, dv, place, GROUP: gl.constexpr,
     weights = gl.exp2(scores * call.scale - _stats_of(ring, stage, 0))
     if MASKED:
         weights = _where_seen(call.mask, weights, place, True)
-    left = _operand(weights, DTYPE, call.DIM)
-    EARLY: gl.constexpr = call.DIM <= 64  # with more columns there are no registers for it
-    if EARLY:
+    if call.DIM <= 64:
+        left = _operand(weights, DTYPE, call.DIM)
         dv = warpgroup_mma(left, ring.second.index(stage), dv, is_async=True)
-    dp = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp])
-    ds = _operand(weights * (dp - _stats_of(ring, stage, 1)), DTYPE, call.DIM)
-    if not EARLY:
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = _operand(weights * (dp - _stats_of(ring, stage, 1)), DTYPE, call.DIM)
+    else:  # there are no registers for `left` while gradients of scores are computed
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = _operand(weights * (dp - _stats_of(ring, stage, 1)), DTYPE, call.DIM)
+        left = _operand(weights, DTYPE, call.DIM)
         dv = warpgroup_mma(left, ring.second.index(stage), dv, is_async=True)
     dk = warpgroup_mma(ds, ring.first.index(stage), dk, is_async=True)
     dv, dk, left, ds = warpgroup_mma_wait(0, deps=[dv, dk, left, ds])
