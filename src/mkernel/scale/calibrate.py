@@ -1,11 +1,12 @@
-"""`mkernel plan --calibrate`: what can be measured on this machine, and a file of it.
+"""`mkernel plan --calibrate`: measures what it can on this machine, and writes it to a file.
 
-Of the network: the path of a request between two ranks of this process, over RDMA where there are devices, else over
-TCP: how long it takes from a request in the ring until the peer sees its signal, what the proxy needs for each of many
-requests, and the rate of large transfers. Both ranks use the same machine, so switches and cables are left out.
+For the network, it measures the path of a request between two ranks of this process, over RDMA if there are devices,
+else over TCP: the time from a request in the ring until the peer sees its signal, the time that the proxy needs for
+each of many requests, and the rate of large transfers. Both ranks are on the same machine, so switches and cables are
+not included.
 
-Of the GPUs, where there are any: see calibrate_gpu.py. Everything else is taken from the machine that it is based on,
-and `sources` says so.
+For GPUs, see calibrate_gpu.py. Everything else is taken from the machine that the file is based on, and `sources` says
+so.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Rank:
         self.proxy = Proxy(ring, self.transport, spin=SPIN_SECONDS["cpu"])
 
     def post(self, peer: int, size: int, signal: int, value: int, count: int = 1) -> None:
-        """Post requests; the turn numbers, which the proxy waits for, last. There must be room for them."""
+        """Post requests; the turn numbers, which the proxy waits for, last. The ring must have free slots for them."""
         tickets = np.arange(self.taken, self.taken + count)
         slots = tickets % CAPACITY
         for word, content in (

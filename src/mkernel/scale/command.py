@@ -68,7 +68,7 @@ def parse_nodes(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ArgumentError(f"{text!r} are no numbers of nodes: write 2:64 for powers of two, or a list such as 2,3,8")
+        raise ArgumentError(f"{text!r} must be numbers of nodes: 2:64 for powers of two, or a list such as 2,3,8")
     return numbers
 
 

@@ -107,7 +107,7 @@ def _barrier_at(word: SharedBlock) -> Barrier:
 def init_barrier(word: SharedBlock, count: int) -> None:
     task = _warps()
     barriers = task.block.barriers
-    barriers[word.address] = Barrier(f"mbarrier {len(barriers)}", count)
+    barriers[word.address] = Barrier(f"mbarrier {len(barriers)}", count, word.address)
 
 
 def invalidate_barrier(word: SharedBlock) -> None:

@@ -95,6 +95,7 @@ class Thread:
         self.last = 0  # its last event
         self.released_up_to = 0  # its last event that was released
         self.speaker = self  # the thread that releases and waits on its behalf
+        self.asynchronous = False  # does it go on while its speaker does something else?
         self.completed_by = ""  # what its speaker must call before a release covers it; a barrier is always needed
         self.begin(NOTHING)
 

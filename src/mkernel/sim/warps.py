@@ -46,6 +46,7 @@ class WarpOrder(Cta):
         self.descriptor_reads = self.fetches
         for thread in asynchronous:
             thread.speaker = self.main
+            thread.asynchronous = thread is not self.stored
         self.fetches.completed_by = self.loads.completed_by = "mbarrier.wait"
         self.stores.completed_by = "tma.store_wait"
         self.products.completed_by = "warpgroup_mma_wait"
@@ -108,8 +109,9 @@ def order_of_warps(races: Races, key: Any, name: str, clock: Clock) -> WarpOrder
 class Barrier:
     """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded."""
 
-    def __init__(self, name: str, count: int):
+    def __init__(self, name: str, count: int, word: int = 0):
         self.name = name
+        self.word = word  # its address; 0 for a named barrier
         self.count = count  # arrivals of a phase
         self.left = count
         self.nbytes = 0  # that are expected, and were not loaded yet
@@ -125,8 +127,12 @@ class Barrier:
         self._arrived = joined(self._arrived[0], clocks[0]), joined(self._arrived[1], clocks[1])
 
     def arrive(self, task: CtaTask, count: int) -> None:
-        if isinstance(task.checked, WarpOrder):
-            self.pass_on(task.checked.arrival())
+        order, races = task.checked, task.scheduler.memory.races
+        if isinstance(order, WarpOrder):
+            clocks = order.arrival()
+            self.pass_on(clocks)
+            if self.word and races is not None:
+                races.told(order.main, clocks[0], self.word, self.phase + 1)
         self._arrival_time = max(self._arrival_time, task.time)
         self.left -= count
         if self.left < 0:
@@ -156,8 +162,11 @@ class Barrier:
             task.scheduler.hub.switch()
         task.waits_for = None
         task.time = max(task.time, self.time)
-        if isinstance(task.checked, WarpOrder):
-            task.checked.acquire_barrier(self.clocks)
+        order, races = task.checked, task.scheduler.memory.races
+        if isinstance(order, WarpOrder):
+            order.acquire_barrier(self.clocks)
+            if self.word and races is not None:
+                races.heard(order.main, self.word, self.phase)
 
 
 class _Warps(CtaTask):

@@ -41,7 +41,7 @@ from mkernel.ops.moe import protocol
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_tokens
 from mkernel.ops.moe.dispatch_matmul import launch_of
-from mkernel.ops.moe.grouped import WeightLayout, empty_rows
+from mkernel.ops.moe.grouped import empty_rows
 from mkernel.ops.moe.handle import Handle, handle_in, new_handle, numbers_in_graph, numbers_of, traced_handle
 from mkernel.ops.moe.packing import WORD, Packed
 from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch, tile_height
@@ -204,7 +204,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:  # fmt: skip
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
-    key = (OP, layout(x), WeightLayout.of(w), w.shape, sizes, config, packed.key)
+    key = (OP, layout(x), layout(topk_ids), layout(w), sizes, config, packed.key)
     decided = group.planned(key, lambda: _plan(group, x, w, packed, sizes, config))
     tile_m = decided.config.tile_m
     y = empty_rows(group, sizes.capacity, w.shape[2], packed.out_dtype, tile_m)
@@ -308,7 +308,7 @@ def moe_dispatch_scaled_matmul(
     """
     library.refuse_gradients(OP, x=x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x, bias=bias)
+    library.refuse_transforms(x=x, bias=bias)
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
     given: dict[str, Any] = dict(
         bias=bias, out_dtype=check_out_dtype(out_dtype, None), use_fast_accum=use_fast_accum,
@@ -325,7 +325,7 @@ def moe_dispatch_scaled_matmul(
         use_fast_accum, library.encoded(config), given["recipe_x"], dtype_x,
     )  # fmt: skip
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 

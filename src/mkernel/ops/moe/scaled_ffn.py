@@ -24,7 +24,7 @@ from mkernel.ops import library
 from mkernel.ops.moe import ffn, protocol, scaled
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_activation, check_matrices, check_weights
-from mkernel.ops.moe.grouped import Biases, WeightLayout, empty_rows
+from mkernel.ops.moe.grouped import Biases, empty_rows
 from mkernel.ops.moe.handle import new_handle
 from mkernel.ops.moe.packing import WORD, PackedLayer
 from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
@@ -83,7 +83,11 @@ def check(
         )
     if out is not None:
         check_tensor(OP, group, "out", out)
-        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        inputs = dict(
+            x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down,
+            scale_gate_up=scale_gate_up, scale_down=scale_down,
+        )  # fmt: skip
+        inputs |= {} if packed.scale_x is None else {"scale_x": packed.scale_x}
         check_out(out, tuple(x.shape), "tokens, hidden", BF16, inputs)
     return PackedLayer(packed, scale_down)
 
@@ -151,8 +155,8 @@ def prepare(
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = choose(group, topk_ids, w_down, packed, sizes.max_tokens, config)
     key = (
-        OP, layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down),
-        w_down.shape, sizes, config, packed.x.key, layout(packed.scale_down),
+        OP, layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down), sizes,
+        config, packed.x.key, layout(packed.scale_down),
     )  # fmt: skip
     decided = group.planned(key, lambda: _plan(group, x, w_gate_up, w_down, packed, sizes, config))
     handle = new_handle(group, sizes, decided.config.tile_m)
@@ -230,7 +234,7 @@ def scaled_moe_ffn(
     """
     tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, scale_x=scale_x)
     library.refuse_gradients(OP, **tensors, scale_gate_up=scale_gate_up, scale_down=scale_down)
-    library.refuse_forward_mode(x=x, topk_weights=topk_weights)
+    library.refuse_transforms(x=x, topk_weights=topk_weights)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     given = (x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down)
     recipe = getattr(recipe_x, "name", recipe_x)

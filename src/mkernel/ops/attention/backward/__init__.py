@@ -21,7 +21,12 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` move keys and values as in ring_attention, with the same code (ops/attention/transfer.py).
 - `compute` CTAs first compute delta, one number per row (`_prepare`), and wait for each other. Then they do the tasks
   of the schedule (schedule.py): tiles of dq, blocks of keys, and *reductions*, which add up partials.
-- `send` and `intra` CTAs join the compute when their transfers are done.
+- `send` and `intra` CTAs join the compute when their transfers are done. In the kernel for Hopper, `intra` is a warp of
+  each CTA instead (hopper.py).
+
+Two kernels. The Triton kernel runs everywhere. The Gluon kernel is for Hopper: the same tasks, protocol and schedule,
+with two blocks of 64 keys in a task. It computes the right gradients in the simulator and compiles as intended, but has
+not run on a GPU. Until it has, the Triton kernel is preferred (choice.py).
 
 Partials. A rank pushes its partial of a block, in fp32, to a slot of the rank of its node that has the owner's local
 rank. With one node this is the owner. It has a slot for every rank of its node, and adds them in the order of ranks.
@@ -70,8 +75,8 @@ would wait for the sums of its neighbour, and the order of the sum would still b
 cross between nodes once for each rank instead of once. Keeping dq in memory and computing everything in one pass: see
 above. A slot for the partials of the whole unit of every rank: the memory would grow with the world size.
 
-Where to read on: protocol.py (the workspace and its signals), kernel.py (the kernel). On the host: schedule.py, plan.py
-and launch.py.
+Where to read on: protocol.py (the workspace and its signals), kernel.py (the Triton kernel); hopper.py, hopper_load.py
+and hopper_sums.py (the Gluon kernel). On the host: choice.py, schedule.py, plan.py and launch.py.
 """
 
 from __future__ import annotations
