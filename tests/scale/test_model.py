@@ -90,6 +90,32 @@ def test_a_full_ring_holds_up_who_posts(machine):
     assert beyond.send(np.zeros(2), 1e6, np.array([1, 2]))[1].tolist() == [6, 11]
 
 
+def test_rails_take_requests_in_turn_or_share_them(machine):
+    slow = replace(machine, network=2e6, network_share=1.0, request_seconds=0.0, network_seconds=5.0, rails=2)
+    assert Network(slow).send(np.zeros(3), 1e6, 1)[1].tolist() == [6, 6, 7]
+    divided = Network(replace(slow, split_bytes=500_000))
+    assert divided.send(np.zeros(3), 1e6, 1)[1].tolist() == [5.5, 6, 6.5]
+    assert divided.send(np.zeros(2), 4e5, 1)[1].tolist() == [6.9, 6.9], "small ones are not divided"
+    assert (divided.card.moved, divided.card.busy) == (3.8e6, 1.9)
+
+
+def test_pcie_carries_what_the_network_does(machine):
+    slow = replace(machine, network=2e6, network_share=1.0, request_seconds=0.0, network_seconds=5.0)
+    assert Network(slow).send(np.zeros(2), 1e6, 1)[1].tolist() == [5.5, 6]
+    assert Network(replace(slow, pcie=1e6)).send(np.zeros(2), 1e6, 1)[1].tolist() == [6, 7]
+
+
+def test_signals_pass_data(machine):
+    slow = replace(machine, network=1e6, network_share=1.0, request_seconds=0.5, network_seconds=5.0)
+    network = Network(slow)
+    network.send(np.zeros(2), 1e6, 1)
+    assert network.signal(np.array([1.0, 1.0])).tolist() == [6.5, 7.0]
+    assert (network.requests, network.proxy.busy) == (4, 2.0)
+    fenced = Network(replace(slow, fence_seconds=3.0))
+    fenced.signal(np.zeros(2))
+    assert fenced.card.free == fenced.card.busy == 6.0
+
+
 # -- plans
 
 
@@ -171,6 +197,29 @@ def test_no_call_is_faster_than_any_that_was_measured(machine, op, shape):
     assert 1.0 < found.fraction <= 1.035 + 1e-9
 
 
+def test_ways_to_the_network_matter(machine):
+    """Where they are the narrowest, they bound a call, and the host-driven way too; where they are not, they cost
+    nothing."""
+    shape = (32768 * 2, 2048, 8192)
+
+    def timed(op="all_gather_matmul", shape=shape, nodes=2, options=None, **change):
+        return predict(op, shape, machine=replace(machine, **change), nodes=nodes, options=options or {})
+
+    before = timed()
+    for change, bound in (
+        ({"pcie": 1e10}, "PCIe"), ({"nvlink_switches": 8 * 3e10}, "NVLink"), ({"memory": 3e11}, "memory")
+    ):  # fmt: skip
+        found = timed(**change)
+        assert found.bound == bound
+        assert found.seconds > 1.5 * before.seconds
+        assert found.host > before.host
+    for change in ({"pcie": machine.network}, {"nvlink_switches": 8 * machine.nvlink}, {"memory": 5e12}):
+        assert timed(**change).seconds == before.seconds
+    # the sums of a tile leave one by one, and are needed one by one
+    few = timed("matmul_all_reduce", (2048, 4096, 16384))
+    assert timed("matmul_all_reduce", (2048, 4096, 16384), rails=8).seconds > 1.02 * few.seconds
+
+
 def test_one_node_does_not_wait_for_the_network(machine):
     found = predict("ring_attention", (4, 16, 49152, 128), machine=machine, options=dict(causal=False))
     assert found.spent["wait for slots"] > 0
@@ -235,6 +284,11 @@ def test_machines_say_where_their_figures_come_from(tmp_path):
     ({"sms": 131.5}, "sms must be a whole number"),
     ({"request_seconds": -1}, "request_seconds must be a number, 0 or more"),
     ({"network_share": 1.5}, "network_share must be from 0 to 1"),
+    ({"pcie": 0}, "pcie must be above 0, got 0"),
+    ({"rails": 0}, "rails must be above 0, got 0"),
+    ({"rails": 1.5}, "rails must be a whole number, got 1.5"),
+    ({"split_bytes": -1}, "split_bytes must be a number, 0 or more"),
+    ({"nvlink_switches": -1}, "nvlink_switches must be a number, 0 or more"),
     ({"sm_flops": {"gemm": 1}}, "sm_flops must be an object with 'attention'"),
     ({"library_flops": {"gemm": 1}}, "library_flops must be an object with 'attention'"),
     (
@@ -293,7 +347,7 @@ def test_the_host_driven_way_sends_a_token_to_every_rank(machine):
         work = operators.find(op).load("model").work(problem, 2, 2)
         assert work.host_network > 1.5 * work.network
         assert work.placed > 0
-        before, after = (host_driven(replace(work, kernels=n), machine, 4) for n in (kernels, kernels + 1))
+        before, after = (host_driven(replace(work, kernels=n), machine, 2, 2) for n in (kernels, kernels + 1))
         assert after - before == pytest.approx(machine.launch_seconds)
 
 
