@@ -186,7 +186,7 @@ def test_an_error_of_the_package_is_told_without_a_traceback(mine):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_operator"], "there is no operator 'no_operator' here; there are: all_gather_matmul,"),
+        (["no_operator"], "there is no operator 'no_operator'; there are: all_gather_matmul,"),
         (["no/such/file.py:on_rank"], "there is no file no/such/file.py"),
         (["mine.py"], "name a function of the file: mine.py:on_rank"),
         (["mine.py:"], "name a function of the file: mine.py:on_rank"),

@@ -97,7 +97,7 @@ def test_trace_says_where_the_time_of_a_rank_went(tmp_path):
     ("arguments", "message"),
     [
         (["all_gather_matmul", "--where", "4"], "must be a rank from 0 to 3, got 4"),
-        (["all_gather"], "there is no operator 'all_gather' here; there are: all_gather_matmul,"),
+        (["all_gather"], "there is no operator 'all_gather'; there are: all_gather_matmul,"),
         (["all_gather_matmul", "64x32"], "'64x32' is not a shape of all_gather_matmul; write m_total x n x k"),
         (["all_gather_matmul", "0x32x32"], "'0x32x32' is not a shape"),
         (
@@ -435,7 +435,7 @@ def test_every_operator_has_its_case(name):
         (["demo", "--gpus-per-node", "two"], "--gpus-per-node"),
         (["demo", "--device", "tpu"], "'auto', 'cpu', 'cuda'"),
         (["demo", "--html", "no/such/folder/demo.html"], "there is no folder"),
-        (["bench", "matmul_all_gather"], "no operator 'matmul_all_gather' to measure; there are: all_gather_matmul"),
+        (["bench", "matmul_all_gather"], "no operator 'matmul_all_gather'; there are: all_gather_matmul"),
         (["bench", "--shape", "64x64x64"], "a shape needs an operator"),
         (["bench", "all_gather_matmul", "--shape", "64x64x64", "--shapes", "small"], "not both"),
         (["bench", "--shapes", "large"], "'small', 'paper' or a file; large cannot be read"),

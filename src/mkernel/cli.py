@@ -256,10 +256,11 @@ def bench(
 def _wanted(op: str | None, shape: list[str] | None, shapes: str | None, ranks: int) -> list[Wanted]:
     """What to measure."""
     all_of_them = operators.registered("bench")
-    if op is not None and op not in all_of_them:
-        raise typer.BadParameter(
-            f"there is no operator {op!r} to measure; there are: {', '.join(all_of_them)}", param_hint="OP"
-        )
+    if op is not None:
+        try:
+            operators.find(op, "bench")
+        except MKernelError as problem:
+            raise typer.BadParameter(str(problem), param_hint="OP") from problem
     if shape and shapes:
         raise typer.BadParameter("give either --shape or --shapes, not both", param_hint="--shape")
     if shape and op is None:
@@ -398,7 +399,7 @@ def trace(
             dtype=DTYPES[dtype.value],
             links=shared_links(ranks, nodes, None if unpaced else LINK, None if unpaced else NETWORK),
             calls=calls,
-            room=events,
+            events=events,
             seed=seed,
             begin=begin,
         )

@@ -164,7 +164,7 @@ def launched(
     simulator = {"ctas": MULTIPROCESSORS.get(capability, 132), "races": False} | options
 
     def on_rank(group: Group) -> Any:
-        group.device = PretendedGpu(capability)  # type: ignore[assignment]
+        group.device = group.target = PretendedGpu(capability)  # type: ignore[assignment]
         group.world.links = links or Links()
         return prepare(group)
 

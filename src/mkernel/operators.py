@@ -4,9 +4,9 @@ This module itself knows no operator. A package registers its operators when it 
 
     register(Operator(name="shift", summary="gives each rank the vector of its neighbour", ...))
 
-`mkernel demo`, `bench`, `trace`, `tune`, `check` and `compile`, `mk.explain`, wait records and traces find them here.
-A separately installed package names its module in the entry point group `mkernel.operators`; that module is imported
-when all operators are first requested.
+`mkernel demo`, `bench`, `trace`, `tune`, `check`, `compile` and `plan`, `mk.explain`, wait records and traces find them
+here. A separately installed package names its module in the entry point group `mkernel.operators`; that module is
+imported when all operators are first requested.
 
 Entries are cheap to import. What only a tool needs (inputs for the demo, a benchmark) is given as a reference,
 "package.module:name", and imported on first use.
@@ -92,7 +92,7 @@ class Operator:
     shapes, small: shapes for GPUs: what `mkernel bench` measures by default, and with `--shapes small`.
     signals: the operator's own signals, besides those that all operators share.
     options: additional command-line options for its calls.
-    workload: a `mkernel.workloads.Workload`, for trace, tune, check and compile.
+    workload: a `mkernel.workloads.Workload`, for trace, tune, check, compile and plan.
     space: (group, plan) -> `mkernel.tuning.spaces.Space`, the configurations that tune tries.
     demo: a `mkernel.demo.case.Demo`, for demo and check.
     bench: a `mkernel.bench.benchmark.Benchmark`, for bench.
@@ -125,8 +125,8 @@ class Operator:
         if named is None:
             others = ", ".join(registered(part)) or "no operator"
             raise ArgumentError(
-                f"{self.name} was registered without {part}, which is there for {others}. An operator of your own gets "
-                f"it by Operator(..., {part}='module:name')"
+                f"{self.name} was registered without {part}, which this needs. Operators with it: {others}. Give an "
+                f"operator of your own one by Operator(..., {part}='module:name')"
             )
         try:
             return resolve(named)
@@ -200,7 +200,7 @@ def find(name: str, *parts: str) -> Operator:
         if name in registered():
             missing = next(part for part in parts if getattr(registered()[name], part) is None)
             registered()[name].load(missing)  # raises
-        raise ArgumentError(f"there is no operator {name!r} here; there are: {', '.join(known)}")
+        raise ArgumentError(f"there is no operator {name!r}; there are: {', '.join(known)}")
     return known[name]
 
 
@@ -248,9 +248,9 @@ def _discover() -> None:
     """Import the operators of this package and of others. An entry point that fails to load is skipped with a
     warning.
 
-    Several threads may get here at once, and modules that are being imported may ask for the registry. So no lock is
-    held while modules are imported: every thread imports them, which waits for a thread that has begun to, until one
-    is through."""
+    Several threads may call this at the same time, and a module that is being imported may use the registry. So no
+    lock is held during imports: every thread imports the modules, and Python's import lock makes it wait for a thread
+    that is already importing them."""
     global _discovered
     if _discovered or getattr(_thread, "discovering", False):
         return

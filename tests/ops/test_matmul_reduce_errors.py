@@ -118,9 +118,9 @@ REFUSED_CONFIGS = {
     "stages is 0": (mk.Config(stages=0), ["config.stages", "at least 1"]),
     "ctas is 0": (mk.Config(ctas=0), ["config.ctas is 0", "at least 1"]),
     "too many CTAs": (mk.Config(ctas=7), ["config.ctas is 7", "only 6 CTAs", "resident"]),
-    "send_ctas": (mk.Config(send_ctas=1), ["config.send_ctas means nothing to", "all its CTAs compute"]),
-    "intra_ctas": (mk.Config(intra_ctas=0), ["config.intra_ctas means nothing to"]),
-    "chunk_rows": (mk.Config(chunk_rows=16), ["config.chunk_rows means nothing to", "whole tiles travel"]),
+    "send_ctas": (mk.Config(send_ctas=1), ["config.send_ctas does not apply to", "all its CTAs compute"]),
+    "intra_ctas": (mk.Config(intra_ctas=0), ["config.intra_ctas does not apply to"]),
+    "chunk_rows": (mk.Config(chunk_rows=16), ["config.chunk_rows does not apply to", "it sends whole tiles"]),
 }
 
 

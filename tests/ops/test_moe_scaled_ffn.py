@@ -100,6 +100,19 @@ def test_layouts_results_and_the_plan():
     run(work, cluster=(1, 2))
 
 
+@pytest.mark.parametrize("name", ["scale_x", "scale_gate_up", "scale_down"])
+def test_the_result_must_not_overlap_scales(name):
+    memory = torch.zeros(4, 144, dtype=torch.bfloat16)
+    shape = dict(zip(NAMES, RIGHT))[name].shape
+    shared = memory.view(torch.float32).flatten()[: shape.numel()].view(shape)
+
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=f"out overlaps {name} in memory"):
+            mk.scaled_moe_ffn(**(dict(zip(NAMES, RIGHT)) | {name: shared}), out=memory)
+
+    run(work, cluster=(1, 1))
+
+
 def given(layer, rank):
     pairs = [[each.transpose(1, 2) for each in layer.pair(name, rank)] for name in ("gate_up", "down")]
     x, scale_x = layer.quantized_x(rank)

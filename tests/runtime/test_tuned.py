@@ -577,7 +577,7 @@ def test_everything_that_is_searched_can_be_prepared(op):
         if group.rank:
             return
         with pretending(90):
-            group.device = PretendedGpu(90)
+            group.device = group.target = PretendedGpu(90)
             group.world.simulator.options = replace(group.world.options, ctas=33)
             default = call.tried.explain(mk.Config())
             families = families_of(operators.find(op), group, default)

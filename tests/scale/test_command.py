@@ -32,7 +32,7 @@ def test_numbers_of_nodes():
     assert parse_nodes("3:20") == [3, 6, 12]
     assert parse_nodes("2,3,8") == [2, 3, 8]
     for wrong in ("", "0", "4:2", "two", "2:x", "0:4"):
-        with pytest.raises(ArgumentError, match="are no numbers of nodes"):
+        with pytest.raises(ArgumentError, match="must be numbers of nodes"):
             parse_nodes(wrong)
 
 
@@ -157,9 +157,9 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ((), "name an operator"),
-    (("moe_combine",), "was registered without model, which is there for all_gather_matmul, matmul_reduce_scatter,"),
+    (("moe_combine",), "was registered without model, which this needs. Operators with it: all_gather_matmul,"),
     (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
-    (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
+    (("all_gather_matmul", "--nodes", "0"), "must be numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
     (("all_gather_matmul", "32768x2048x8192", "--nodes", "2,3", "--scaling", "strong"), "must be divisible"),
     (("all_gather_matmul", "--dtype", "fp32"), "has no rates for float32"),

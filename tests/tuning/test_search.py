@@ -22,8 +22,8 @@ class Machine:
         self.asked.append(config)
         return self.formula(config)
 
-    def search(self, families, seconds=1000.0, tell=lambda result: None):
-        search = Search(self.measure, seconds, clock=lambda: self.now, tell=tell, compile=self.compile)
+    def search(self, families, seconds=1000.0, on_result=lambda result: None):
+        search = Search(self.measure, seconds, clock=lambda: self.now, on_result=on_result, compile=self.compile)
         return search.run(families)
 
     def compile(self, configs):
@@ -142,7 +142,9 @@ def test_differences_within_the_noise_are_none():
 def test_every_measurement_is_told():
     told = []
     machine = Machine(separable)
-    machine.search([Family(Config(), AXES)], tell=lambda result: told.append((len(result.trials), result.best_time)))
+    machine.search(
+        [Family(Config(), AXES)], on_result=lambda result: told.append((len(result.trials), result.best_time))
+    )
     assert [count for count, _ in told] == list(range(1, len(told) + 1))
     assert told[-1][1] == 3.0
 

@@ -70,7 +70,7 @@ LINK_FREE = tl.constexpr(4)
 @triton.jit
 def reserve_link(context, size, nanoseconds_per_mib):
     """Queue `size` bytes on the paced link that all CTAs of the rank share. Returns the time at which they will be
-    through, for `await_link`. Unlike with `pace`, idle time of the link is lost. For measurements only."""
+    through, for `wait_link`. Unlike with `pace`, idle time of the link is lost. For measurements only."""
     free = state_of(context) + LINK_FREE
     duration = (size * nanoseconds_per_mib) >> 20
     tl.atomic_max(free, clock(), sem="relaxed", scope="gpu")
@@ -78,7 +78,7 @@ def reserve_link(context, size, nanoseconds_per_mib):
 
 
 @triton.jit
-def await_link(end):
+def wait_link(end):
     """Wait until the time that `reserve_link` returned."""
     while clock() < end:
         pass

@@ -49,17 +49,18 @@ TOLD_TO_LEAVE = tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)  # more rows go to a rank than it can take
 INVALID_ID = tl.constexpr(4)  # an expert id is beyond the last expert
 
-# How often a wait for a block of signals polls them between two looks at the abort flag and at the clock, which take
-# three times as long as a poll: a signal that comes during them is seen late. It matters to short launches, which wait
-# this way. Other waits poll once: large kernels have many of them, and an inner loop in each takes time to compile.
+# How often a wait for a block of signals polls them before it checks the abort flag and the clock again. These checks
+# take three times as long as a poll, and a signal that arrives meanwhile is seen late. This matters to short launches,
+# which wait this way. Other waits poll once: large kernels have many of them, and an inner loop in each takes time to
+# compile.
 POLLS = tl.constexpr(16)
 
 # What was waited for. Kinds from 16 on belong to single operators: see kinds.py in their packages.
 ENTERED = tl.constexpr(0)  # the peer has entered the epoch before this one: its buffers may be written
-ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows is here
+ARRIVED = tl.constexpr(1)  # a chunk of the peer's rows has arrived
 RING_SPACE = tl.constexpr(2)  # the proxy has taken an old request out of the ring
 SENT = tl.constexpr(3)  # the proxy has finished reading what it was asked to send
-PARTIAL_SUM = tl.constexpr(4)  # the partial sum of another CTA of this rank is here, see lang/team.py
+PARTIAL_SUM = tl.constexpr(4)  # another CTA of this rank has stored its partial sum, see lang/team.py
 NOTHING = tl.constexpr(5)  # no wait failed, but the group had given up when the launch ended
 
 

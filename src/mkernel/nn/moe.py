@@ -1,9 +1,9 @@
 """A mixture-of-experts layer whose experts are divided among the ranks.
 
-Shared experts, which every token goes to, are computed in the same launch as the others. Each rank has all of them, as
-its last experts: behind its own ones in memory, so that the kernel finds one tensor of matrices. A token names those of
-its own rank in further columns of its ids, with a weight of one. So it needs no communication for them, and their
-tiles are some of those that are computed while other tokens, or results, are on their way.
+Shared experts, which every token goes to, are computed in the same launch as the others. Each rank has all of them as
+its last experts, after its own experts in memory, so that the kernel gets one tensor of matrices. A token names the
+shared experts of its own rank in additional columns of its ids, with a weight of one. So they need no communication,
+and their tiles are computed while other tokens, or results, are in flight.
 """
 
 from __future__ import annotations

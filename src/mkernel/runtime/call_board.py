@@ -7,7 +7,7 @@ All exchanges of a group are numbered, alike on all ranks. A page holds a record
 number and one of the last with an odd number. A record has the number and a digest of the call, or IN_STORE if this
 rank uses the store for this exchange. To compare calls in exchange n, a rank waits until every other rank has reached
 it. If all digests are equal, all ranks see that, and the call is confirmed. Otherwise every rank sees a digest other
-than its own, or IN_STORE, and goes to the store, which has the calls themselves. So no rank waits on the board for one
+than its own, or IN_STORE, and uses the store, which has the calls themselves. So no rank waits on the board for a rank
 that waits in the store.
 
 A rank that refuses its arguments writes so into the store and waits for nobody. It may then be several exchanges ahead,
@@ -16,7 +16,8 @@ of the last exchange that its writer has confirmed on the board. If that is n, t
 including the slow one. If not, the writer refused exchange n, and the slow rank finds the refusal in the store.
 
 Nothing orders a reader's view of the words of a record, so a record counts only if its checksum is right. A reader that
-finds one half written looks again. Records of one rank arrive on another machine in the order in which it wrote them.
+finds a record half written reads it again. Records of one rank arrive on another machine in the order in which it wrote
+them.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ class CallBoard:
             self._link.send(number)
 
     def poll(self) -> bool | None:
-        """Do all ranks make the call that this one wrote last? None while that is unknown; False if the store has to
-        tell."""
+        """Do all ranks make the call that this one wrote last? None while that is unknown; False if the ranks have to
+        compare their calls in the store."""
         parity, record, waiting = self._number % 2, self._record, []
         if self._link is not None and self._waiting:
             self._link.poll()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mkernel.net.config import TransportConfig
+from mkernel.runtime.gpus import SimulatedGpu
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
 from mkernel.runtime.processes import ProcessConnector, host_name, introduce, label_of
@@ -44,6 +45,7 @@ class CpuProcesses:
         self.links = Links()
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
+        self.simulated_gpu: SimulatedGpu | None = None
         self.gpu_ids = list(range(self.size))
         self.devices = {self.rank: torch.device("cpu")}
         scheduler = RealTimeScheduler(self.rank, Options())

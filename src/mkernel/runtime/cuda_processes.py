@@ -29,7 +29,7 @@ from mkernel.net.config import TransportConfig
 from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
 from mkernel.runtime.cuda_capture import apart
 from mkernel.runtime.errors import MKernelError
-from mkernel.runtime.gpus import take_device
+from mkernel.runtime.gpus import SimulatedGpu, take_device
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
 from mkernel.runtime.processes import ProcessConnector, introduce, label_of
@@ -54,6 +54,7 @@ class CudaProcesses:
         self.links = Links()
         self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
+        self.simulated_gpu: SimulatedGpu | None = None
         properties: Any = torch.cuda.get_device_properties(device)
         mine = (str(properties.uuid), properties.multi_processor_count)
         gpus = self.exchange.all_gather(rank, range(size), "devices", "mk.init", mine, timeout)

@@ -20,6 +20,7 @@ import torch
 from mkernel.runtime import chains, records
 from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError
+from mkernel.runtime.gpus import SimulatedGpu
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.network import NativeNetwork
 from mkernel.runtime.world import Links
@@ -249,6 +250,7 @@ class CudaThreads:
         self.size = size = nodes * gpus_per_node
         self.links = links
         self.label = "world"
+        self.simulated_gpu: SimulatedGpu | None = None
         count = torch.cuda.device_count()
         self.devices = {rank: device or torch.device("cuda", rank * min(count, size) // size) for rank in range(size)}
         self.node_ids = [rank // gpus_per_node for rank in range(size)]

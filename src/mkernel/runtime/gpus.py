@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -12,9 +13,27 @@ OLDEST = (8, 0)  # Ampere
 SUPPORTED = "mkernel runs on NVIDIA GPUs of compute capability 8.0 (Ampere) or newer"
 
 
-def name_of(device: torch.device) -> str:
+@dataclass(frozen=True)
+class SimulatedGpu:
+    """What the simulator stands for if it plans calls as for a GPU: see `Options.capability` in sim/scheduler.py."""
+
+    capability: tuple[int, int]
+    type: str = "cuda"
+
+
+Target = torch.device | SimulatedGpu  # what calls are planned for
+
+
+def capability(target: Target) -> tuple[int, int]:
+    """The compute capability of a GPU."""
+    return target.capability if isinstance(target, SimulatedGpu) else torch.cuda.get_device_capability(target)
+
+
+def name_of(device: Target) -> str:
     """A GPU in words: NVIDIA A100 (cuda:0, compute capability 8.0)."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
+    if isinstance(device, SimulatedGpu):
+        return f"a simulated GPU (compute capability {major}.{minor})"
     return f"{torch.cuda.get_device_name(device)} ({device}, compute capability {major}.{minor})"
 
 

@@ -16,6 +16,7 @@ from mkernel.lang import context as words
 from mkernel.lang import requests
 from mkernel.runtime import group_names, records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
+from mkernel.runtime.gpus import Target
 from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
 from mkernel.runtime.prepared import PreparedCalls
 from mkernel.runtime.printable import printable
@@ -106,6 +107,7 @@ class Group:
         self.topology = Topology.of([world.node_ids[member] for member in self.members])
         self.group_name = group_names.name_of(self, parent, parent._subgroups[self.members] if parent else 0)
         self.device = world.devices[world_rank]
+        self.target: Target = world.simulated_gpu or self.device  # what calls are planned for
         self._launcher = world.launcher  # looked up once: every call uses it
         self._process = os.getpid()
         self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mkernel.runtime.config import Config
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES
 
@@ -25,8 +26,8 @@ def suits(group: Group, rows: int, dtype: torch.dtype, config: Config | None, fr
     the fields of a configuration that the caller may set."""
     given = config or Config()
     return (
-        group.device.type == "cuda"
-        and torch.cuda.get_device_capability(group.device)[0] == 9
+        group.target.type == "cuda"
+        and capability(group.target)[0] == 9
         and group.nodes == 1
         and dtype.itemsize == 2
         and rows % TILE_M == 0

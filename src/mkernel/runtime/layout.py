@@ -1,5 +1,5 @@
-"""What a call keeps in its workspace, described once: sizes for the host, offsets for the kernel, names and bounds for
-the simulator.
+"""The layout of a workspace, described once: sizes for the host, offsets for the kernel, names and bounds for the
+simulator.
 
 A workspace holds words that exist once, then two halves of signals, then two halves of buffers. Calls of different
 shapes share it: it is as large as the largest of them needs, and its halves never move, so that a signal of one half is

@@ -1,9 +1,9 @@
 """Which ranks of this machine are still alive.
 
 The others would wait in vain for a rank that has died, or has left a call with an exception. Timeouts end such waits,
-but a timeout long enough for a ten-minute checkpoint is a long time to wait for a dead process. So each process has a
-page of shared memory on which it reports its state, and watches its peers on the same machine: their pages, and,
-through a pidfd, whether they still run. The network proxy notices the loss of ranks on other machines.
+but a timeout that allows for a ten-minute checkpoint is a long time to wait for a dead process. So each process has a
+page of shared memory on which it reports its state. It watches the pages of its peers on the same machine and, through
+a pidfd, whether they still run. The network proxy detects the loss of ranks on other machines.
 
 Entries of a page:
 - `ended`: the process exits with no unfinished work in its groups. Its peers need nothing more from it. They may still

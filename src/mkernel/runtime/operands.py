@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import Target, capability
 
 DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 BYTES = 16  # alignment of a descriptor's base and strides
@@ -42,9 +43,9 @@ def refuse_dual(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def has_descriptors(device: torch.device) -> bool:
+def has_descriptors(device: Target) -> bool:
     """Can kernels on this device use tensor descriptors? The simulator can."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type != "cuda" or capability(device)[0] >= 9
 
 
 def describable(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import Target
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
@@ -57,7 +58,7 @@ class TileDefaults:
     copy_bytes: int
 
 
-def default_tiles(device: torch.device, dtype: torch.dtype, n: int, uses_tma: bool) -> TileDefaults:
+def default_tiles(device: Target, dtype: torch.dtype, n: int, uses_tma: bool) -> TileDefaults:
     """The tile of a GEMM with n columns; `uses_tma`: all operands go through tensor descriptors."""
     if device.type != "cuda":
         return TileDefaults(32, 32, 32, group_m=2, stages=1, warps=4, copy_bytes=1024)
@@ -83,7 +84,7 @@ class FewRows:
     team: int
 
 
-def few_rows(device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int) -> FewRows | None:
+def few_rows(device: Target, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int) -> FewRows | None:
     """The smallest tile of which there is at most one for each CTA, and the largest team. None if there are more tiles,
     or if such tiles were not measured. The fastest of those that were tried on an H200, one rank, beside cuBLAS: see
     docs/performance.md. k: if it is known, teams are no larger than it takes to give each member a few steps."""
@@ -157,7 +158,7 @@ def reasons_of_access(descriptors: bool, uses_tma: Mapping[str, bool]) -> list[s
     ]
 
 
-def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
+def tile_of_sum(device: Target, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
     """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
     tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
     whole tiles."""
@@ -172,7 +173,7 @@ def tile_of_sum(device: torch.device, dtype: torch.dtype, rows: int, n: int, wan
 
 
 def settings_of_sum(
-    device: torch.device, dtype: torch.dtype, tile_m: int, tile_n: int, uses_tma: bool, ctas: int,
+    device: Target, dtype: torch.dtype, tile_m: int, tile_n: int, uses_tma: bool, ctas: int,
     config: Config | None,
 ) -> Settings:  # fmt: skip
     """The other settings of an operator that sums over ranks, all of whose CTAs compute. `uses_tma`: a and b are read
@@ -260,7 +261,7 @@ def check_without_helpers(op: str, config: Config | None) -> None:
     """Refuse a configuration of roles and chunks for an operator that has neither."""
     for name in ("send_ctas", "intra_ctas", "join_tiles", "chunk_rows", "copy_bytes"):
         if config is not None and getattr(config, name) is not None:
-            raise ArgumentError(f"config.{name} means nothing to {op}: all its CTAs compute, and whole tiles travel")
+            raise ArgumentError(f"config.{name} does not apply to {op}: all its CTAs compute, and it sends whole tiles")
 
 
 def least_shared_memory(stages: int, staged: tuple[int, int], uses_tma: bool) -> int:

@@ -1,13 +1,13 @@
-"""Prepared calls: what a repeated call need not decide again.
+"""Prepared calls: decisions that a repeated call reuses.
 
-The first calls of an operator with arguments of some kind check them, agree with the other ranks, plan, allocate a
-workspace, compile a kernel and build its arguments. All that depends only on the layouts of the tensors, the other
-arguments, the group and the stream: the *key*. A later call with the same key takes what was decided, allocates its
-results, and launches with the addresses of its tensors. Ranks compare their calls before each launch all the same.
+The first calls of an operator check their arguments, agree with the other ranks, plan, allocate a workspace, compile a
+kernel and build its arguments. All of this depends only on the layouts of the tensors, the other arguments, the group
+and the stream: the *key*. A later call with the same key reuses these decisions: it allocates its results and launches
+with the addresses of its tensors. Ranks still compare their calls before each launch.
 
-A call is prepared when its key is seen for the second time, since preparing costs more than a call. Unusual calls have
-no key, and take the long way every time: with tensors that are not plain, or in the symmetric heap; with launches that
-are traced, or captured into a graph.
+A call is prepared when its key is seen for the second time, because preparing costs more than a call. Unusual calls
+have no key and are never prepared: calls with tensors that are not plain or that are in the symmetric heap, and
+launches that are traced or captured into a graph.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PreparedCalls:
 
         Args:
             op: the operator.
-            passed: the tensors that the caller passes, or what he passes instead.
+            passed: the tensors that the caller passes, or what the caller passes instead.
             rest: all other arguments.
             out: which of the tensors is a result, if the caller passes one.
 

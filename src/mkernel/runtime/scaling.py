@@ -10,8 +10,8 @@ scales tell the recipe, here in the names of torch.nn.functional.ScalingType, fo
 | BlockWise1x128 | [m, k/128] | BlockWise128x128 | [k/128, n/128] |
 
 Numbers of blocks are rounded up. The first two recipes may be mixed; the third is for both operands. Where shapes mean
-several recipes, as [1, 1] does, these mean the same numbers. b may be laid out as one likes; w.t() is fastest, as
-tensor cores read fp8 along k only.
+several recipes, as [1, 1] does, these mean the same numbers. b may have any layout; w.t() is fastest, because tensor
+cores read fp8 along k only.
 
 Why operators with scales are functions of their own. torch.mm and torch._scaled_mm are two functions, and so are
 fused_all_gather_matmul and fused_all_gather_scaled_matmul of torch.ops.symm_mem: with scales, the dtype of the result
@@ -32,6 +32,7 @@ import torch
 from mkernel.lang.matrix import Strides
 from mkernel.lang.scaling import BLOCK, SMALLEST_SCALE, Scales
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import check_plain, constants, layout
 
@@ -128,9 +129,9 @@ def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor, reci
             f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
             f"a's columns ({a.shape[1]}) must be b's rows ({b.shape[0]})"
         )
-    device = group.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        major, minor = torch.cuda.get_device_capability(device)
+    device = group.target
+    if device.type == "cuda" and capability(device) < OLDEST:
+        major, minor = capability(device)
         raise ArgumentError(
             f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer; this one has {major}.{minor}. "
             f"Call {op.replace('scaled_', '')} in bf16 instead"
@@ -159,7 +160,7 @@ def check_recipe_a(scale_a: Any, recipe_a: Any, dtype_a: Any) -> str | None:
 def recipe_of(*, tensorwise: bool = False, blockwise: bool = False) -> str:
     """The recipe by which a kernel quantizes a, as the options of a command tell it."""
     if tensorwise:
-        raise ArgumentError("a kernel cannot quantize a with one scale, which depends on all rows")
+        raise ArgumentError("a kernel cannot quantize a with a single scale, because that depends on all rows")
     return "BlockWise1x128" if blockwise else "RowWise"
 
 

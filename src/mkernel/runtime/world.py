@@ -24,6 +24,7 @@ from triton import knobs
 if TYPE_CHECKING:
     from mkernel.net import Statistics
     from mkernel.runtime.errors import MKernelError
+    from mkernel.runtime.gpus import SimulatedGpu
     from mkernel.runtime.group import Group, Uses
 
 
@@ -277,6 +278,7 @@ class World(Protocol):
     size: int
     links: Links
     label: str  # begins the names of its groups
+    simulated_gpu: SimulatedGpu | None  # what the simulator plans calls for, if it plans them as for a GPU
 
     @property
     def node_ids(self) -> Sequence[int]:

@@ -1,11 +1,12 @@
-"""`mkernel plan --calibrate`: what can be measured on this machine, and a file of it.
+"""`mkernel plan --calibrate`: measures what it can on this machine, and writes it to a file.
 
-Of the network: the path of a request between two ranks of this process, over RDMA where there are devices, else over
-TCP: how long it takes from a request in the ring until the peer sees its signal, what the proxy needs for each of many
-requests, and the rate of large transfers. Both ranks use the same machine, so switches and cables are left out.
+For the network, it measures the path of a request between two ranks of this process, over RDMA if there are devices,
+else over TCP: the time from a request in the ring until the peer sees its signal, the time that the proxy needs for
+each of many requests, and the rate of large transfers. Both ranks are on the same machine, so switches and cables are
+not included.
 
-Of the GPUs, where there are any: see calibrate_gpu.py. Everything else is taken from the machine that it is based on,
-and `sources` says so.
+For GPUs, see calibrate_gpu.py. Everything else is taken from the machine that the file is based on, and `sources` says
+so.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Rank:
         self.proxy = Proxy(ring, self.transport, spin=SPIN_SECONDS["cpu"])
 
     def post(self, peer: int, size: int, signal: int, value: int, count: int = 1) -> None:
-        """Post requests; the turn numbers, which the proxy waits for, last. There must be room for them."""
+        """Post requests; the turn numbers, which the proxy waits for, last. The ring must have free slots for them."""
         tickets = np.arange(self.taken, self.taken + count)
         slots = tickets % CAPACITY
         for word, content in (
@@ -103,7 +104,7 @@ def _let_write(ranks: Sequence[_Rank]) -> None:
             one.transport.learn_segment(1 - rank, 0, other.transport.describe_segment(0))
 
 
-def measure_network(tell: Callable[[str], None] = lambda what: None) -> tuple[dict[str, float], str]:
+def measure_network(progress: Callable[[str], None] = lambda what: None) -> tuple[dict[str, float], str]:
     """network (bytes/s), network_seconds and request_seconds on this machine, and over what they were measured."""
     ports = [port for port in devices.find_ports() if port.active and port.speaks_verbs]
     how = f"RDMA ({', '.join(dict.fromkeys(port.name for port in (ports[0], ports[-1])))})" if ports else "TCP"
@@ -111,21 +112,21 @@ def measure_network(tell: Callable[[str], None] = lambda what: None) -> tuple[di
     try:
         _let_write(ranks)
         sender, receiver = ranks
-        tell("the latency of a request")
+        progress("the latency of a request")
         latencies = []
         for i in range(ROUNDS):
             begun = time.perf_counter()
             sender.post(1, SMALL, 0, i + 1)
             _until(lambda: receiver.signals[0] > i)
             latencies.append(time.perf_counter() - begun)
-        tell("the rate of large transfers")
+        progress("the rate of large transfers")
         rates = []
         for i in range(TRANSFERS):
             begun = time.perf_counter()
             sender.post(1, LARGE, 1, i + 1)
             _until(lambda: receiver.signals[1] > i)
             rates.append(LARGE / (time.perf_counter() - begun))
-        tell("many requests")
+        progress("many requests")
         floods = []
         for _ in range(FLOODS):
             begun = time.perf_counter()
@@ -140,12 +141,12 @@ def measure_network(tell: Callable[[str], None] = lambda what: None) -> tuple[di
 
 
 def calibrate(
-    path: Path, based_on: str, tell: Callable[[str], None] = lambda what: None
+    path: Path, based_on: str, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[dict[str, float], str]:
-    """Measure this machine, and write a file of it. tell: is told what is measured next. Returns the figures of the
-    network, and over what and on which GPU they were measured."""
+    """Measure this machine, and write the figures to a file. `progress` is called with what is measured next. Returns
+    the figures of the network, and over what and on which GPU they were measured."""
     base = load(based_on)  # refuses an unknown machine
-    found, over = measure_network(tell)
+    found, over = measure_network(progress)
     how = f"measured: two ranks of one process over {over} on this machine"
     given: dict[str, Any] = {
         "based_on": based_on,
@@ -161,7 +162,7 @@ def calibrate(
         from mkernel.scale.calibrate_gpu import measure_gpu
 
         gpu = torch.cuda.get_device_name()
-        machine, names = measure_gpu(base, tell)
+        machine, names = measure_gpu(base, progress)
         fields = dict.fromkeys(name.partition(".")[0] for name in names)
         given |= {field: getattr(machine, field) for field in fields}
         given["about"] = f"{gpu}, measured; what `sources` does not call measured is that of {based_on}."

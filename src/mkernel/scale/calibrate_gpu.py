@@ -131,18 +131,18 @@ def fit(machine: Machine, results: Sequence[Result], gpus: int) -> tuple[Machine
     return machine, [*dict.fromkeys(names), *(str(result.timed.constant) for result in solved)]
 
 
-def measure_gpu(machine: Machine, tell: Callable[[str], None]) -> tuple[Machine, list[str]]:
+def measure_gpu(machine: Machine, progress: Callable[[str], None]) -> tuple[Machine, list[str]]:
     """The machine with the constants of the GPUs that are here, and the names of these constants."""
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)
-    tell("the memory of the GPU")
+    progress("the memory of the GPU")
     machine = replace(
         machine, sms=properties.multi_processor_count, capability=10 * properties.major + properties.minor,
         memory=memory_rate(device),
     )  # fmt: skip
     results = []
     for operator, timed in everything_timed():
-        tell(f"{operator.name} {'x'.join(map(str, timed.shape))}")
+        progress(f"{operator.name} {'x'.join(map(str, timed.shape))}")
         results.append(measure(operator, timed))
     machine, names = fit(machine, results, torch.cuda.device_count())
     return machine, ["sms", "capability", "memory", *names]

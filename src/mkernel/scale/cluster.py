@@ -60,7 +60,7 @@ class _Member(Group):
         self.size = nodes * gpus_per_node
         self.members = range(self.size)  # type: ignore[assignment]
         self.rank = self.world_rank = rank
-        self.device = PretendedGpu(capability)  # type: ignore[assignment]
+        self.device = self.target = PretendedGpu(capability)  # type: ignore[assignment]
         # as the benchmarks do, operands that are sent are in the symmetric heap
         self.heap = SimpleNamespace(find=lambda tensor: (None, 0))  # type: ignore[assignment]
         self.tuned: Any = SimpleNamespace(entries={})

@@ -69,7 +69,7 @@ def parse_nodes(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ArgumentError(f"{text!r} are no numbers of nodes: write 2:64 for powers of two, or a list such as 2,3,8")
+        raise ArgumentError(f"{text!r} must be numbers of nodes: 2:64 for powers of two, or a list such as 2,3,8")
     return numbers
 
 
@@ -102,10 +102,10 @@ def divisible(
     return kept, f"left out: {', '.join(map(str, left))} nodes: {why}" if left else ""
 
 
-def predictions(asked: Asked, tell: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
+def predictions(asked: Asked, progress: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
     found = []
     for nodes in asked.nodes:
-        tell(nodes)
+        progress(nodes)
 
         def again(config: Config | None, timeline: bool = False) -> Prediction:
             return predict_late(
@@ -135,10 +135,10 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
     with Progress(*bar, console=progress, transient=True, disable=not progress.is_terminal) as shown:
         task = shown.add_task(asked.operator.name, total=len(asked.nodes))
 
-        def tell(nodes: int) -> None:
+        def show_progress(nodes: int) -> None:
             shown.update(task, description=f"{asked.operator.name}: {nodes} nodes", completed=asked.nodes.index(nodes))
 
-        found = predictions(asked, tell)
+        found = predictions(asked, show_progress)
     if as_json:
         print(json.dumps({"machine": asked.machine.name, "results": [one.to_dict() for one in found]}, indent=2))
     else:
@@ -158,7 +158,7 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
     for one in found:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
     tables.show(table, console)
-    console.print(escape(f"{asked.machine.name}: {asked.machine.described}"), soft_wrap=True)
+    console.print(escape(f"{asked.machine.name}: {asked.machine.summary}"), soft_wrap=True)
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
@@ -194,5 +194,5 @@ def run_layer(
             f"{figures['speedup']:.2f}", ", ".join(f"{part['name']} {part['fused_ms']:.3f}" for part in one.parts),
         )  # fmt: skip
     tables.show(table, console)
-    console.print(escape(f"{machine.name}: {machine.described}"), soft_wrap=True)
+    console.print(escape(f"{machine.name}: {machine.summary}"), soft_wrap=True)
     return found

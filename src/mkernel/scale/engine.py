@@ -247,9 +247,9 @@ class Network:
         sizes = np.broadcast_to(nbytes, shape).ravel()[order]
         far = np.broadcast_to(offset, shape).ravel()[order] >= (self.machine.pod_nodes or np.inf)
         accepted, arrived = np.empty(len(at)), np.empty(len(at))
-        room = len(self._sent)
-        for begin in range(0, len(at), room):
-            part = slice(begin, begin + room)
+        slots = len(self._sent)
+        for begin in range(0, len(at), slots):
+            part = slice(begin, begin + slots)
             posted = np.maximum(at[part], self._sent[: len(at[part])])
             done = self.card.carry(self.proxy.carry(posted, 0.0), sizes[part])
             self._sent = np.concatenate([self._sent[len(posted) :], done])

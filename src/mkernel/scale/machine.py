@@ -94,7 +94,7 @@ class Machine:
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
-    def described(self) -> str:
+    def summary(self) -> str:
         """What it is, in words."""
         return f"{self.about} Network: {self.network_about}." if self.network_about else self.about
 

@@ -90,7 +90,7 @@ def _translated(value: Any) -> Any:
         return value
     if getattr(value, "__triton_aggregate__", False):
         return value
-    if str(getattr(value, "__module__", "")).startswith("triton.language"):
+    if str(getattr(value, "__module__", "")).startswith(("triton.language", "triton.experimental.gluon")):
         return value
     return _REFUSED
 
@@ -467,9 +467,22 @@ def _nothing() -> None: ...
 _EMPTY = _nothing.__code__
 
 
+def is_gluon(jit: Any) -> bool:
+    return bool(getattr(jit, "is_gluon", lambda: False)())
+
+
+def _gluon() -> ModuleType:
+    """The implementation of Gluon; from now on, kernels may use it."""
+    from mkernel.sim import gluon
+
+    return gluon
+
+
 def python_function(jit: Any, replace: Mapping[Any, Any] = _NOTHING) -> Callable[..., Any]:
     """The Python function for a @triton.jit function, to be called by `run`. replace: @triton.jit functions, and what
     is called in their place."""
+    if is_gluon(jit):
+        _gluon()
     with _compiling_for(replace):
         if not _compiled(jit).current():
             _program.forget()  # a global of some kernel is something else now
@@ -517,10 +530,12 @@ def kernel_arguments(jit: Any, arguments: dict[str, Any], replace: Mapping[Any, 
 
 def argument(value: Any) -> Any:
     """A value from the host as a kernel sees it."""
-    if isinstance(value, TensorDescriptor):
+    if hasattr(value, "block_shape"):
         sizes = [Tensor(np.int32(size), INT32) for size in value.shape]
         strides = [Tensor(np.int64(stride), INT64) for stride in value.strides]
-        return Descriptor(argument(value.base), sizes, strides, value.block_shape, value.padding)
+        if isinstance(value, TensorDescriptor):
+            return Descriptor(argument(value.base), sizes, strides, value.block_shape, value.padding)
+        return _gluon().GluonDescriptor(argument(value.base), sizes, strides, value)
     if hasattr(value, "data_ptr"):
         dtype = tl.str_to_ty(triton.runtime.jit.mangle_type(value), None)
         return Tensor(np.uint64(value.data_ptr()), same_dtype(dtype))

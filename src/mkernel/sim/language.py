@@ -10,7 +10,7 @@ greenlet has a context of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -276,7 +276,7 @@ def _as_tuple(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
-_FUNCTIONS: dict[str, Any] = {
+FUNCTIONS: dict[str, Any] = {
     "tensor": Tensor, "constexpr": Constexpr, "pointer_type": Pointers, "tuple": tuple,
     "tensor_descriptor": Descriptor, "range": statements.counted, "static_range": statements.unrolled,
     "condition": lambda condition, disable_licm=False: condition, "to_tensor": to_tensor,
@@ -297,7 +297,7 @@ _FUNCTIONS: dict[str, Any] = {
 _PRIVATE = {"_promote_bfloat16_to_float32": promoted, "_reduce_with_indices": reduce_with_indices,
             "builtin_min": builtin_min, "builtin_max": builtin_max}  # fmt: skip
 _STANDS_FOR = {
-    **{id(getattr(tl, name, None) or getattr(tl.core, name)): function for name, function in _FUNCTIONS.items()},
+    **{id(getattr(tl, name, None) or getattr(tl.core, name)): function for name, function in FUNCTIONS.items()},
     # each version of Triton has some of these
     **{id(getattr(tl.core, name)): function for name, function in _PRIVATE.items() if hasattr(tl.core, name)},
 }
@@ -307,11 +307,16 @@ BUILTINS: dict[str, Any] = {
     "len": len, "float": float, "int": int, "isinstance": isinstance, "getattr": getattr, "hasattr": hasattr,
 }  # fmt: skip
 # what always gives a tensor
-GIVES_TENSOR = {id(function) for name, function in _FUNCTIONS.items() if name in {
+GIVES_TENSOR = {id(function) for name, function in FUNCTIONS.items() if name in {
     "program_id", "num_programs", "arange", "full", "zeros", "reshape", "expand_dims", "broadcast_to", "cast", "where",
     "cdiv", "sum", "cumsum", "dot", "load", "minimum", "maximum", "exp", "exp2", "log2", "atomic_add", "atomic_xchg",
     "atomic_max", "atomic_cas", "join",
 }}  # fmt: skip
+
+
+def implement(functions: Mapping[Any, Any]) -> None:
+    """Implementations of functions and classes of a language that is imported only if a kernel is written in it."""
+    _STANDS_FOR.update((id(function), implementation) for function, implementation in functions.items())
 
 
 def native(value: Any) -> Any:
@@ -329,5 +334,5 @@ def native(value: Any) -> Any:
 
 tensors.methods["cast_fp8"] = partial(elsewhere, tl.cast)
 for _name in dir(tl.tensor):
-    if _name in _FUNCTIONS and _name not in Tensor.__dict__:
-        tensors.methods[_name] = _FUNCTIONS[_name]
+    if _name in FUNCTIONS and _name not in Tensor.__dict__:
+        tensors.methods[_name] = FUNCTIONS[_name]

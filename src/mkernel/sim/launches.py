@@ -14,13 +14,14 @@ import torch
 from mkernel.lang import context as words
 from mkernel.runtime.errors import CommTimeout, SimulatorError
 from mkernel.runtime.world import Launch
-from mkernel.sim.interpreter import kernel_arguments, python_function
+from mkernel.sim.interpreter import is_gluon, kernel_arguments, python_function
 from mkernel.sim.memory import Keeps
 from mkernel.sim.order import NOTHING, Clock, joined
-from mkernel.sim.races import Actor
+from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import CtaTask
 from mkernel.sim.shadow import SPENT, Access
 from mkernel.sim.tasks import Task
+from mkernel.sim.warps import GluonCta, WarpTask, order_of_warps
 
 DEFAULT_STREAM = "default"
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
@@ -38,6 +39,7 @@ class RunningLaunch:
         self.op = launch.op
         self.spec = launch
         self.grid = launch.grid
+        self.is_gluon = is_gluon(launch.kernel)
         self.function = python_function(launch.kernel, simulator.options.replace)
         self.arguments = kernel_arguments(launch.kernel, launch.arguments, simulator.options.replace)
         self.stream: Hashable = DEFAULT_STREAM
@@ -80,8 +82,10 @@ class RunningLaunch:
             if races is not None:
                 name = f"rank {self.rank}, CTA {self.started} of {self.op}"
                 known = joined(self.clock, self.simulator.stream_clock(self.rank, self.stream))
-                order = races.cta((self.rank, self.stream, self.started), name, known)
-            task = CtaTask(self.simulator.scheduler, self.rank, self, self.started, self.grid, time, order)
+                of_cta = order_of_warps if self.is_gluon else Races.cta
+                order = of_cta(races, (self.rank, self.stream, self.started), name, known)
+            make = GluonCta if self.is_gluon else CtaTask
+            task = make(self.simulator.scheduler, self.rank, self, self.started, self.grid, time, order)
             task.aborted = self.aborted
             self.simulator.scheduler.add(task)
             self.started += 1
@@ -221,7 +225,7 @@ class Execution:
             if not isinstance(task.failure, CommTimeout):
                 raise task.failure
             self.timeouts.append(task.failure)
-        if not isinstance(task, CtaTask):
+        if not isinstance(task, CtaTask) or isinstance(task, WarpTask):
             return
         running: RunningLaunch = task.launch
         running.ended += 1

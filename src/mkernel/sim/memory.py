@@ -65,6 +65,12 @@ class Memory:
         self._starts.insert(place, start)
         self._pieces.insert(place, piece)
 
+    def add_unwritten(self, start: int, size: int, owner: int | None, *regions: Region) -> None:
+        """Like `add`, for memory that must be written before it is read."""
+        self._fresh.add(start)
+        self.add(start, size, owner, *regions)
+        self._fresh.discard(start)
+
     def remove(self, start: int) -> None:
         place = bisect.bisect_left(self._starts, start)
         if place < len(self._starts) and self._starts[place] == start:
@@ -322,7 +328,8 @@ class Memory:
                     for word in _words(access):
                         self.races.atomic(Actor(cta.atomics, cta.main.clock, cta), word, changes=False)
                 else:
-                    self.races.load(Actor(cta.main, _thread(cta, path).clock, cta, FENCES[path]), access)
+                    reader = cta.descriptor_reads if path == DESCRIPTOR else cta.main
+                    self.races.load(Actor(reader, _thread(cta, path).clock, cta, FENCES[path]), access)
         if touched is addresses and addresses.size == 1:
             value = ctypes.string_at(found[0].low, dtype.itemsize)
             return np.frombuffer(value, dtype=dtype).reshape(addresses.shape), found

@@ -42,7 +42,7 @@ def joined(mine: Clock, theirs: Clock) -> Clock:
     return result
 
 
-def _of(thread: Thread, event: int) -> Clock:
+def only(thread: Thread, event: int) -> Clock:
     """A clock with the events of one thread, up to this one."""
     clock = np.zeros(thread.number + 1, dtype=np.int32)
     clock[thread.number] = event
@@ -95,6 +95,7 @@ class Thread:
         self.last = 0  # its last event
         self.released_up_to = 0  # its last event that was released
         self.speaker = self  # the thread that releases and waits on its behalf
+        self.asynchronous = False  # does it go on while its speaker does something else?
         self.completed_by = ""  # what its speaker must call before a release covers it; a barrier is always needed
         self.begin(NOTHING)
 
@@ -127,7 +128,8 @@ class Cta:
 
     def __init__(self, main: Thread, atomics: Thread, descriptors: Thread, multicast: Thread):
         self.main, self.atomics, self.descriptors, self.multicast = main, atomics, descriptors, multicast
-        main.acquire(_of(atomics, EVERYTHING))
+        self.descriptor_reads = main  # whose events loads through descriptors are
+        main.acquire(only(atomics, EVERYTHING))
         for thread in (atomics, descriptors, multicast):
             thread.speaker = main
         descriptors.completed_by, multicast.completed_by = "complete_descriptor_stores", "fence_aliases"
@@ -198,7 +200,7 @@ class Cta:
 
     def complete_descriptors(self) -> None:
         """Stores through descriptors have completed."""
-        self.main.acquire(_of(self.descriptors, self.descriptors.last))
+        self.main.acquire(only(self.descriptors, self.descriptors.last))
 
     def fence_descriptors(self) -> None:
         """Accesses through descriptors get the clock of the CTA, with its own accesses up to its last barrier: each GPU
@@ -210,12 +212,12 @@ class Cta:
         """Loads through multicast addresses get the clock of the CTA, with its own accesses up to its last barrier;
         stores through them have completed."""
         self.settle()
-        self.main.acquire(_of(self.multicast, self.multicast.last))
+        self.main.acquire(only(self.multicast, self.multicast.last))
         self.multicast.acquire(self._release_clock(self._covered))
 
     def ended(self) -> Clock:
         """The clock at the end of the CTA: everything it did, on all paths."""
         self.settle()
         for thread in (self.descriptors, self.multicast):
-            self.main.acquire(_of(thread, thread.last))
+            self.main.acquire(only(thread, thread.last))
         return self._release_clock()

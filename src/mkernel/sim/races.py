@@ -31,6 +31,12 @@ from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 SIMULATOR_FRAMES = 4  # the fewest frames of the simulator between a line of a kernel and where it is recorded
 FRAMES = 8  # kernel functions of a site, from the innermost
 WAITS = 16  # and waits
+# what needs a fence, by the fence
+PATHS = {
+    "acquire_for_descriptors": "tensor descriptors",
+    "fence_aliases": "multicast addresses",
+    "fence_async_shared": "TMA and the tensor cores to shared memory",
+}
 NETWORK = -1  # NETWORK - rank stands for the network of a rank among the users of a word
 RELEASES = 64  # of a thread that are kept, to say which of them would have ordered an access
 _PACKAGE = Path(__file__).parent.parent
@@ -216,9 +222,18 @@ class Races:
     ) -> None:
         """A word was set to a value, instead of `before`, by an operation that releases this clock."""
         self._words.setdefault(word, Word(before)).release(before, value, clock)
+        self.told(thread, clock, word, value, site)
+
+    def told(self, thread: Thread, clock: Clock, word: int, value: int, site: int | None = None) -> None:
+        """A thread has passed on this clock, with the word or the mbarrier there, for messages."""
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         releases.append(Release(word, value, clock, self._last, site))
+
+    def heard(self, thread: Thread, word: int, value: int) -> None:
+        """A thread has waited for a phase of the mbarrier there, for messages."""
+        waits = self._waited.setdefault(thread.number, deque(maxlen=WAITS))
+        waits.append(Waited(word, value, True, False, self.sites.here()))
 
     def scopes(self, rank: int, words: Sequence[int], one_gpu: bool, site: int | None = None) -> None:
         """A CTA of a rank, or the network of a rank, uses these words by atomics of scope "gpu" or "sys". Words that
@@ -472,10 +487,12 @@ class Races:
         one, other = first.name, second.name
         if first is second:
             return f"{thread.completed_by or actor.fence}() must come between the two."
+        if thread.asynchronous and first.knows_of(thread) < earlier:
+            return f"It may still be under way: {thread.completed_by}() must come before {one} tells others."
         if actor.fence and actor.cta is not None:
             actor.cta.settle()
             if actor.cta.main.knows_of(thread) >= earlier:
-                path = "tensor descriptors" if actor.fence == "acquire_for_descriptors" else "multicast addresses"
+                path = PATHS[actor.fence]
                 return f"{other} has waited for that, but accesses through {path} need {actor.fence}() after the wait."
         waits = {each.word: each for each in self._waited.get(second.number, ())}
         releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]

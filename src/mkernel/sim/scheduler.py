@@ -58,6 +58,8 @@ class Options:
     ctas: how many CTAs a launch has by default.
     multicast: is there multicast between the ranks of a node?
     races: detect races, which takes time; see docs/testing.md.
+    capability: plan calls as for a GPU of this compute capability, with its kernels and tiles: (9, 0) for Hopper, on
+        which some calls run Gluon kernels; None for small tiles and the portable kernels.
     schedule: the name of a schedule (see sim/choices.py), instead of a seed.
     replace: @triton.jit functions and those that kernels call instead, to see that a broken protocol is found. A run
         that never calls one of them is an error.
@@ -77,6 +79,7 @@ class Options:
     ctas: int = 6
     multicast: bool = False
     races: bool = True
+    capability: tuple[int, int] | None = None
     schedule: str | None = None
     replace: Mapping[Any, Any] = field(default_factory=dict)
 

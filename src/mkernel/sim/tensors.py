@@ -393,6 +393,9 @@ _add_plain = _method(operator.add, _add)
 _subtract_plain = _method(operator.sub, _subtract)
 
 
+ANY_LAYOUT = object()  # of the registers that hold a tensor of a Gluon kernel: it does not matter here
+
+
 class Tensor:
     """What kernels see as `tl.tensor`."""
 
@@ -414,7 +417,11 @@ class Tensor:
 
     @property
     def type(self) -> Any:
-        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
+        if not self.shape:
+            return self.dtype
+        block = tl.block_type(self.dtype, list(self.shape))
+        block.layout = ANY_LAYOUT
+        return block
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

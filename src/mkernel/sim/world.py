@@ -12,6 +12,7 @@ import torch
 
 from mkernel.runtime import chains
 from mkernel.runtime.errors import CommTimeout
+from mkernel.runtime.gpus import SimulatedGpu
 from mkernel.runtime.group import Group, set_current
 from mkernel.runtime.world import Links
 from mkernel.sim.backend import InlineLauncher, SimClock, SimLauncher, SimMemory, SimNetwork
@@ -34,6 +35,7 @@ class SimWorld:
         self.size = nodes * gpus_per_node
         self.links = Links()
         self.label = "world"
+        self.simulated_gpu = SimulatedGpu(options.capability) if options.capability else None
         self.node_ids = [rank // gpus_per_node for rank in range(self.size)]
         self.gpu_ids = list(range(self.size))
         self.devices = dict.fromkeys(range(self.size), torch.device("cpu"))
@@ -98,6 +100,7 @@ class SoloWorld:
         self.size = 1
         self.links = Links()
         self.label = "world"
+        self.simulated_gpu: SimulatedGpu | None = None
         self.node_ids, self.gpu_ids = [0], [0]
         self.devices = {0: torch.device("cpu")}
         self.simulator = simulator = Simulator(1, Scheduler(0, Options()), Options())

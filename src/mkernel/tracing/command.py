@@ -27,7 +27,7 @@ def run(
     dtype: torch.dtype,
     links: Links,
     calls: int,
-    room: int,
+    events: int,
     seed: int,
     begin: Callable[[Group], None] = lambda group: None,
 ) -> Trace:
@@ -41,7 +41,7 @@ def run(
             with trace(group, events=1):
                 for call in made:
                     call.run(None)
-        with trace(group, events=room) as traced:
+        with trace(group, events=events) as traced:
             for call in made:
                 for _ in range(calls):
                     call.run(None)

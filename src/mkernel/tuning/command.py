@@ -40,13 +40,13 @@ def run(
             task = progress.add_task(f"{workload.op} {name}: the default", total=seconds)
             begun = time.monotonic()
 
-            def tell(result: Result) -> None:
+            def on_result(result: Result) -> None:
                 words = f"{name}: {len(result.trials)} tried, best {result.best_time:.3f} ms"
                 progress.update(task, description=words, completed=min(time.monotonic() - begun, seconds))
 
             one = tune(
                 workload, shape, nodes=nodes, gpus_per_node=gpus_per_node, dtype=dtype, links=links, seconds=seconds,
-                options=options, tell=tell,
+                options=options, on_result=on_result,
             )  # fmt: skip
         found.append(one)
     console.print(table_of(found))

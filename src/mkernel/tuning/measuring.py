@@ -50,7 +50,7 @@ def tune(
     links: Links,
     seconds: float,
     options: Mapping[str, int] | None = None,
-    tell: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> Found:
     """Search for the best configuration for a shape, and store it. Stops after `seconds`, once the measurement in
     progress is done. `options` are passed to the workload."""
@@ -69,7 +69,7 @@ def tune(
             return None
         families = families_of(workload.operator, group, tried.explain(Config()))
         try:
-            result = Search(trial.measure, seconds, tell=tell, compile=trial.compile).run(families)
+            result = Search(trial.measure, seconds, on_result=on_result, compile=trial.compile).run(families)
             trial.compare(result.best)
         finally:
             trial.end()

@@ -51,21 +51,21 @@ class Result:
 
 
 class Search:
-    """One search. `measure` returns the time of a configuration, or None if it does not run. `tell` is called after
-    every measurement. `compile` prepares several configurations for measurement."""
+    """One search. `measure` returns the time of a configuration, or None if it does not run. `on_result` is called
+    after every measurement. `compile` prepares several configurations for measurement."""
 
     def __init__(
         self,
         measure: Callable[[Config], float | None],
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[Result], None] = lambda result: None,
+        on_result: Callable[[Result], None] = lambda result: None,
         compile: Callable[[Sequence[Config]], None] = lambda configs: None,
     ):
         self._measure = measure
         self._compile = compile
         self._clock = clock
-        self._tell = tell
+        self._on_result = on_result
         self._end = clock() + seconds
         self.result = Result(default=float("inf"))
 
@@ -121,7 +121,7 @@ class Search:
             result.trials[config] = time
             if time is not None and time < result.best_time:
                 result.best, result.best_time = config, time
-            self._tell(result)
+            self._on_result(result)
         return result.trials[config]
 
     def _duel(self) -> None:

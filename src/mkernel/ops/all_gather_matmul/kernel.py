@@ -246,7 +246,7 @@ def launch(
     gathered_out: torch.Tensor | None, scaling: Scaling | None = None, scales_out: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that executes a plan. Collective if the workspace must grow. scales_out: the caller's tensor for the
-    scales of the gathered rows, if he wants both."""
+    scales of the gathered rows, if they are wanted, too."""
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]

@@ -12,7 +12,7 @@ from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import RhsLayout
-from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
+from mkernel.runtime.operands import BYTES, describable, has_descriptors, matmul_precision
 from mkernel.runtime.scaling import Scaling, check_tile_k
 
 FEW_GATHERED = 256  # rows of all ranks
@@ -41,7 +41,7 @@ class RowAccess:
     @staticmethod
     def of(group: Group, a: torch.Tensor, scaling: Scaling | None = None) -> RowAccess:
         k, element = a.shape[1], as_gathered(a, scaling).element_size()
-        descriptors = has_descriptors(group.device)
+        descriptors = has_descriptors(group.target)
         staged = not describable(a) if descriptors else a.stride(1) != 1
         row_stride = -(-k * element // 16) * 16 // element
         if scaling is not None:
@@ -141,9 +141,12 @@ def _plan(
         and n > 128
         and access.right.uses_tma
         and access.out_uses_tma
-        and not (access.rows.staged or return_gathered)
+        and not access.rows.staged
+        and (not return_gathered or a.shape[1] * a.element_size() % BYTES == 0)  # TMA can write the gathered rows
     )
     settings, reasons = (_on_hopper if on_hopper else _portable)(group, a, n, access, config)
+    if on_hopper and return_gathered:
+        reasons.append("another one stores the gathered rows, from shared memory")
     planning.check_tile(settings, a.dtype, access.rows.descriptors and access.right.uses_tma)
     planning.check(
         settings,
@@ -174,10 +177,10 @@ def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Con
             return None
         if size > 1 and not gathers_few_rows(group, m, a.dtype, config):
             return None
-        tile = planning.few_rows(group.device, a.dtype, size * m, n, k, most)
+        tile = planning.few_rows(group.target, a.dtype, size * m, n, k, most)
         if tile is None and size == 1:
             return None
-    defaults = planning.default_tiles(group.device, a.dtype, n, rows_use_tma and access.right.uses_tma)
+    defaults = planning.default_tiles(group.target, a.dtype, n, rows_use_tma and access.right.uses_tma)
     tile = tile or planning.FewRows(
         defaults.tile_m, min(defaults.tile_n, 128), defaults.tile_k, defaults.stages, defaults.warps, 1
     )
@@ -217,8 +220,8 @@ def gathers_few_rows(group: Group, m: int, dtype: torch.dtype, config: Config | 
     return (
         group.size > 1
         and group.nodes == 1
-        and group.device.type == "cuda"
-        and has_descriptors(group.device)
+        and group.target.type == "cuda"
+        and has_descriptors(group.target)
         and dtype.itemsize == 2
         and group.size * m <= FEW_GATHERED
         and _is_plain(config)
@@ -230,7 +233,7 @@ def _on_hopper(
 ) -> tuple[Settings, list[str]]:
     """Settings of the Hopper kernel (hopper.py). No CTA is reserved for copying: each has a warp for it."""
     pick = planning.chooser(config)
-    defaults = planning.default_tiles(group.device, a.dtype, n, True)
+    defaults = planning.default_tiles(group.target, a.dtype, n, True)
     tiles = math.ceil(a.shape[0] / hopper.TILE_M) * math.ceil(n / hopper.TILE_N) * group.size
     settings = Settings(
         tile_m=hopper.TILE_M, tile_n=hopper.TILE_N, tile_k=pick("tile_k", defaults.tile_k),
@@ -250,7 +253,7 @@ def _portable(
     m, k = a.shape
     nodes, gpus, element = group.nodes, group.gpus_per_node, a.element_size()
     pick = planning.chooser(config)
-    defaults = planning.default_tiles(group.device, a.dtype, n, access.right.uses_tma and access.out_uses_tma)
+    defaults = planning.default_tiles(group.target, a.dtype, n, access.right.uses_tma and access.out_uses_tma)
     tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
     most = group.world.launcher.ctas(group.world_rank)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n) * group.size
@@ -272,7 +275,7 @@ def _portable(
     helpers = send_ctas + intra_ctas
     ctas = pick("ctas", min(most, max(tiles, 1) + helpers) if helpers else planning.fewest_ctas(tiles, most))
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
-    on_gpu = group.device.type == "cuda"
+    on_gpu = group.target.type == "cuda"
     done = math.ceil(max(push_seconds, network_seconds) / max(tile_seconds, 1e-9)) + 1 if on_gpu else 1
     # CTAs that forward rows from other nodes are busy to the end if the network takes longer than the compute
     joining = helpers > 0 and (network_seconds <= compute_seconds or not on_gpu)
@@ -307,7 +310,7 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     if suits_hopper(group, a.shape[0], a.dtype, config):
         # every CTA pushes, so with small chunks rows arrive in order; and the first ones early, if each has several
         return min(max(a.shape[0] // 256, 4), 16)
-    tile_m = given.tile_m or planning.default_tiles(group.device, a.dtype, 0, True).tile_m
+    tile_m = given.tile_m or planning.default_tiles(group.target, a.dtype, 0, True).tile_m
     return planning.rows_per_chunk(a.shape[0], tile_m)
 
 

@@ -28,9 +28,9 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` CTAs join the compute when their transfers are done; the schedule estimates when that
   is. In the Hopper kernel, `intra` is a warp of each CTA instead (hopper.py).
 
-Ranks may hold different numbers of positions (lengths.py). Rounds, panels and chunks are then those of the rank with
-most keys; what a rank does not have is not seen by anybody, so it is neither sent nor computed. A rank without queries
-has one row that sees nothing, because some tile must free its rounds.
+Ranks may hold different numbers of positions (lengths.py). The rank with most keys then determines rounds, panels and
+chunks. No row sees the keys that another rank lacks, so these are neither sent nor computed. A rank without queries has
+one row that sees nothing, because some tile must free its rounds.
 
 Signals: see protocol.py. A *round* moves one unit from every rank. If the buffer cannot hold two units of
 all ranks, a round moves only a part of a unit's keys. The CTA that owns a tile then keeps the tile's state
@@ -58,10 +58,9 @@ finishes even if its CTAs run one after the other.) Waits have a timeout neverth
 
 What it costs. 4*length*dim FLOPs for each query, head and rank that the query sees. In units of one rank's
 keys and values, each rank writes at most (gpus-1)*nodes over NVLink and nodes-1 over the network, and the
-workspace takes `steps` (of the rank with most keys). The default is two steps. It is more if a rank has
-fewer units than there are other ranks, because with two steps the units would be split into parts, and the
-state of tiles would have to be stored. If units are split into parts, the fp32 state of one unit's rows
-takes additional memory.
+workspace takes `steps` (of the rank with most keys). The default is two steps, and more if a rank has fewer units
+than there are other ranks: with two steps, the units would be split into parts, and the state of tiles would
+have to be stored. If units are split into parts, the fp32 state of one unit's rows takes additional memory.
 
 Accuracy. Scores, sums and products are accumulated in fp32. Weights are rounded to the dtype of the input
 before they are multiplied by the values, as in every flash attention. A result is a weighted mean of
@@ -184,7 +183,7 @@ def ring_attention(
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
-    library.refuse_forward_mode(query=query, key=key, value=value)
+    library.refuse_transforms(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
         packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)

@@ -288,7 +288,7 @@ def _turn_code(what, barrier):
 
 
 @gluon.jit
-def _await_turn(step, GROUP: gl.constexpr):
+def _wait_turn(step, GROUP: gl.constexpr):
     """Wait until it is this warpgroup's turn to start products. Returns `step`."""
     code: gl.constexpr = _turn_code("sync", TURNS + GROUP)
     return gl.inline_asm_elementwise(code, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
@@ -316,7 +316,7 @@ def _attend_block_in_turn(call, shared, query, attended, step, GROUP: gl.constex
     """Like `_attend_block` for a block without a mask, but starts both products only in this warpgroup's turn, and
     waits for the second one only after the exponentials."""
     before = (step - 1) % STAGES
-    step = _await_turn(step, GROUP)
+    step = _wait_turn(step, GROUP)
     token = _start_scores(query, shared.k, step, call.TILE_N)
     mbarrier.wait(shared.v.full.index(before), ((step - 1) // STAGES) & 1)
     product = warpgroup_mma(attended.weights, shared.v.data.index(before), attended.accumulator, is_async=True)

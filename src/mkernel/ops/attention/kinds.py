@@ -2,9 +2,9 @@
 
 import triton.language as tl
 
-FREED = tl.constexpr(18)  # the peer reads nothing of that round any more
+FREED = tl.constexpr(18)  # the peer no longer reads that round
 # of the backward pass
 ADDED = tl.constexpr(32)  # the peer has added up the partials of that round
-PARTIAL_GRADIENTS = tl.constexpr(33)  # the peer's partial of a block of keys is here
-NODE_SUM = tl.constexpr(34)  # the sum of the partials of the peer's node is here
+PARTIAL_GRADIENTS = tl.constexpr(33)  # the peer's partial of a block of keys has arrived
+NODE_SUM = tl.constexpr(34)  # the sum of the partials of the peer's node has arrived
 PREPARED = tl.constexpr(35)  # the CTAs of this rank have computed delta

@@ -1,7 +1,8 @@
-"""How many positions each rank holds, where it is not the same number on all of them.
+"""How many positions each rank holds, if the numbers differ.
 
-Contiguous: any numbers, which the caller lists. Zigzag: the sequence is divided into 2*world pieces of which the first
-ones have one position more, as by `torch.tensor_split`, so its length alone says what each rank holds.
+Contiguous: any numbers, which the caller lists. Zigzag: the sequence is divided into 2*world pieces, of which the first
+ones may have one position more, as with `torch.tensor_split`. So the length of the sequence determines what each rank
+holds.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
 
@@ -22,7 +23,7 @@ HOPPER_TILE_M = 128  # queries per tile in the Gluon kernel
 MOST_SHARED_TILES = 512  # words that count the CTAs of a tile
 LEAST_SPAN = 4  # key blocks that are worth a CTA of their own
 LEAST_TILE_M = 16  # of a product on tensor cores
-MANY_NODES = 4  # from which on a schedule fits the room for other ranks' keys: modelled, see docs/scale.md
+MANY_NODES = 4  # from here on, the schedule depends on the buffer for other ranks' keys: modelled, see docs/scale.md
 WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes, summed over peers; estimated
 
 
@@ -91,13 +92,13 @@ def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.
     """The given tiles and chunks, or defaults. Only tile_m and warps depend on what may differ between ranks, which is
     the number of queries."""
     dim = max(query.shape[3], value.shape[3])
-    if group.device.type != "cuda":
+    if group.target.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
         tile_m, tile_n, stages, warps = (
             (32, 32, 2, 8) if dim == 64 else (32, 16, 2, 8) if dim <= 128 else (16, 16, 2, 8)
         )
-    elif has_descriptors(group.device):
+    elif has_descriptors(group.target):
         tile_m, tile_n, stages, warps = (128, 128, 2, 8) if dim <= 128 else (64, 64, 2, 8)
     else:
         tile_m, tile_n, stages, warps = (128, 64, 2, 8) if dim <= 128 else (64, 32, 2, 8)
@@ -111,7 +112,7 @@ def completed(group: Group, key: torch.Tensor, config: Config | None, defaults: 
     pick = planning.chooser(config)
     dim, element = key.shape[3], key.element_size()
     tile_m, tile_n, stages, warps = map(pick, ("tile_m", "tile_n", "stages", "warps"), defaults)
-    chunk_rows = max(CHUNK_BYTES // (2 * dim * element), tile_n) if group.device.type == "cuda" else tile_n
+    chunk_rows = max(CHUNK_BYTES // (2 * dim * element), tile_n) if group.target.type == "cuda" else tile_n
     units = key.shape[0] * key.shape[1]
     slots = group.size - 1 if group.nodes == 1 else group.size
     return Tiles(
@@ -126,10 +127,10 @@ def completed(group: Group, key: torch.Tensor, config: Config | None, defaults: 
 
 def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, int, int]:
     """(parts, part_rows, window): a round moves a whole unit if the buffer holds two units, else a part of one."""
-    room = tiles.steps * units * padded  # rows of keys that the buffer holds, together with as many rows of values
+    buffer_rows = tiles.steps * units * padded  # of keys, and as many of values
     parts = 1
-    if min(2, units) * slots * padded > room:
-        most = room // (2 * slots) // tiles.tile_n * tiles.tile_n
+    if min(2, units) * slots * padded > buffer_rows:
+        most = buffer_rows // (2 * slots) // tiles.tile_n * tiles.tile_n
         if most == 0:
             least = math.ceil(2 * slots * tiles.tile_n / (units * padded))
             raise ArgumentError(
@@ -139,7 +140,7 @@ def cut_rounds(units: int, padded: int, slots: int, tiles: Tiles) -> tuple[int, 
         parts = math.ceil(padded / most)
     part_rows = round_up(math.ceil(padded / parts), tiles.tile_n)
     parts = math.ceil(padded / part_rows)
-    return parts, part_rows, min(units * parts, room // (slots * part_rows))
+    return parts, part_rows, min(units * parts, buffer_rows // (slots * part_rows))
 
 
 def _why_not_gluon(
@@ -147,7 +148,7 @@ def _why_not_gluon(
     softcap: float, lengths: Lengths | None, config: Config | None,
 ) -> str | None:  # fmt: skip
     """Why the call cannot run the Gluon kernel; None if it can."""
-    if group.device.type != "cuda" or torch.cuda.get_device_capability(group.device)[0] != 9:
+    if group.target.type != "cuda" or capability(group.target)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
     if query.dtype == torch.float32:
         return "the Gluon kernel does not support fp32"
@@ -230,7 +231,7 @@ def _resolve(
     resolved = Settings(
         tile_m=tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(dim), group_m=1,
         stages=tiles.stages, warps=tiles.warps, ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0,
-        chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096),
+        chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.target.type == "cuda" else 4096),
         steps=tiles.steps, team_ctas=team,
     )  # fmt: skip
     return resolved, work.pushed / min(rate * max(intra_ctas, 1), work.link)
@@ -259,7 +260,7 @@ def pairs_pay(group: Group, costs: list[int], window: int, ctas: int) -> bool:
 
 def _tma_access(group: Group, tensors: dict[str, torch.Tensor]) -> tuple[bool, list[str]]:
     """(whether all tensors can be accessed through tensor descriptors, reasons if not)"""
-    if not has_descriptors(group.device):
+    if not has_descriptors(group.target):
         return False, ["the device has no tensor descriptors (TMA): tensors are accessed through pointers"]
     unaligned = [name for name, tensor in tensors.items() if tensor.numel() and not describable(tensor)]
     if unaligned:

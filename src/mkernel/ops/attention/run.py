@@ -111,7 +111,7 @@ def repeat(
 
 
 def refuse_mask_and_dropout(attn_mask: Any, dropout_p: Any) -> None:
-    """Refuse arguments of F.scaled_dot_product_attention that a fused ring has no use for."""
+    """Reject arguments of F.scaled_dot_product_attention that ring_attention does not support."""
     if attn_mask is not None:
         raise ArgumentError(
             "attn_mask must be None: a rank holds only its part of the sequence. Describe the mask by is_causal, "
@@ -169,7 +169,7 @@ def are_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
 
 
 def check_config(config: Config | None, op: str) -> None:
-    """Reject what no attention operator has a use for."""
+    """Reject fields that no attention operator uses."""
     planning.check_given(config)
     for name in ("tile_k", "group_m", "join_tiles"):
         if config is not None and getattr(config, name) is not None:

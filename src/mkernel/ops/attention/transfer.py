@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import rank_of, segment_of
-from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.requests import wait_sent
 from mkernel.lang.roles import INTRA, SEND
 from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
@@ -157,4 +157,4 @@ def _pace_chunk(comm, call, chunk):
     """Wait until the emulated link would have transferred a chunk."""
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
     size = chunk.height.to(tl.int64) * (call.k.columns + call.v.columns) * ELEMENT
-    await_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
+    wait_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))

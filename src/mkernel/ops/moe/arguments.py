@@ -26,9 +26,9 @@ def check_tokens(
     op: str, group: Group, x: torch.Tensor, topk_ids: torch.Tensor, dtypes: Sequence[torch.dtype] = tuple(DTYPES)
 ) -> None:
     """Reject tokens and ids that cannot be routed. dtypes: those that tokens may have."""
-    if not has_descriptors(group.device):
+    if not has_descriptors(group.target):
         raise ArgumentError(
-            f"{op} needs tensor descriptors (TMA), which {name_of(group.device)} does not have; it runs on Hopper "
+            f"{op} needs tensor descriptors (TMA), which {name_of(group.target)} does not have; it runs on Hopper "
             "(compute capability 9.0) or newer"
         )
     check_tensor(op, group, "x", x, 2)
@@ -91,7 +91,7 @@ def check_weights(topk_weights: torch.Tensor, tokens: int, k: int) -> None:
 
 
 def check_experts(name: str, experts: int) -> None:
-    """Reject what is no number of experts."""
+    """Reject an invalid number of experts."""
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
         raise ArgumentError(f"{name} must be a whole number, 0 or more; got {experts!r}")
 
@@ -110,7 +110,7 @@ def check_config(op: str, config: Config | None) -> None:
     planning.check_given(config)
     if config is not None and config.join_tiles is not None:
         raise ArgumentError(
-            f"config.join_tiles means nothing to {op}: a counter assigns tiles to CTAs as they become free"
+            f"config.join_tiles does not apply to {op}: a counter assigns tiles to CTAs as they become free"
         )
 
 

@@ -14,11 +14,11 @@ The gradient of a weight thus needs no row of y: nobody keeps y, or computes it 
 to gate, up and y[i], dp[t, s] = <D, inner> + <dout[t], b_down[e]>, and the gradients of the biases are the sums of the
 rows that the gradients of the matrices are made of: of p * dout[t], and of [dgate, dup].
 
-Who does what. A short sequence of launches, each made by every rank. What communicates is a dispatch or a combine:
+Who does what. A short sequence of launches, each made by every rank. The launches that communicate are dispatches or
+combines:
 
-1. `redispatch`: dout takes the way of the tokens, the weights p with it, and blocks are multiplied by w_down.T as they
-   arrive: D, on the ranks of the experts (redispatch.py). The routing is that of the forward pass: no token is routed
-   again.
+1. `redispatch`: sends dout and the weights p to the ranks of the experts, where blocks are multiplied by w_down.T as
+   they arrive. The result is D (redispatch.py). The routing is that of the forward pass: no token is routed again.
 2. Unless the forward pass has kept its activations: `redispatch` of x, multiplied by w_gate_up: gate and up again.
 3. `moe_gated_backward`, local: dgate, dup, p * inner, and dp as a row [k] for every row (gradient_rows.py).
 4. `moe_weight_grad`, local, twice: dw_down and dw_gate_up (weight_grad.py). `moe_bias_grad`, local, for each bias
@@ -26,22 +26,23 @@ Who does what. A short sequence of launches, each made by every rank. What commu
 5. `moe_grouped_matmul`, local: [dgate, dup] @ w_gate_up.T (grouped_matmul.py).
 6. `moe_combine` of these rows without weights: dx. And of the rows of dp: the gradient of topk_weights.
 
-The others have a part of these steps. moe_combine: the rows of dout arrive by a `redispatch` without a GEMM, then
-`moe_combine_backward` gives dy = p * dout and dp = <dout, y>, then the rows of dp are combined. moe_dispatch_matmul: dx
-is a grouped GEMM and a combine, the bias's gradient a `moe_bias_grad`, and dw a `moe_weight_grad` over the rows of x,
-which the forward pass has kept, or which a `redispatch` brings again. moe_dispatch: dx is a combine without weights.
+The other operators use some of these steps. moe_combine: a `redispatch` without a GEMM sends the rows of dout,
+`moe_combine_backward` computes dy = p * dout and dp = <dout, y>, and the rows of dp are combined. moe_dispatch_matmul:
+dx is a grouped GEMM and a combine, the gradient of the bias a `moe_bias_grad`, and dw a `moe_weight_grad` over the rows
+of x. The forward pass has kept these rows, or a `redispatch` sends them again. moe_dispatch: dx is a combine without
+weights.
 
 What is signalled, why buffers are safe, and why it cannot deadlock. Each launch is complete in itself: it waits only
-for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py, and the local ones wait
-for nothing. Every rank makes the same launches in the same order, whichever gradients it needs: ranks may have frozen
-different matrices. Launches of a rank run one after the other on its stream, so what one writes to the rank's own
-memory the next one reads without a signal. Workspaces are those of moe_dispatch_matmul and moe_combine.
+for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py. Local launches wait for
+nothing. Every rank makes the same launches in the same order, whichever gradients it needs, because ranks may have
+frozen different matrices. Launches of a rank run one after the other on its stream, so a launch reads what an earlier
+one wrote to the rank's own memory without a signal. Workspaces are those of moe_dispatch_matmul and moe_combine.
 
-What a forward pass keeps for it, by choice:
+What the forward pass keeps (`save`):
 
 - "inputs": the tables of the routing, and what the caller has anyway: x, the weights, the matrices. The backward pass
-  dispatches x again: once more the traffic of a dispatch, and 4*rows*hidden*inter FLOPs (2*rows*hidden*out for
-  moe_dispatch_matmul: none, since only the rows are needed).
+  dispatches x again. In moe_ffn, this costs the traffic of another dispatch and 4*rows*hidden*inter FLOPs; in
+  moe_dispatch_matmul, only the traffic.
 - "activations": also the rows of x (capacity*hidden elements) and, in moe_ffn, gate and up (2*capacity*inter).
 
 What it costs. 12*rows*hidden*inter FLOPs in moe_ffn, twice those of the forward pass, and 4 more if x was not kept. The
@@ -51,14 +52,14 @@ kernels would not have: rows*inter elements of D and of p * inner, and 2*rows*in
 read again, and dx's rows*hidden.
 
 Accuracy. Products and sums over columns are in fp32. gate, up, D, dgate, dup, p * inner and rows of dx are rounded to
-the type of x. The gradient of topk_weights is a sum in fp32 that is not rounded on its way. The order of all sums
+the type of x. The gradient of topk_weights is an fp32 sum that is not rounded before it arrives. The order of all sums
 follows from the routing and the plan: the same inputs give the same bits.
 
-What a single launch would add. The transfers of step 1 overlap with its GEMM only, and those of step 6 with nothing;
-steps 3 to 5 could hide them, as moe_ffn hides its combine under the second GEMM. It would save the ends of six
-launches, where CTAs idle, and the local traffic of D. It needs the tiles of four GEMMs in one sequence, two of which
-reduce over the rows of an expert and can only start when all of them have arrived, and a combine that waits for tiles.
-That is moe_ffn's kernel with another order of tiles. None of this has been measured.
+What a single launch would gain. The transfers of step 1 overlap with its GEMM only, and those of step 6 with nothing;
+steps 3 to 5 could hide them, as moe_ffn hides its combine under the second GEMM. A single launch would also save the
+tails of six launches, where CTAs idle, and the local traffic of D. It needs the tiles of four GEMMs in one sequence,
+and a combine that waits for tiles. Two of the GEMMs reduce over the rows of an expert, and can only start when all of
+these have arrived. The result would be moe_ffn's kernel with another order of tiles. None of this has been measured.
 """
 
 from __future__ import annotations

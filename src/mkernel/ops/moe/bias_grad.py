@@ -3,9 +3,9 @@
 What it computes. rows [rows, columns] are grouped by expert, as in a dispatch. The result [experts, columns] is, for
 each expert, the sum of its rows, or of its rows times their weights. An expert without rows gets zeros.
 
-Who does what. A tile is some columns of an expert. The CTAs share the tiles round-robin, and each goes through the rows
-of its expert in order, a few at a time, in fp32: the same input gives the same bits. Nothing is waited for: where an
-expert's rows begin and end is in the tables of the dispatch. It reads every row once.
+Who does what. A tile is some columns of an expert. The CTAs share the tiles round-robin. A CTA goes through the rows of
+a tile's expert in order, a few at a time, in fp32, so the same input gives the same bits. No CTA waits: the tables of
+the dispatch say where an expert's rows begin and end. Every row is read once.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
 each token that names an expert of this rank once, and stores it once for every row that it makes, at the row numbers of
 routing.py. The signal of a chunk is in the same memory as its tokens, and the ranks of the node poll it over NVLink.
 
-A dispatch along a known routing (`Dispatch.KNOWN`) moves other rows in the place of the tokens of an earlier dispatch.
-It reads the tables that the earlier launch has written, so it publishes no ids, and neither counts nor schedules.
+A dispatch with a known routing (`Dispatch.KNOWN`) moves other rows to where an earlier dispatch moved its tokens. It
+reads the tables that the earlier launch has written, so it publishes no ids, and neither counts nor schedules.
 
-Tokens in fp8 are packed when they are staged (packing.py): then a token is one row of 32-bit words, and nothing else
-here knows what they mean. All CTAs read packed tokens where they are staged. `_send_tokens` waits for the `held` signal
-of a chunk first. `_place_tokens` need not, for the rank's own tokens: a CTA stages before it counts, so all of them are
-packed once `counted` is set.
+Tokens in fp8 are packed when they are staged (packing.py): a packed token is one row of 32-bit words, whose meaning
+this module does not use. All CTAs read packed tokens from the staging buffer. `_send_tokens` first waits for the
+`held` signal of a chunk. `_place_tokens` need not wait for the rank's own tokens: a CTA stages before it counts, so all
+of them are packed once `counted` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order
@@ -440,7 +440,7 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
                 notify(signal_of(comm, rank, batch.signals.settled, source, chunk), comm.epoch)
             if dispatch.PACED:
                 size = fetched.to(tl.int64) * dispatch.hidden * (DTYPE.primitive_bitwidth // 8)
-                await_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
+                wait_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
 
 
 @triton.jit

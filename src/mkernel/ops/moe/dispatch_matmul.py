@@ -80,7 +80,6 @@ from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
-    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -277,7 +276,7 @@ def prepare_kept(
 ) -> tuple[Launch, torch.Tensor, Handle, torch.Tensor]:  # fmt: skip
     """The same, with the rows that are multiplied, for a backward pass if they are kept. keep: see backward.py."""
     config = choose(group, x, topk_ids, w, sizes.max_tokens, config)
-    key = ("moe_dispatch_matmul", layout(x), WeightLayout.of(w), w.shape, sizes, config, matmul_precision(x.dtype))
+    key = ("moe_dispatch_matmul", layout(x), layout(topk_ids), layout(w), sizes, config, matmul_precision(x.dtype))
     decided = group.planned(key, lambda: plan_dispatch(group, x, w, sizes, config))
     memory = protocol.layout("moe_dispatch_matmul", sizes, x.dtype, decided.row_stride, dispatches=True)
     tile_m, before = decided.config.tile_m, ROWS_BEFORE if keep == "activations" else 0

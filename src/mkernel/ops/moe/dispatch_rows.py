@@ -1,17 +1,17 @@
 """moe_dispatch: tokens move to the ranks of their experts, and nothing else happens to them there.
 
-What it computes. The rows of this rank's experts, [capacity, hidden]: every token that names one of them, once for each
-time that it does, grouped by expert, within an expert by source rank, then token. They are the rows that
-moe_dispatch_matmul multiplies, for callers with a grouped GEMM, or other experts, of their own; moe_combine takes the
-results back.
+What it computes. The rows of this rank's experts, [capacity, hidden]: each token, once for every time that it names an
+expert of this rank, grouped by expert, within an expert by source rank, then token. These are the rows that
+moe_dispatch_matmul multiplies. Callers apply a grouped GEMM or other experts of their own to them; moe_combine sends
+the results back.
 
-Who does what. One launch per rank. All of it is the first half of moe_dispatch_matmul (dispatch.py): CTA 0 announces
-the launch and publishes the routing table, `send` and `intra` move tokens, all CTAs except `send` count rows, and the
-last one of them makes the schedule of blocks, which is a part of the handle.
+Who does what. One launch per rank, which is the first half of moe_dispatch_matmul (dispatch.py). CTA 0 announces the
+launch and publishes the routing table, `send` and `intra` move tokens, all CTAs except `send` count rows, and the last
+of them to finish makes the schedule of blocks, which is a part of the handle.
 
-What is signalled, why buffers are safe, and why it cannot deadlock: as in dispatch_matmul.py, with whose launches these
-share the workspace. After the dispatch, a CTA waits for nothing but the schedule, which CTAs that never wait for tiles
-make. Rows are complete when the launch is.
+What is signalled, why buffers are safe, and why it cannot deadlock: as in dispatch_matmul.py. The two operators share a
+workspace. After the dispatch, a CTA waits only for the schedule, which is made by CTAs that never wait for tiles. Rows
+are complete when the launch has ended.
 
 If the routing is invalid, all ranks find the same problem, fill the rows with NaN and finish; the host raises an error.
 
@@ -172,7 +172,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, x, topk_ids, sizes.experts, sizes.max_tokens, config)
-    key = (OP, layout(x), sizes, config)
+    key = (OP, layout(x), layout(topk_ids), sizes, config)
     decided = group.planned(key, lambda: plan_rows(group, x, sizes, config))
     memory = protocol.layout(redispatch.OP, sizes, x.dtype, decided.row_stride, dispatches=True)
     shape = (max(sizes.capacity, 1), row_stride_of(x.shape[1], x.dtype))

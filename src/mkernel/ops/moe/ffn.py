@@ -11,7 +11,7 @@ moe_dispatch_matmul:
 - `send`, `intra`: move the tokens to the ranks of their experts (dispatch.py).
 - All CTAs except `send` count rows, and the last one to finish makes the schedule of blocks (routing.py, schedule.py).
 - `compute`, and all other CTAs once their transfers are done: compute the tiles of both GEMMs, in one sequence
-  (`interleaved` in lang/order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
+  (`interleaved` in tile_order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
   columns of gate and up, and stores silu(gate) * up. A tile of the second GEMM multiplies the resulting block by
   columns of down. Its result overwrites the block of tokens, which is no longer needed.
 - All CTAs combine (reduction.py). The combine is divided into pieces, which another counter assigns to CTAs as they
@@ -76,7 +76,6 @@ from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispat
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Biases,
-    WeightLayout,
     Weights,
     bias_block,
     biased,
@@ -505,8 +504,8 @@ def prepare_kept(
     """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
     config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
     key = (
-        "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
-        WeightLayout.of(w_down), w_down.shape, sizes, config, matmul_precision(x.dtype),
+        "moe_ffn", layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down),
+        sizes, config, matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(key, lambda: plan_ffn(group, x, w_gate_up, w_down, sizes, config))
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)

@@ -1,12 +1,12 @@
-"""The steps of the backward passes that look at one row after the other: local kernels, bound by memory.
+"""The row-by-row steps of the backward passes: local kernels, bound by memory bandwidth.
 
 - `moe_gated_backward_kernel`: the gradients of gate and up of each row, the weighted inner activations, which the
-  gradient of w_down needs, and the gradient of the row's weight, of which the bias of the second GEMM has a part.
+  gradient of w_down needs, and the gradient of the row's weight, to which the bias of the second GEMM contributes.
 - `moe_combine_backward_kernel`: the gradient of each row that was combined, and that of its weight.
 
-A CTA takes a few rows at a time and goes through their columns in order, so the sum that is the gradient of a weight
-has the same bits in every run. It stores that sum as a row [k] in fp32, zero in all slots but that of the row: combined
-without weights, these rows are the gradient of topk_weights, and nothing is rounded on the way.
+A CTA takes a few rows at a time and goes through their columns in order, so the gradient of a weight, which is a sum
+over columns, has the same bits in every run. The CTA stores it as a row [k] in fp32, which is zero in all slots except
+that of the row. Combining these rows without weights gives the gradient of topk_weights, without rounding in between.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def moe_combine_backward_kernel(context, rows, y, dout, dy, columns):
 def _rows_of(group: Group, handle: Handle, weights: torch.Tensor, gradients: torch.Tensor, columns: int) -> Rows:
     sizes, tables = handle.sizes, handle.tables
     wide = min(power_above(columns), ELEMENTS)
-    tall = ELEMENTS // wide if group.device.type == "cuda" else 16
+    tall = ELEMENTS // wide if group.target.type == "cuda" else 16
     return Rows(
         **{name: getattr(tables, name) for name in READ},
         weights=weights,

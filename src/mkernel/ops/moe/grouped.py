@@ -30,6 +30,7 @@ from mkernel.ops.moe.kinds import PLACED
 from mkernel.ops.moe.routing import ENTRY
 from mkernel.ops.moe.schedule import tile_of
 from mkernel.ops.moe.sizes import row_stride_of
+from mkernel.runtime.gpus import Target
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import BYTES, constants, describable, descriptor, layout
 
@@ -118,7 +119,7 @@ def result_descriptor(rows: torch.Tensor, tile_m: int, tile_n: int) -> Any:
     return descriptor(whole, [rows.shape[0] + 1, tile_m, rows.shape[1]], [stride, stride, 1], [1, tile_m, tile_n])
 
 
-def short_tile(device: torch.device, tile_m: int) -> int:
+def short_tile(device: Target, tile_m: int) -> int:
     """The height of tiles for blocks that fill at most half of a tile; tile_m if a shorter tile would save nothing.
     Hopper's tensor cores multiply at least 64 rows."""
     least = 64 if device.type == "cuda" else 8

@@ -62,8 +62,8 @@ def prepare(
     """
     _, k, n = w.shape
     weights = WeightLayout.of(w)
-    tiles = planning.default_tiles(group.device, rows.dtype, n, weights.uses_tma)
-    tile_m, short_m = handle.tile_m, short_tile(group.device, handle.tile_m)
+    tiles = planning.default_tiles(group.target, rows.dtype, n, weights.uses_tma)
+    tile_m, short_m = handle.tile_m, short_tile(group.target, handle.tile_m)
     y = empty_rows(group, rows.shape[0], n, rows.dtype, tile_m)
     precision = matmul_precision(rows.dtype)
     unused = dict.fromkeys(handle.tables._fields)

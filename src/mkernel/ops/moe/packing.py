@@ -1,12 +1,12 @@
 """Tokens in fp8 with scales, as they travel: packed.
 
 A packed token is one row of 32-bit words: its elements, zeros up to a multiple of 16 bytes (`AT`), its scales in fp32,
-and zeros up to the next such multiple. So a dispatch moves elements and scales as one piece of memory, under the signal
-that it sets anyway, and copies stay 16 bytes wide. What it delivers are packed rows, of which a descriptor shows the
-GEMM the elements; it loads the scales through a pointer.
+and zeros up to the next such multiple. So a dispatch moves elements and scales together, announces them with the same
+signal, and copies 16 bytes at a time. The delivered rows are packed, too. The GEMM reads their elements through a
+descriptor, and their scales through a pointer.
 
-Tokens are packed where they are staged, each once: they are copied there from the caller's tensors, or quantized on the
-way, to the bits of `mkernel.quantize` (`quantize_rows`).
+Each token is packed once, when it is staged: a CTA copies it from the caller's tensors or quantizes it, to the bits of
+`mkernel.quantize` (`quantize_rows`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The schedules of mKernel's MoE Dispatch + GEMM and Dispatch + FFN + Combine, for `mkernel.scale.validation`: `size`
 tokens of 7168 on 16 ranks, top 8 of 256 experts.
 
-A rank sends all its tokens to its counterpart in the other node, whoever needs them. CTAs that dispatch read rows of
-the tokens of the node and then of the other node, 16 at a time, from whichever GPU has them, and write them expert by
-expert; the others multiply blocks of 128 rows, also those of the node first. The two benchmarks route differently. For
-the GEMM alone, token t goes to the 8 experts from 8 t on: all are on one rank, and every expert has as many tokens. For
-the FFN, experts are drawn with probabilities that were drawn before: the rank with the most tokens is the slowest.
+A rank sends all its tokens to its counterpart in the other node, whether they are needed there or not. Dispatching CTAs
+read rows of the tokens of their node and then of the other node, 16 at a time, from the GPU that has them, and write
+them expert by expert. The other CTAs multiply blocks of 128 rows, those of the node first. The two benchmarks route
+differently. For the GEMM alone, token t goes to the 8 experts from 8 t on: all are on one rank, and every expert gets
+equally many tokens. For the FFN, experts are drawn with random probabilities: the rank with the most tokens is the
+slowest.
 """
 
 from __future__ import annotations

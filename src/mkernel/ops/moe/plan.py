@@ -14,6 +14,7 @@ from mkernel.ops.moe.sizes import Sizes, row_stride_of
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import Target
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import matmul_precision
 
@@ -34,7 +35,7 @@ COMBINE_WARPS = 16
 COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 8192}
 
 
-def tile_height(device: torch.device, dtype: torch.dtype, config: Config | None) -> int:
+def tile_height(device: Target, dtype: torch.dtype, config: Config | None) -> int:
     """The rows of a block. It does not depend on matrices, so that it is known before a graph is run."""
     return planning.chooser(config)("tile_m", planning.default_tiles(device, dtype, 0, True).tile_m)
 
@@ -45,7 +46,7 @@ class Allocation:
     the symmetric heap, and later calls use it again."""
 
     result: int
-    own: int  # rows, and what experts make of them, as far as they are no results
+    own: int  # rows and activations, except results
     tables: int  # of the routing
     workspace: int
 
@@ -189,7 +190,7 @@ def plan_dispatch(
     weights = WeightLayout.of(w)
     if not weights.uses_tma:
         reasons.append("w has no contiguous, 16-byte aligned rows: it is read through pointers")
-    defaults = planning.default_tiles(group.device, x.dtype, n, weights.uses_tma)
+    defaults = planning.default_tiles(group.target, x.dtype, n, weights.uses_tma)
     pick = planning.chooser(config)
     tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
     max_ctas = group.world.launcher.ctas(group.world_rank)
@@ -200,7 +201,7 @@ def plan_dispatch(
         f"{copying} while about {tiles} tiles are computed, if the routing is balanced: estimated "
         f"{compute_seconds * 1e3:.3g} ms"
     )
-    short_m = short_tile(group.device, tile_m)
+    short_m = short_tile(group.target, tile_m)
     if short_m < tile_m:
         reasons.append(
             f"blocks of at most {short_m} rows, such as the last block of an expert, use tiles of that height"
@@ -242,7 +243,7 @@ class RowsPlan:
 
 def plan_rows(group: Group, x: torch.Tensor, sizes: Sizes, config: Config | None) -> RowsPlan:
     """Plan a dispatch without a GEMM. Depends only on shapes, strides, alignment and the group."""
-    defaults = planning.default_tiles(group.device, x.dtype, 1, True)
+    defaults = planning.default_tiles(group.target, x.dtype, 1, True)
     pick = planning.chooser(config)
     copying = Copying.of(group, sizes, x.shape[1] * x.element_size(), pick)
     return RowsPlan(
@@ -281,7 +282,7 @@ class CombinePlan:
 def plan_combine(group: Group, y: torch.Tensor, sizes: Sizes, config: Config | None) -> CombinePlan:
     """Plan a call of moe_combine."""
     given = config or Config()
-    cuda = group.device.type == "cuda"
+    cuda = group.target.type == "cuda"
     max_ctas = group.world.launcher.ctas(group.world_rank)
     ctas = max_ctas if given.ctas is None else given.ctas
     copy_bytes = given.copy_bytes if given.copy_bytes is not None else COMBINE_BYTES[y.dtype] if cuda else 1024
@@ -342,7 +343,7 @@ def plan_ffn(
         if not weights.uses_tma:
             reasons.append(f"{name} has no contiguous, 16-byte aligned rows: it is read through pointers")
     both = gate_up.uses_tma and down.uses_tma
-    defaults = planning.default_tiles(group.device, x.dtype, hidden, both)
+    defaults = planning.default_tiles(group.target, x.dtype, hidden, both)
     defaults = replace(defaults, group_m=min(defaults.group_m, FFN_GROUP))
     pick = planning.chooser(config)
     tile_n = pick("tile_n", defaults.tile_n)

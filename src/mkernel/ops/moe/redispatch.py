@@ -1,18 +1,21 @@
-"""A dispatch along a known routing: other rows take the way that the tokens of an earlier dispatch took.
+"""A dispatch with a known routing: other rows go where an earlier dispatch sent its tokens.
 
-The backward passes move gradients of tokens, and tokens again, to where the forward pass has moved tokens. The tables
-of the earlier launch say where: no ids are published, nothing is counted, and no block is scheduled. Two kernels:
+The backward passes send gradients of tokens, and tokens once more, to where the forward pass has sent the tokens. The
+tables of the earlier launch say where: no ids are published, nothing is counted, and no block is scheduled. Two
+kernels:
 
 - `moe_redispatch_kernel` moves rows, and the weights of their slots with them if there are any.
 - `moe_redispatch_matmul_kernel` also multiplies them, block by block as they arrive, as moe_dispatch_matmul does.
 
-Roles, signals and the reuse of buffers are those of moe_dispatch_matmul, with whose launches these share the workspace:
-every rank announces itself and publishes a table, which has a header, and weights if there are any, and its CTAs that
-send or place rows wait for the tables of all ranks. `counted`, `scheduled` and `numbered` are not used. So the argument
-of dispatch_matmul.py for buffers holds, and the chain of waits is a part of that one: no CTA waits for others to count.
+Roles, signals and the reuse of buffers are those of moe_dispatch_matmul, and the two share a workspace. Every rank
+announces the launch and publishes a table, with a header and, if there are any, weights. CTAs that send or place rows
+wait for the tables of all ranks. `counted`, `scheduled` and `numbered` are not used. So the argument of
+dispatch_matmul.py for buffers holds, and the chain of waits is a part of the one described there: no CTA waits for
+others to count.
 
-Two tables of the earlier launch change while rows are placed and multiplied: `placed`, and the counter that assigns
-tiles. A launch gets new ones, set to zero by the host. So the handle of a dispatch can be used any number of times.
+Two tables of the earlier launch would change while rows are placed and multiplied: `placed`, and the counter that
+assigns tiles. Each launch gets new ones, which the host sets to zero. So the handle of a dispatch can be used any
+number of times.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
-    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -61,7 +63,7 @@ COUNTER_WORDS = 16  # of the counter that assigns tiles, which `Tables.unsorted`
 
 
 class Moved(NamedTuple):
-    """What a dispatch along a known routing gives. rows: [capacity, columns], the rows themselves; y: their products;
+    """What a dispatch with a known routing returns. rows: [capacity, columns], the rows themselves; y: their products;
     weights: [capacity], the weight of each row; placed: the counters of the blocks."""
 
     rows: torch.Tensor
@@ -149,7 +151,7 @@ def prepare(
     sizes = handle.sizes
     wanted = Config(tile_m=handle.tile_m)
     key = (
-        "moe_redispatch", layout(x), None if w is None else (WeightLayout.of(w), w.shape), sizes, wanted,
+        "moe_redispatch", layout(x), None if w is None else layout(w), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
 from mkernel.lang.requests import Transfer, post
@@ -150,7 +150,7 @@ def _wait_link(comm, routing, combine, batch, source, chunk, end):
         named = named_in(ids, tl.load(first_experts + peer), tl.load(first_experts + peer + 1))
         rows += tl.where(peer == rank, 0, tl.sum(named)).to(tl.int64)
     size = rows * combine.columns * (DTYPE.primitive_bitwidth // 8)
-    await_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
+    wait_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
 
 
 @triton.jit

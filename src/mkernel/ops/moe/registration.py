@@ -1,10 +1,10 @@
 """torch.ops.mkernel.moe_*: with the group by name, and the routing of a dispatch as tensors.
 
-A handle is no argument that a graph can hold. Registered operators take and return the memory of its tables, and the
-numbers from which `handle_in` makes it again. Their results have shapes that depend on the capacity, so wherever
-gradients are needed, callers say beforehand what these numbers are.
+A graph cannot hold a handle. Registered operators therefore take and return the memory of its tables, and the numbers
+from which `handle_in` restores it. The shapes of their results depend on the capacity. So if gradients are needed,
+callers must know these numbers beforehand.
 
-Gradients are other operators, which have none themselves (backward.py).
+Gradients are computed by other operators, which are not differentiable themselves (backward.py).
 """
 
 from __future__ import annotations

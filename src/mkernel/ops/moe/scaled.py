@@ -2,28 +2,30 @@
 
 Kernel, roles, workspace and schedule are those of moe_dispatch_matmul. About half as many bytes travel as in bf16.
 
-How scales travel. Behind the elements of their token, in one row (packing.py). So whoever copies a token copies its
-scales, and no signal and no request is added. A rank packs each of its tokens once, where they are staged, from the
-caller's two tensors, or quantizes it there (`recipe_x`). What travels, and every bit, is the same as after
-`mk.quantize`, so other ranks need not know, and may do otherwise.
+How scales travel. The scales of a token follow its elements in one row (packing.py). So a CTA that copies a token also
+copies its scales, with no additional signal or request. A rank packs each of its tokens once, into the staging buffer,
+from the caller's two tensors, or quantizes it on the way (`recipe_x`). The bytes sent are the same as after
+`mk.quantize`, so other ranks need not know which of the two a rank does, and may choose differently.
 
-Who waits for whom. Tokens are packed in `staged` alone, so all CTAs read them there. That adds one wait: `send` waits
-for the rank's own `held` signal of a chunk before it copies tokens of the chunk for another node. `intra` waits for
-nothing new: every CTA that stages does so before it counts, so the rank's own tokens are packed when `counted` is set.
+Who waits for whom. Packed tokens are only in `staged`, so all CTAs read them from there. This adds one wait: `send`
+waits for the rank's own `held` signal of a chunk before it copies tokens of the chunk for another node. `intra` has no
+additional wait: every CTA that stages does so before it counts, so the rank's own tokens are packed when `counted` is
+set.
 
-So `send` waits for CTAs with higher program ids, of its own rank. It cannot deadlock: all CTAs that stage do so first,
-and wait only for entries into the previous epoch and, one of them, for entries of the node into this one; and all CTAs
-of a launch are resident.
+So `send` waits for CTAs of its own rank with higher program ids. This cannot deadlock. All CTAs that stage do so first,
+and wait only for entries into the previous epoch; one of them also waits for entries of the node into this epoch. And
+all CTAs of a launch are resident.
 
-Rows of the experts are packed tokens, too. The GEMM reads their elements through a descriptor, and the scale of each
-row through a pointer, for each 128 of k if tokens have as many scales. A tile that reaches into the next expert's rows
-multiplies them by zero, and stores nothing of them.
+Rows of the experts are packed tokens, too. The GEMM reads their elements through a descriptor. It reads the scale of
+each row, or of each row and 128 of k, through a pointer. If a tile reaches into the next expert's rows, it multiplies
+those by zero and does not store them.
 
-What it costs. A packed token takes hidden bytes and 4 for each scale, up to a multiple of 16: at hidden = 7168, 7392 of
-14336 in bf16 with scales of blocks. Compared to moe_dispatch_matmul, a rank stages its tokens also where it has no
-other rank in its node, and `staged` takes memory there.
+What it costs. A packed token takes hidden bytes and 4 bytes for each scale, rounded up to a multiple of 16: at hidden =
+7168 with block scales, 7392 bytes, compared with 14336 in bf16. Unlike in moe_dispatch_matmul, a rank stages its
+tokens, which takes memory, even if it is alone in its node.
 
-Rejected. Scales in a buffer of their own: each chunk needs a second request, a second signal, and a second wait.
+Alternatives that were rejected. Scales in a buffer of their own: each chunk needs a second request, a second signal,
+and a second wait.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from mkernel.ops.moe import protocol
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_tokens
 from mkernel.ops.moe.dispatch_matmul import launch_of
-from mkernel.ops.moe.grouped import WeightLayout, empty_rows
+from mkernel.ops.moe.grouped import empty_rows
 from mkernel.ops.moe.handle import Handle, handle_in, new_handle, numbers_in_graph, numbers_of, traced_handle
 from mkernel.ops.moe.packing import WORD, Packed
 from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch, tile_height
@@ -49,6 +51,7 @@ from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective, traceable
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import layout
@@ -143,7 +146,7 @@ def check(
     blockwise = _check_scales(group, x, w, scale_x, scale_w, recipe, of_scale)
     if blockwise and use_fast_accum:
         raise ArgumentError("use_fast_accum is for scales of rows: with scales of blocks, pass use_fast_accum=False")
-    if group.device.type == "cuda" and torch.cuda.get_device_capability(group.device) < OLDEST:
+    if group.target.type == "cuda" and capability(group.target) < OLDEST:
         raise ArgumentError(f"{op} needs a GPU that multiplies fp8, of compute capability 8.9 or newer")
     return Packed(
         hidden=x.shape[1], dtype=x.dtype if recipe is None else dtype_x, scale_x=None if recipe else scale_x,
@@ -201,7 +204,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:  # fmt: skip
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
-    key = (OP, layout(x), WeightLayout.of(w), w.shape, sizes, config, packed.key)
+    key = (OP, layout(x), layout(topk_ids), layout(w), sizes, config, packed.key)
     decided = group.planned(key, lambda: _plan(group, x, w, packed, sizes, config))
     tile_m = decided.config.tile_m
     y = empty_rows(group, sizes.capacity, w.shape[2], packed.out_dtype, tile_m)
@@ -247,7 +250,7 @@ def _numbers(
     packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
     sizes = agree(group, x, topk_ids, w, packed, **bounds)
     chosen = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
-    return numbers_of(sizes, tile_height(group.device, packed.dtype, chosen))
+    return numbers_of(sizes, tile_height(group.target, packed.dtype, chosen))
 
 
 registration.define(_call)
@@ -305,7 +308,7 @@ def moe_dispatch_scaled_matmul(
     """
     library.refuse_gradients(OP, x=x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x, bias=bias)
+    library.refuse_transforms(x=x, bias=bias)
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
     given: dict[str, Any] = dict(
         bias=bias, out_dtype=check_out_dtype(out_dtype, None), use_fast_accum=use_fast_accum,
@@ -322,7 +325,7 @@ def moe_dispatch_scaled_matmul(
         use_fast_accum, library.encoded(config), given["recipe_x"], dtype_x,
     )  # fmt: skip
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 

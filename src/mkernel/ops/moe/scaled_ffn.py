@@ -4,10 +4,10 @@ Kernel, roles, order, signals and the combine are those of moe_ffn; tokens trave
 moe_dispatch_scaled_matmul (scaled.py says who waits for whom, and why that cannot deadlock).
 
 Inner activations. A tile of the first GEMM has 128 columns of gate and of up, and so of activation(gate) * up: the
-elements of a row that share a scale in the second GEMM. So each tile quantizes what it has computed, in registers, to
-the bits of `mk.quantize` of the fp32 values, and stores fp8 and a scale for each row. The counter of the tiles of the
-first GEMM covers both. Whatever the scales of tokens are, those of inner activations are of blocks, because the largest
-of a whole row would be known only after all tiles of the row; so w_down has scales of blocks of 128x128.
+elements of a row that share a scale in the second GEMM. So each tile quantizes its result in registers, to the bits of
+`mk.quantize` of the fp32 values, and stores fp8 and a scale for each row. The counter of the tiles of the first GEMM
+covers both. Inner activations always have block scales, whatever the scales of tokens are, because the maximum of a
+whole row would be known only after all tiles of the row. So w_down has scales of 128x128 blocks.
 
 What it costs. The dispatch moves about half of the bytes of bf16, the combine the same. Memory on the rank:
 rows*hidden*3 bytes for packed tokens and results, which do not share memory, unlike in moe_ffn, and rows*inter*1.03.
@@ -24,7 +24,7 @@ from mkernel.ops import library
 from mkernel.ops.moe import ffn, protocol, scaled
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_activation, check_matrices, check_weights
-from mkernel.ops.moe.grouped import Biases, WeightLayout, empty_rows
+from mkernel.ops.moe.grouped import Biases, empty_rows
 from mkernel.ops.moe.handle import new_handle
 from mkernel.ops.moe.packing import WORD, PackedLayer
 from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
@@ -83,7 +83,11 @@ def check(
         )
     if out is not None:
         check_tensor(OP, group, "out", out)
-        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        inputs = dict(
+            x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down,
+            scale_gate_up=scale_gate_up, scale_down=scale_down,
+        )  # fmt: skip
+        inputs |= {} if packed.scale_x is None else {"scale_x": packed.scale_x}
         check_out(out, tuple(x.shape), "tokens, hidden", BF16, inputs)
     return PackedLayer(packed, scale_down)
 
@@ -119,7 +123,7 @@ def _plan(
     """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
     340 bytes. With several nodes, these spill up to 68."""
     words, given = packed.x.words, config or Config()
-    if group.device.type == "cuda" and given.tile_m is None:
+    if group.target.type == "cuda" and given.tile_m is None:
         config = replace(given, tile_m=64)
     decided = plan_ffn(group, scaled.narrow(x, packed.x), w_gate_up, w_down, sizes, config, 4 * words)
     check_tile_k(True, decided.config.tile_k)
@@ -151,8 +155,8 @@ def prepare(
     """The launch of a call with valid arguments. Collective if the workspace must grow."""
     config = choose(group, topk_ids, w_down, packed, sizes.max_tokens, config)
     key = (
-        OP, layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down),
-        w_down.shape, sizes, config, packed.x.key, layout(packed.scale_down),
+        OP, layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down), sizes,
+        config, packed.x.key, layout(packed.scale_down),
     )  # fmt: skip
     decided = group.planned(key, lambda: _plan(group, x, w_gate_up, w_down, packed, sizes, config))
     handle = new_handle(group, sizes, decided.config.tile_m)
@@ -230,7 +234,7 @@ def scaled_moe_ffn(
     """
     tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, scale_x=scale_x)
     library.refuse_gradients(OP, **tensors, scale_gate_up=scale_gate_up, scale_down=scale_down)
-    library.refuse_forward_mode(x=x, topk_weights=topk_weights)
+    library.refuse_transforms(x=x, topk_weights=topk_weights)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     given = (x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down)
     recipe = getattr(recipe_x, "name", recipe_x)

@@ -106,7 +106,7 @@ def sized(
 
 
 def slots_of(topk_ids: Any) -> int:
-    """Experts per token; 1 for what is no matrix, which is refused later."""
+    """Experts per token; 1 if topk_ids is not a matrix, which is rejected later."""
     return topk_ids.shape[1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 1
 
 
@@ -136,7 +136,7 @@ def chunk_rows_of(group: Group, max_tokens: int, k: int, config: Config | None) 
     whole chunk in registers."""
     given = config.chunk_rows if config is not None else None
     if given is None:
-        return planning.rows_per_chunk(max_tokens, 32 if group.device.type == "cuda" else 8)
+        return planning.rows_per_chunk(max_tokens, 32 if group.target.type == "cuda" else 8)
     most = planning.REGISTERS // power_above(k)
     if given & (given - 1) or given > most:
         raise ArgumentError(

@@ -17,7 +17,7 @@ def interleaved(tile, row_blocks, first_columns, second_columns, GROUP: tl.const
     last = row_blocks - (groups - 1) * GROUP  # height of the last group
     first_size = GROUP * first_columns
     second_size = GROUP * second_columns
-    # a turn: one group through the first, and the one before it through the second
+    # a turn: one group through the first GEMM, and the previous group through the second
     after = tile - tl.where(groups > 1, first_size, last * first_columns)
     turn = tl.minimum(tl.maximum(after, 0) // tl.maximum(first_size + second_size, 1), tl.maximum(groups - 2, 0))
     within = after - turn * (first_size + second_size)

@@ -58,7 +58,7 @@ def ffn_numbers(
         check_ffn(group, x, topk_ids, topk_weights, w_gate_up, w_down, biases, capacity, max_tokens, None, config)
     sizes = ffn.agree(group, x, topk_ids, w_down, capacity, max_tokens, config)
     chosen = ffn.choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
-    return numbers_of(sizes, tile_height(group.device, x.dtype, chosen))
+    return numbers_of(sizes, tile_height(group.target, x.dtype, chosen))
 
 
 # -- moe_dispatch_matmul
@@ -88,7 +88,7 @@ def dispatch_numbers(
         dispatch_matmul.check(group, x, topk_ids, w, bias, capacity, max_tokens, config)
     sizes = dispatch_matmul.agree(group, x, topk_ids, w, capacity, max_tokens, config)
     chosen = dispatch_matmul.choose(group, x, topk_ids, w, sizes.max_tokens, config)
-    return numbers_of(sizes, tile_height(group.device, x.dtype, chosen))
+    return numbers_of(sizes, tile_height(group.target, x.dtype, chosen))
 
 
 # -- moe_dispatch
@@ -117,4 +117,4 @@ def rows_numbers(
         dispatch_rows.check(group, x, topk_ids, experts, capacity, max_tokens, config)
     sizes = dispatch_rows.agree(group, x, topk_ids, experts, capacity, max_tokens, config)
     chosen = dispatch_rows.choose(group, x, topk_ids, experts, sizes.max_tokens, config)
-    return numbers_of(sizes, tile_height(group.device, x.dtype, chosen))
+    return numbers_of(sizes, tile_height(group.target, x.dtype, chosen))

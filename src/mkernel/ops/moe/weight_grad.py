@@ -5,14 +5,14 @@ dispatch: dw[expert] = left[rows of the expert].T @ right[rows of the expert], a
 rows gets zeros.
 
 Who does what. Tiles of all experts form one sequence, expert by expert, that the CTAs share round-robin. A tile goes
-through the rows of its expert in order, so the same input gives the same bits. Nothing is communicated or waited for:
-where an expert's rows begin and end is in the tables of the dispatch.
+through the rows of its expert in order, so the same input gives the same bits. There is no communication, and no CTA
+waits: the tables of the dispatch say where an expert's rows begin and end.
 
-Where an expert ends is unknown before the launch, and behind its last row are rows of the next one, or, behind the last
-expert, nothing that anybody has written. Neither may enter the sum. As in `store_rows` (grouped.py), the descriptors
-are [ends, K, columns], with a stride of one row in both of the first two dimensions: index [end, K - rows] is the first
-of the `rows` rows before `end`, and the second dimension ends where they end, so the hardware fills the rest of a block
-of K rows with zeros. No mask, and no other code for the last block.
+Where an expert ends is unknown before the launch. After its last row come the rows of the next expert or, after the
+last expert, unwritten memory. Neither may enter the sum. As in `store_rows` (grouped.py), the descriptors are [ends, K,
+columns], with a stride of one row in both of the first two dimensions. Index [end, K - rows] is the first of the `rows`
+rows before `end`, and the second dimension ends where they end, so the hardware fills the rest of a block of K rows
+with zeros. The last block needs neither a mask nor separate code.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def prepare(
     experts, m, n = handle.sizes.experts, left.shape[1], right.shape[1]
     dw = group.world.memory.empty(group.world_rank, (experts, m, n), left.dtype)
     uses_tma = describable(dw)
-    tiles = planning.default_tiles(group.device, left.dtype, n, uses_tma)
+    tiles = planning.default_tiles(group.target, left.dtype, n, uses_tma)
     tile_k = min(tiles.tile_k, ROWS_BEFORE)
     precision = matmul_precision(left.dtype)
     count = experts * triton.cdiv(m, tiles.tile_m) * triton.cdiv(n, tiles.tile_n)

@@ -109,7 +109,7 @@ def call_of(
 def group_m_of(group: Group, call: Sum) -> int:
     """Row blocks that are computed together. It determines the numbers of tiles, by which ranks exchange them, so it
     must be the same on every rank."""
-    default = planning.default_tiles(group.device, call.a.dtype, call.b.shape[1], uses_tma=True)
+    default = planning.default_tiles(group.target, call.a.dtype, call.b.shape[1], uses_tma=True)
     return planning.chooser(call.config)("group_m", default.group_m)
 
 
@@ -179,7 +179,7 @@ def few_rows(
     given, most = config or Config(), planning.common_ctas(group)
     if group.nodes > 1 or not m * n:
         return None
-    defaults = planning.default_tiles(group.device, dtype, n, uses_tma=True)
+    defaults = planning.default_tiles(group.target, dtype, n, uses_tma=True)
     tile = planning.FewRows(
         defaults.tile_m, min(defaults.tile_n, 128), defaults.tile_k, defaults.stages, defaults.warps, 1
     )
@@ -187,9 +187,9 @@ def few_rows(
         names = [field.name for field in fields(given)] if group.size == 1 else SHARED
         if any(getattr(given, name) is not None for name in names):
             return None
-        if group.device.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
+        if group.target.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
             return None
-        found = planning.few_rows(group.device, dtype, m, n, k, most)
+        found = planning.few_rows(group.target, dtype, m, n, k, most)
         if found is None and group.size == 1 and not 1.8 < math.ceil(m / 128) * math.ceil(n / 128) / most <= 2:
             return None
         # with one rank, two tiles for almost every CTA: 0.94 of cuBLAS, where the kernel for Hopper had 0.88
@@ -205,7 +205,7 @@ def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> 
     """The plan of a call that takes the kernel for few rows; None for other calls. k: see `few_rows`."""
     m, n = call.a.shape[0], call.b.shape[1]
     tile = few_rows(group, m, n, call.a.dtype, call.config, k)
-    descriptors = has_descriptors(group.device)
+    descriptors = has_descriptors(group.target)
     uses_tma = descriptors and describable(call.a) and RhsLayout.of(call.b, descriptors).uses_tma
     forced = call.config is not None and call.config.team_ctas is not None
     if tile is None or (group.size == 1 and not uses_tma and not forced):
@@ -236,13 +236,13 @@ def plan_of(
     """The plan of a call with `tiles` tiles of size `tile`, in which a rank computes `computed` tiles, pushes `pushed`
     elements over NVLink and sends `sent` elements over the network."""
     a, b, out, residual = call.a, call.b, call.out, call.residual
-    descriptors = has_descriptors(group.device)
+    descriptors = has_descriptors(group.target)
     right = RhsLayout.of(b, descriptors)
     uses_tma = {"a": descriptors and describable(a), "b": right.uses_tma, "out": descriptors and describable(out)}
     if residual is not None:
         uses_tma["residual"] = descriptors and describable(residual)
     settings = planning.settings_of_sum(
-        group.device, a.dtype, *tile, uses_tma["a"] and right.uses_tma, ctas, call.config
+        group.target, a.dtype, *tile, uses_tma["a"] and right.uses_tma, ctas, call.config
     )
     planning.check_tile(settings, a.dtype, uses_tma["a"] and right.uses_tma)
     if call.scaling is not None:

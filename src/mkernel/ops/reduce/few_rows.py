@@ -14,9 +14,9 @@ Unit u is the same rows and columns on every rank, since all ranks have the same
 Signals, rounding and the reuse of buffers are described in the docstrings of the packages. Every rank has rows, which
 need partials of all ranks.
 
-Why it cannot deadlock. A CTA waits for the members of its team, which are resident and wait for nothing before; and for
-the pushes of the same unit, by the CTA with the same program id, which come before that CTA's waits for this unit and
-after its waits for earlier units only.
+Why it cannot deadlock. A CTA waits for the members of its team, which are resident and wait for nothing before that. It
+also waits for the pushes of the same unit by the CTAs with the same program id. A CTA pushes a unit before it waits for
+that unit, and after it has waited for earlier units only.
 """
 
 from __future__ import annotations

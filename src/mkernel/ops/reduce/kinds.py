@@ -2,5 +2,5 @@
 
 import triton.language as tl
 
-PARTIAL = tl.constexpr(16)  # the peer's part of a tile's sum is here
-FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has summed up is here
+PARTIAL = tl.constexpr(16)  # the peer's partial of a tile has arrived
+FINISHED_TILE = tl.constexpr(17)  # a tile that the peer has reduced can be read

@@ -2,8 +2,8 @@
 size x size elements, and each of 16 ranks multiplies size/16 of the depth.
 
 Both divide the result's rows among the 8 GPUs of a node, not among all 16: a GPU sends the sum of its node to its
-counterpart in the other one, and both add the two. So reduce-scatter leaves every row on two GPUs, and sends twice of
-what ours sends. CTAs take tiles row by row: a row of tiles of every GPU, then the next one.
+counterpart in the other one, and both add the two. So reduce-scatter leaves every row on two GPUs, and sends twice as
+much as ours. CTAs take tiles row by row: a row of tiles of every GPU, then the next one.
 """
 
 from __future__ import annotations

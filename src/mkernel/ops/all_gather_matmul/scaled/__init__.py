@@ -3,28 +3,28 @@
 Kernels, roles, workspace and signals are those of all_gather_matmul. Half as many bytes travel as in bf16.
 
 How scales travel. Each row of the workspace ends with the row's scales, aligned to 16 bytes: one, or one for each 128
-of k. So whoever copies a chunk, within the node or into the memory that the network sends from, copies its rows and
-its scales and then sets the one signal of the chunk; a request to the network carries both, as they are one piece of
-memory. No signal, no wait and no request is added, and what holds for rows (the package's docstring) holds for scales.
-A rank whose a has one scale for all rows sends it with every row: ranks may have different ones.
+of k. So a CTA that copies a chunk, within the node or into the memory that the network sends from, copies its rows and
+its scales, and then sets the single signal of the chunk. A request to the network carries both, because they are
+contiguous. No signal, wait or request is added, and the arguments for rows (the package's docstring) also hold for
+scales. If a has one scale for all rows, a rank sends it with every row, because ranks may have different ones.
 
-What it costs. A row takes k bytes and 4 for each scale, in the workspace rounded up to 128. What may lie between two
-rows travels over the network, too: at k = 8192, 1.6%. As rows and scales lie in two tensors, the network never reads
-them from there; a in the symmetric heap saves nothing here.
+What it costs. A row takes k bytes and 4 bytes for each scale, rounded up to 128 in the workspace. The padding between
+rows travels over the network, too: 1.6% at k = 8192. Because the caller's rows and scales are two tensors, the network
+never reads directly from them, and allocating a in the symmetric heap saves nothing.
 
-Quantizing (`recipe_a`). The kernel can quantize a, which is then bf16, fp16 or fp32. What travels, and every bit, is
-the same as after `mk.quantize`, so other ranks need not know, and may do otherwise.
+Quantizing (`recipe_a`). The kernel can quantize a, which is then bf16, fp16 or fp32. The bytes sent are the same as
+after `mk.quantize`, so other ranks need not know which of the two a rank does, and may choose differently.
 
-- Each row is quantized once, by the rank that has it: by a `send` CTA, into the rank's own workspace, with its scales
-  behind it. The CTA then signals the chunk in the own workspace, and posts it to the other nodes.
-- `intra` waits for that signal before it pushes an own chunk, as it does for the chunks of other nodes.
-- `compute` reads own rows from the workspace, too, and waits for their chunks as for all others. Nobody joins the
-  compute, because there are no tiles that depend on nothing.
+- A `send` CTA of the rank that holds a row quantizes it, once, into the rank's own workspace, followed by its scales.
+  The CTA then signals the chunk in the rank's own workspace, and posts it to the other nodes.
+- `intra` waits for that signal before it pushes a chunk of its own rank, as it does for chunks of other nodes.
+- `compute` reads the rank's own rows from the workspace, too, and waits for their chunks as for all others. No CTA
+  joins the compute, because every tile depends on transfers.
 
-So `send` waits for the proxy alone, `intra` for `send`, and `compute` for both: as ever, CTAs wait only for those with
-lower program ids. It costs the `send` CTAs, which are lost to the compute, and a second pass over a row if it has one
-scale; it saves a launch. The kernel for few rows does not quantize. Not chosen: all CTAs quantize first, which would
-take less time, but then `intra` would wait for CTAs with higher program ids.
+So `send` waits for the proxy alone, `intra` for `send`, and `compute` for both: as always, CTAs wait only for CTAs with
+lower program ids. This saves a launch. It costs the `send` CTAs, which are lost to the compute, and a second pass over
+a row if it has one scale. The kernel for few rows does not quantize. Rejected: letting all CTAs quantize first, which
+would take less time, but then `intra` would wait for CTAs with higher program ids.
 
 Rejected alternatives. A buffer of their own for scales: the network keeps no order between two requests, so each chunk
 would need a second signal. Chunks that begin with their scales: a tile of rows from two chunks would need two
@@ -207,7 +207,7 @@ def all_gather_scaled_matmul(
             matrix = library.out_as_rows(out, shape, dim)
     dtype = check_out_dtype(out_dtype, out)
     check_bias(bias, rows, b, out, dtype)
-    library.refuse_forward_mode(bias=bias)
+    library.refuse_transforms(bias=bias)
     given: dict[str, Any] = dict(out_dtype=dtype, use_fast_accum=use_fast_accum, config=config)
     if recipe_a is not None:
         given |= dict(recipe_a=getattr(recipe_a, "name", recipe_a), dtype_a=dtype_a)

@@ -134,13 +134,13 @@ def _settings(
     pick = planning.chooser(config)
     rows, columns = (n, k) if access.transposed else (k, n)  # of the matrix that the tiles are tiles of
     uses_tma = access.rows.descriptors and access.dy_uses_tma and access.out_uses_tma
-    defaults = planning.default_tiles(group.device, a.dtype, columns, uses_tma)
+    defaults = planning.default_tiles(group.target, a.dtype, columns, uses_tma)
     tile_m, tile_n = pick("tile_m", defaults.tile_m), pick("tile_n", defaults.tile_n)
     tiles = math.ceil(rows / tile_m) * math.ceil(columns / tile_n)
     most = pick("ctas", group.world.launcher.ctas(group.world_rank))
     send_ctas = pick("send_ctas", 1 if group.nodes > 1 or access.rows.staged else 0)
     problem = _problem(group, a, tiles, tile_m, tile_n)
-    on_gpu = group.device.type == "cuda"
+    on_gpu = group.target.type == "cuda"
     found = _search(problem, most, send_ctas, group.gpus_per_node > 1, config) if on_gpu else _simulated(group)
     intra_ctas = pick("intra_ctas", found.copiers)
     helpers = send_ctas + intra_ctas
@@ -232,7 +232,7 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
     """Rows per chunk, a multiple of the rows of a step. Depends only on what is the same on every rank, so that all
     ranks use the same value."""
     given = config or Config()
-    defaults = planning.default_tiles(group.device, a.dtype, 0, True)
+    defaults = planning.default_tiles(group.target, a.dtype, 0, True)
     step = given.tile_k or defaults.tile_k
     rows = given.chunk_rows or planning.rows_per_chunk(a.shape[0], defaults.tile_m)
     if given.chunk_rows is not None and given.chunk_rows % step:

@@ -26,9 +26,9 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 Partials. A rank pushes its partial of a block, in fp32, to a slot of the rank of its node that has the owner's local
 rank. With one node this is the owner. It has a slot for every rank of its node, and adds them in the order of ranks.
 With several nodes, it first adds up the partials of its node for its counterparts, and posts each sum to its owner; the
-owner adds the sums in the order of nodes, its own node's first. So a partial crosses from one node to another once,
-after it was summed within the node. What a rank's rows do not see because of the mask is neither sent to it nor back
-from it.
+owner adds the sums in the order of nodes, its own node's first. So partials cross from one node to another once, after
+they were summed within the node. Keys that the mask hides from all rows of a rank are not sent to it, and it sends no
+partials for them.
 
 Signals: those of ring_attention for keys and values, and for each block `partial` and `node_sum` (protocol.py).
 

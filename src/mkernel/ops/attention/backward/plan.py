@@ -65,11 +65,11 @@ class Plan:
 def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Config | None) -> Tiles:
     """The given tiles and chunks, or defaults. Depends on nothing that differs between ranks."""
     dim = max(query.shape[3], value.shape[3])
-    if group.device.type != "cuda":
+    if group.target.type != "cuda":
         tile_m, tile_n, stages, warps = 32, 32, 1, 4
     elif query.dtype == torch.float32:
         tile_m, tile_n, stages, warps = (32, 32, 1, 8) if dim == 64 else (16, 16, 1, 8)
-    elif dim == 64 and not has_descriptors(group.device):  # an older GPU, on which a square tile spills
+    elif dim == 64 and not has_descriptors(group.target):  # an older GPU, on which a square tile spills
         tile_m, tile_n, stages, warps = 64, 32, 2, 8
     else:
         tile_m, tile_n, stages, warps = (64, 64, 2, 8) if dim <= 128 else (32, 32, 1, 8)
@@ -133,7 +133,7 @@ def _resolve(
         stages=tiles.stages, warps=tiles.warps,
         ctas=pick("ctas", min(most, max(len(tasks) * units, 1) + send_ctas + intra_ctas)),
         send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=tiles.chunk_rows,
-        copy_bytes=pick("copy_bytes", 32768 if group.device.type == "cuda" else 4096), steps=tiles.steps,
+        copy_bytes=pick("copy_bytes", 32768 if group.target.type == "cuda" else 4096), steps=tiles.steps,
     )  # fmt: skip
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
     reasons = []

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import await_link, reserve_link
+from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.layout import single_word_of, slot_of
 from mkernel.lang.partials import load_partial, store_partial
 from mkernel.lang.requests import Transfer, post, wait_sent
@@ -191,7 +191,7 @@ def push_partial(comm, call, round_index, owner, tile, dk, dv):
     if call.rounds.PACED:
         if reducer != rank:
             size = tl.cast(4 * call.TILE_N * (call.DIM + call.VALUE_DIM), tl.int64)
-            await_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
+            wait_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
     notify_partial(comm, call, round_index, reducer, index, tile)
 
 

@@ -27,7 +27,7 @@ FEWEST_FOR_MULTICAST = 4
 def why_no_multicast(group: Group, small: bool) -> str | None:
     """Why a call does not use multicast; None if it does. `small`: the result is small."""
     if not group.multicast:
-        if group.device.type != "cuda":
+        if group.target.type != "cuda":
             return "CPUs have none"
         if group.nodes > 1:
             return "the ranks are on several nodes"
@@ -51,9 +51,9 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
     if not 0 < m * n * dtype.itemsize <= LARGEST_SLICED:
         return None
     choose = planning.chooser(config)
-    default = planning.default_tiles(group.device, dtype, n, uses_tma=True)
+    default = planning.default_tiles(group.target, dtype, n, uses_tma=True)
     tiles = [(default.tile_m, default.tile_n)]
-    if group.device.type == "cuda" and dtype != torch.float32:
+    if group.target.type == "cuda" and dtype != torch.float32:
         height = min(max(1 << (m - 1).bit_length(), 16), 64)
         tiles += [(128, 128), *([(height, 256)] if height < 64 else []), (height, 128), (height, 64)]
     found = None
@@ -73,7 +73,7 @@ def cut(
     sliced = sliced_tile(group, m, n, dtype, config)
     if sliced is not None:
         return *sliced, math.ceil(m / sliced[0]) * math.ceil(n / sliced[1])
-    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, m, n, most)
+    tile_m, tile_n = planning.tile_of_sum(group.target, dtype, m, n, most)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 
@@ -88,7 +88,7 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
     sliced = sliced_tile(group, m, n, call.a.dtype, call.config) is not None
-    if sliced and group.device.type == "cuda" and tile_m <= 64:
+    if sliced and group.target.type == "cuda" and tile_m <= 64:
         call = replace(call, config=_deep_stages(call, tile_m, tile_n))
     how = "every tile is split into slices, one for each rank: there is only one tile per CTA"
     missing = why_no_multicast(group, small=sliced or tiles == 0) if try_multicast else "the workspace has none"

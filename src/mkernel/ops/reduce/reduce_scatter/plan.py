@@ -23,7 +23,7 @@ def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config 
     if few is not None:
         return few.tile_m, few.tile_n, few.team
     wanted = planning.common_ctas(group) / group.size
-    tile_m, tile_n = planning.tile_of_sum(group.device, dtype, rows, n, wanted)
+    tile_m, tile_n = planning.tile_of_sum(group.target, dtype, rows, n, wanted)
     return choose("tile_m", tile_m), choose("tile_n", tile_n), 0
 
 

@@ -1,7 +1,7 @@
 """scaled_matmul_reduce_scatter: matmul_reduce_scatter of fp8 matrices with scales.
 
 Kernels, workspace, order of sums and signals are those of matmul_reduce_scatter. Scales are applied to this rank's
-partial, before it travels: every rank has scales of its own, and needs nobody else's. Partials travel in the dtype of
+partial before it is sent: every rank has its own scales, and needs no others. Partials travel in the dtype of
 the result, or in fp32.
 """
 
@@ -126,7 +126,7 @@ def scaled_matmul_reduce_scatter(
         added = None if residual is None else library.as_rows(residual, dim)
         matrix, scale_a = library.out_as_rows(out, shape, dim), library.scale_as_rows(scale_a, a, dim)
         rows = library.as_rows(a, dim)
-    library.refuse_forward_mode(bias=bias, residual=residual)
+    library.refuse_transforms(bias=bias, residual=residual)
     given: dict[str, Any] = dict(bias=bias, residual=added, out_dtype=out_dtype, reduce_dtype=reduce_dtype)
     if not library.needs_dispatcher(a, b, scale_a, scale_b, bias, residual, out):
         y = _call(
