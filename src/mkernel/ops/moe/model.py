@@ -83,8 +83,7 @@ class _Dispatch:
         engine, machine, routed, ctas = self.engine, self.engine.machine, self.routed, self.ctas
         senders = self.plan.config.send_ctas
         others, count = slice(senders, None), self.plan.config.ctas - senders
-        has_weights = isinstance(self.plan, FfnPlan)
-        table = WORD * (HEADER.value + routed.tokens * routed.topk * (1 + has_weights))
+        table, numbers = self.exchanged()
         arrived = engine.start
         if engine.nodes > 1:
             offsets = np.arange(1, engine.nodes)
@@ -95,10 +94,15 @@ class _Dispatch:
             # tables of all ranks but those that the network has brought to this one
             engine.nvlink.carry(engine.start, table * (engine.ranks - engine.nodes))
         ctas.wait(arrived, "routing tables")
-        seconds = machine.routing_seconds + engine.ranks * routed.rows / machine.count / count
+        seconds = machine.routing_seconds + numbers / machine.count / count
         ctas.work(seconds, "count rows", others)
         ctas.wait(ctas.clock[others].max(), "counts")
         engine.marks["routed"] = float(ctas.clock.max())
+
+    def exchanged(self) -> tuple[float, float]:
+        """(bytes of the table that a rank sends to each other node, numbers that it counts afterwards)."""
+        routed, has_weights = self.routed, isinstance(self.plan, FfnPlan)
+        return WORD * (HEADER.value + routed.rows * (1 + has_weights)), float(routed.ranks * routed.rows)
 
     def send(self) -> Array:
         """The role `send`. Returns when the chunks of the counterparts in other nodes arrive: [nodes, chunks], by how
