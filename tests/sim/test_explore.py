@@ -434,7 +434,7 @@ def test_a_report_adds_up_what_the_race_detector_saw():
     text = str(report)
     assert "2 pairs of lines seen in both orders, 1 in one order only" in text
     assert "d.py:4 k, then e.py:5 l (2 times)" in text
-    assert "waits: 2 lines had to wait, 1 never had to" in text
+    assert "waits: at 2 lines a CTA had to wait, at 1 never" in text
     assert "d.py:7 w (6 times)" in text
 
 
@@ -480,7 +480,7 @@ def test_a_report_counts_points():
 def test_a_stall_that_no_task_comes_to_is_told():
     report = check(small, gpus_per_node=1, schedule="stall:0.cta1@2+0.cta1@400")
     assert report.unreached == {Point("0.cta1", 400)}
-    assert "no task came to 0.cta1@400" in str(report)
+    assert "no task reached 0.cta1@400" in str(report)
 
 
 # -- what is refused

@@ -275,8 +275,8 @@ def out_as_rows(out: torch.Tensor | None, shape: Sequence[int], dim: int) -> tor
         return moved.view(rows_of(out), out.shape[-1])
     except RuntimeError:
         raise ArgumentError(
-            f"out, shape {tuple(out.shape)}, strides {out.stride()}, is no matrix of rows in memory: pass one that is "
-            f"contiguous with dimension {dim} first"
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}, which no matrix of rows has: pass a tensor "
+            f"that is contiguous with dimension {dim} first"
         ) from None
 
 

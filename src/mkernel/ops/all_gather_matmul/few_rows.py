@@ -5,7 +5,7 @@ rank. All CTAs do the same:
 
 - Push: the chunks of the rank's rows are shared among all its CTAs. Each pushes its chunks to every rank, its own
   workspace included, and signals them. With one rank there is nothing to push: rows are read from the caller's tensor.
-- Multiply: a team of CTAs (lang/team.py) waits for the rows of a tile, whoever they come from, and computes it. If
+- Multiply: a team of CTAs (lang/team.py) waits for the rows of a tile, from any rank, and computes it. If
   there are more tiles than teams, each team computes several.
 
 Signals, buffers and why they are safe: as in the package's docstring. Each rank waits for all rows, since its tiles

@@ -136,7 +136,7 @@ class _Ring(Transfers):
 
     def tiles_of_rounds(self) -> list[list[tuple[Array, Array, Array]]]:
         """For each round, what the CTAs compute: (CTAs, entries of the schedule, key blocks) of the n-th tile of each
-        CTA that has so many."""
+        CTA that has one."""
         words = self.plan.schedule.numpy()
         ctas = self.plan.config.ctas
         starts, lists = words[: ctas + 1], words % SYNC_MARK

@@ -185,7 +185,7 @@ def all_gather_scaled_matmul(
         gather_dim: the dimension of a that is gathered; not the last one.
         config: tiles, chunks and CTAs; None selects defaults.
         recipe_a: quantize a in the kernel, once, on the rank that has it: "RowWise" or "BlockWise1x128", or such a
-            member of torch.nn.functional.ScalingType. Other ranks may do otherwise.
+            member of torch.nn.functional.ScalingType. Ranks may choose differently.
         dtype_a: the dtype to which a is then quantized.
 
     Returns:

@@ -56,7 +56,7 @@ class Plan:
         c = self.config
         head = (
             f"{OP}: triton kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, room for "
+            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, slots for "
             f"{self.window} rounds"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
@@ -172,7 +172,7 @@ def plan(
         partials = window * (size + nodes - 1) * part_rows * (settings.tile_k + value_columns) * 4 / 2**20
         reasons.append(
             f"the buffers take {keys:.3g} MiB for other ranks' keys and values and {partials:.3g} MiB for partials of "
-            f"their gradients: room for {window} of {rounds} rounds"
+            f"their gradients: slots for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, sums of dq are kept in between" if parts > 1 else "")
         )
     helpers = settings.send_ctas + settings.intra_ctas

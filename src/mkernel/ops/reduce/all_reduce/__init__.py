@@ -141,7 +141,7 @@ def matmul_all_reduce(
 
 
 def shape_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the result for an a that is no matrix."""
+    """The shape of the result for an a that is not a matrix."""
     if a.dim() == 0:
         raise ArgumentError("a is a scalar; it must have at least one dimension, [..., k]")
     return (*a.shape[:-1], b.shape[-1])
