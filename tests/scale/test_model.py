@@ -7,17 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mkernel as mk
 from mkernel import operators
 from mkernel.compiling import launched
+from mkernel.ops.all_gather_matmul import order as gather_order
+from mkernel.ops.moe.model import _Dispatch
 from mkernel.ops.reduce.model import _Scatter
+from mkernel.ops.reduce.reduce_scatter import order as scatter_order
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.world import Links
 from mkernel.scale.cluster import member, plan_of
 from mkernel.scale.engine import Engine, Lanes, Link, Network, Shares, serve
+from mkernel.scale.evaluate import on_arrays
 from mkernel.scale.machine import Machine, load, names, save, shared
 from mkernel.scale.model import Problem
 from mkernel.scale.predict import host_driven, predict, predict_late
@@ -255,6 +260,69 @@ def test_a_rank_that_begins_late(machine, op):
     assert together.seconds <= times[1].seconds <= together.seconds + 1e-4
     assert 1.0 < times[2].seconds <= 1.0 + together.seconds
     assert times[2].host == pytest.approx(together.host + 1.0)
+
+
+# -- what docs/scale.md says of many nodes
+
+
+ROWS = {"all_gather_matmul": (32768, 2048, 8192), "matmul_reduce_scatter": (32768, 8192, 16384)}
+
+
+@pytest.fixture
+def orders_of_few_nodes():
+    """Lets any number of nodes take the orders of few."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gather_order, scatter_order):
+            patch.setattr(module, "MANY_NODES", tl.constexpr(10**6))
+        on_arrays.cache_clear()
+        yield
+    on_arrays.cache_clear()
+
+
+def fraction_with_enough_rows(op, nic, nodes):
+    m, n, k = ROWS[op]
+    shape = (m * nodes, n, k * nodes if op == "matmul_reduce_scatter" else k)
+    return predict(op, shape, machine=load(nic), nodes=nodes).fraction
+
+
+@pytest.mark.parametrize("nic", ["h200-cx7", "h200-efa"])
+@pytest.mark.parametrize("op", ROWS)
+def test_many_nodes_with_enough_rows(op, nic):
+    """At least 0.80 of the floor on 16 nodes and 0.70 on 128, with 32768 rows for each node."""
+    assert fraction_with_enough_rows(op, nic, 16) > 0.80
+    assert fraction_with_enough_rows(op, nic, 128) > 0.70
+
+
+@pytest.mark.parametrize("op", ROWS)
+def test_without_the_orders_for_many_nodes(op, orders_of_few_nodes):
+    assert fraction_with_enough_rows(op, "h200-cx7", 16) < 0.65
+    assert fraction_with_enough_rows(op, "h200-cx7", 128) < 0.55
+
+
+def test_counts_instead_of_ids(machine, monkeypatch):
+    """What would come of it if a rank sent each node the counts for its experts, and ids only with tokens."""
+
+    def counts(self):
+        routed, gpus = self.routed, self.engine.gpus_per_node
+        return 4.0 * (16 + gpus * routed.experts), float((1 + gpus) * routed.rows + routed.ranks * routed.experts)
+
+    def cells(op, config=None):
+        found = []
+        for nodes in (16, 64, 256):
+            one = predict(
+                op, (16384 * nodes, 2048, 7168), machine=machine, nodes=nodes, options={"experts": 16, "topk": 8},
+                config=config,
+            )  # fmt: skip
+            found.append(f"{one.fraction:.2f}, {one.speedup:.2f}x")
+        return " | ".join(found)
+
+    operators_of_it = ("moe_dispatch_matmul", "moe_ffn")
+    rows = [cells(op) for op in operators_of_it]
+    monkeypatch.setattr(_Dispatch, "exchanged", counts)
+    rows += [cells(op, config) for op in operators_of_it for config in (None, mk.Config(chunk_rows=256))]
+    text = (Path(__file__).parents[2] / "docs/scale.md").read_text()
+    for row in rows:
+        assert f"| {row} |" in text
 
 
 # -- machines

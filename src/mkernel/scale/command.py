@@ -146,7 +146,7 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
     if html is not None:
         few = [one for one in found if one.nodes <= MOST_NODES] or found[:1]
         timelines = [with_timeline(asked, one) for one in (few[0], few[-1])[: len(few)]]
-        about = f"{asked.machine.name}: {asked.machine.described}"
+        about = f"{asked.machine.name}: {asked.machine.summary}"
         html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", about, found, timelines))
     return found
 
