@@ -242,7 +242,7 @@ def test_of_two_stalled_tasks_the_first_goes_on_first():
 
 @triton.jit
 def spin(flag, turns):
-    """CTA 0 spins, and changes memory whenever it looks; the others end that."""
+    """CTA 0 spins, and changes memory with every poll; the others end that."""
     if tl.program_id(0) == 0:
         while tl.atomic_add(flag, 0) < 2:
             tl.atomic_add(turns, 1)
@@ -484,6 +484,22 @@ def test_a_stall_that_no_task_comes_to_is_told():
 
 
 # -- what is refused
+
+
+def test_warps_of_a_gluon_kernel_can_be_stalled():
+    """One by one: the load warp, and the warp that pushes."""
+
+    def program(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        a, b = torch.randn(256, 64, generator=generator).bfloat16(), torch.ones(64, 512).bfloat16()
+        y = mk.all_gather_matmul(a, b)
+        assert "Hopper" in str(mk.explain("all_gather_matmul", a, b))
+        torch.testing.assert_close(y.float()[256 * group.rank :][:256], a.float() @ b.float(), rtol=2e-2, atol=1e-1)
+
+    options = Options(capability=(9, 0), ctas=2)
+    for warps in ("0.cta1w1", "1.cta0w3"):
+        report = check(program, schedule=f"stall:{warps}@2", sim=options)
+        assert report.stalled == {Point(warps, 2)}
 
 
 @pytest.mark.parametrize(

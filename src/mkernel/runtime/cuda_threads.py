@@ -104,7 +104,7 @@ class Mailbox:
         box.wake_next()
 
     def wake_all(self) -> None:
-        """Let all threads that wait look again."""
+        """Let all threads that wait check again."""
         for box in self._boxes.values():
             while box.bells:
                 box.bells.pop().release()

@@ -139,8 +139,8 @@ def _resolve(
     reasons = []
     if gpus > 1:
         reasons.append(
-            f"{intra_ctas} CTAs push {pushed} bytes of keys and values over NVLink: estimated {push_seconds * 1e3:.3g} "
-            f"ms, during {seconds * 1e3:.3g} ms of compute"
+            f"{pushed} bytes of keys and values are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: "
+            f"estimated {push_seconds * 1e3:.3g} ms, during {seconds * 1e3:.3g} ms of compute"
         )
     return settings, 1.25 * push_seconds / product, reasons
 
