@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gluon_compat import async_load, async_store
 from mkernel.lang.grid import sync_steps
@@ -207,7 +207,7 @@ def push(comm, call):
                 _push_scales(comm, call, row + i, offset)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
+            wait_paced(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
         for i in range(1, comm.WORLD_SIZE):
             notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)

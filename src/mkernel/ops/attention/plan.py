@@ -329,8 +329,8 @@ def plan(
         reasons.append(f"{team} CTAs share the keys of each of the {work.tiles} tiles, and the last one merges")
     if gpus > 1:
         reasons.append(
-            f"{resolved.intra_ctas} CTAs push {work.pushed} bytes over NVLink: estimated {push_seconds * 1e3:.3g} ms, "
-            f"during {work.compute_seconds * 1e3:.3g} ms of compute"
+            f"{work.pushed} bytes are pushed over NVLink by {planning.count_of_ctas(resolved.intra_ctas)}: estimated "
+            f"{push_seconds * 1e3:.3g} ms, during {work.compute_seconds * 1e3:.3g} ms of compute"
         )
     planning.check_tile(
         resolved,

@@ -100,7 +100,7 @@ class Dispatch(NamedTuple):
     GROUP: Any  # blocks per group, approximately
     COUNTERS: Any  # counters per block
     COMBINES: Any  # the launch also combines: weights are published, and `settled` is signalled for each chunk
-    row_weights: Any  # along a known routing: pointer to [row], where the published weight of each row goes; or None
+    row_weights: Any  # with a known routing: pointer to [row], where the published weight of each row goes; or None
     packing: Any  # Packing; None unless PACKS
     PACKS: Any  # tokens are in fp8, and travel with their scales (packing.py)
     KNOWN: Any  # the routing is that of an earlier launch, which has written the tables
@@ -162,7 +162,7 @@ def _copy_tokens(dispatch, origin, target, token, end, numbers):
 
 @triton.jit
 def _stage_tokens(comm, routing, dispatch, batch, first, step):
-    """Copy this rank's tokens to where the ranks of its node can fetch them; packed, if they are to travel so. This
+    """Copy this rank's tokens to where the ranks of its node can fetch them; packed, if they are sent packed. This
     needs no routing table, so it overlaps with the exchange of the tables."""
     DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     rank = rank_of(comm.context)
@@ -389,7 +389,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
 
 @triton.jit
 def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
-    """`_place_chunk` along a known routing: the tables say already where rows go. Also stores the weights of the rows,
+    """`_place_chunk` with a known routing: the tables say already where rows go. Also stores the weights of the rows,
     if they were published."""
     K: tl.constexpr = routing.K
     tables = routing.tables
@@ -471,7 +471,7 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
 
 @triton.jit
 def _wait_tables(comm, batch):
-    """Along a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
+    """With a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
     gave up."""
     return wait_routing(comm, batch.signals, COMPUTE)
 
@@ -480,7 +480,7 @@ def _wait_tables(comm, batch):
 def dispatch_tokens(comm, routing, dispatch, batch):
     """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
     then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
-    schedule is complete. Along a known routing, nobody counts, and neither signal is set."""
+    schedule is complete. With a known routing, nobody counts, and neither signal is set."""
     SENDERS: tl.constexpr = dispatch.roles.SENDERS
     cta = tl.program_id(0)
     rank = rank_of(comm.context)

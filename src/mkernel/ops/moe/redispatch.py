@@ -126,7 +126,7 @@ def redispatch(
     group: Group, handle: Handle, x: torch.Tensor, *, w: torch.Tensor | None = None,
     weights: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Moved:  # fmt: skip
-    """Move rows [tokens, columns] along the routing of an earlier dispatch. Collective.
+    """Move rows [tokens, columns] with the routing of an earlier dispatch. Collective.
 
     Args:
         x: a row for each token of that dispatch, in a dtype that operators support.

@@ -210,8 +210,8 @@ def _settings(
         return settings, []
     arrived, computed = problem.arrived(intra_ctas), tiles * problem.tile_seconds / max(settings.ctas - helpers, 1)
     return settings, [
-        f"{intra_ctas} CTAs push {problem.pushed} bytes over NVLink: the last rows are estimated to arrive after "
-        f"{arrived * 1e3:.3g} ms, and {tiles} tiles to take {computed * 1e3:.3g} ms"
+        f"{problem.pushed} bytes are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: the last rows are "
+        f"estimated to arrive after {arrived * 1e3:.3g} ms, and {tiles} tiles to take {computed * 1e3:.3g} ms"
     ]
 
 
