@@ -60,7 +60,7 @@ def plan(
         Dtype, typer.Option(help="The dtype of operands and result: bf16 or fp16, at the same rates.")
     ] = Dtype.bf16,
     late: Annotated[
-        float, typer.Option(min=0, metavar="us", help="One rank begins so many microseconds after the others.")
+        float, typer.Option(min=0, metavar="us", help="One rank begins this many microseconds after the others.")
     ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,

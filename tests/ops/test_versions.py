@@ -79,6 +79,7 @@ SINCE_HOPPER = {
 }
 HOPPER = {
     "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (16384, 2048, 2048), ONE_NODE),
+    "weight_grad_hopper_kernel": Call("all_gather_matmul_weight_grad", (16384, 2048, 2048), ONE_NODE),
     "matmul_reduce_scatter_hopper_kernel": Call("matmul_reduce_scatter", (4096, 4096, 2048), ONE_NODE),
     "matmul_all_reduce_hopper_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE),
     "ring_attention_hopper_kernel": Call(

@@ -57,7 +57,7 @@ RECIPES = {
 
 
 def check_recipe(recipe: str | None, gradients: torch.dtype | None) -> None:
-    """Refuse what is no recipe, and gradients that are not in fp8 or are of a layer that is not."""
+    """Reject an unknown recipe, and gradients in a dtype other than fp8 or of a layer that is not in fp8."""
     if recipe is not None and recipe not in RECIPES:
         raise ArgumentError(f"fp8 must be None or one of {', '.join(RECIPES)}; got {recipe!r}")
     if gradients is None:

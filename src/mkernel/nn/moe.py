@@ -71,8 +71,8 @@ class ParallelExperts(ParallelModule):
         super().__init__(group)
         check_save(save)
         check_activation(activation)
-        check_experts_recipe(fp8, bias, save, intermediate_size)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_experts_recipe(fp8, bias, save, intermediate_size)
         check_divisible("num_experts", num_experts, self.world_size)
         check_experts("shared_experts", shared_experts)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts

@@ -1,7 +1,7 @@
 """The resources of one rank, on which an operator's model carries out a plan: lanes that work and wait, and links.
 
-The ranks of a cluster do the same, relative to themselves. So one rank is simulated, and what it sends at some time
-to the rank so many behind it is also what arrives from the rank so many before it. Time is in seconds.
+The ranks of a cluster do the same, relative to their own number. So one rank is simulated: what it sends at some time
+to the rank `n` after it, it also receives from the rank `n` before it. Time is in seconds.
 
 A *lane* is what goes through a list of steps on its own: a CTA, or a warp of a CTA with a role of its own. Steps are
 taken for many lanes at once, as arrays: the n-th step of every lane, then the next one of every lane. A link serves
@@ -240,6 +240,6 @@ class Engine:
 
 
 def in_slabs(count: int, lanes: int, most: int = 2**19) -> Sequence[Array]:
-    """The steps 0..count-1 as columns, so many at a time that they have no more than `most` elements for all lanes."""
+    """The steps 0..count-1 as columns, in slabs of at most `most` elements for all lanes."""
     size = max(most // max(lanes, 1), 1)
     return [np.arange(begin, min(begin + size, count))[:, None] for begin in range(0, count, size)]

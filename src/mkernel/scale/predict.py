@@ -216,7 +216,7 @@ def emulated(
     options: Mapping[str, Any] | None = None, config: Config | None = None, rank: int | None = None,
     timeline: bool = False,
 ) -> Prediction:  # fmt: skip
-    """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
+    """What `mkernel bench` would measure if this many ranks per node shared one such GPU."""
     part = shared(machine, nodes * ranks, nodes)
     found = predict(
         op, shape, machine=part, nodes=nodes, gpus_per_node=ranks, options=options, config=config, rank=rank,

@@ -128,7 +128,7 @@ def _one(
             shape = (*a.shape[:dim], library.size_of(group) * a.shape[dim], *a.shape[dim + 1 : -1], b.shape[-1])
             matrix = library.out_as_rows(out, shape, dim)
     check_bias(bias, rows, b, out)
-    library.refuse_forward_mode(a=a, b=b, bias=bias)
+    library.refuse_transforms(a=a, b=b, bias=bias)
     y, gathered = _run(rows, b, group, matrix, return_gathered, save, config)
     if bias is not None:
         traced = library.needs_gradients(y, bias) or torch.compiler.is_compiling()
@@ -167,7 +167,7 @@ def _several(
             raise ArgumentError(f"{name} cannot be combined with a list of b: call all_gather_matmul for each b")
     a, *bs = library.autocast(a, *bs)
     registration.check_list(a, bs)
-    library.refuse_forward_mode(a=a, **{f"b[{i}]": b for i, b in enumerate(bs)})
+    library.refuse_transforms(a=a, **{f"b[{i}]": b for i, b in enumerate(bs)})
     dim = library.check_dim("gather_dim", gather_dim, a, "a")
     rows = library.as_rows(a, dim)
     name, numbers = library.name_of(group), library.encoded(config)

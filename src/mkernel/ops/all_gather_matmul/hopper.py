@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gluon_compat import async_load, async_store
 from mkernel.lang.grid import sync_steps
@@ -49,7 +49,8 @@ from mkernel.lang.signals import finish, gave_up
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk
-from mkernel.runtime.group import Group
+from mkernel.runtime.config import Settings
+from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.hopper import right_operand, tma_descriptor
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
@@ -158,8 +159,8 @@ def _wait_arrivals(comm, call, arrivals):
 
 
 @gluon.jit
-def _push(comm, call):
-    """The push warp."""
+def push(comm, call):
+    """The push warp. `call` is that of any kernel for Hopper that gathers rows; it has `a` and `gather`."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     DTYPE: gl.constexpr = call.a.data.dtype.element_ty
     gather = call.gather
@@ -182,7 +183,7 @@ def _push(comm, call):
                     gl.store(target + offset + column + lane, block, mask=inside)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
+            wait_paced(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
         for i in range(1, comm.WORLD_SIZE):
             notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)
@@ -255,7 +256,7 @@ def _run(comm, call, operands, c):
                 (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
                 (_load, (comm, call, operands, stages, arrivals)),
                 (_wait_arrivals, (comm, call, arrivals)),
-                (_push, (comm, call)),
+                (push, (comm, call)),
                 (_keep, (comm, call, operands.kept, stages)),
             ],
             [4, 1, 1, 1, 1],
@@ -268,7 +269,7 @@ def _run(comm, call, operands, c):
                 (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
                 (_load, (comm, call, operands, stages, arrivals)),
                 (_wait_arrivals, (comm, call, arrivals)),
-                (_push, (comm, call)),
+                (push, (comm, call)),
             ],
             [4, 1, 1, 1],
             [208, 80, 80, 80],
@@ -287,6 +288,18 @@ def all_gather_matmul_hopper_kernel(context, ranks, own, even, odd, b, kept, c, 
     )
 
 
+def gather_by_warps(group: Group, memory: Layout, workspace: Workspace, a: torch.Tensor, config: Settings) -> Gather:
+    """The `Gather` of a call in which a warp of every CTA pushes."""
+    m, k = a.shape
+    chunks = -(-m // config.chunk_rows)
+    link = group.world.links.nvlink
+    rate = (link or 0) / min(config.ctas, chunks)  # GB/s of one push warp
+    return Gather(
+        m, k, config.chunk_rows, chunks, memory.words_in(workspace, "arrived"), memory.buffer_in(workspace, "rows"),
+        round(2**20 / rate) if link else 0, *constants(link is not None),
+    )  # fmt: skip
+
+
 def launch(
     group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
     kept: torch.Tensor | None,
@@ -299,15 +312,10 @@ def launch(
     c, size = plan.config, group.size
     rows = memory.buffer_in(workspace, "rows")
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
-    link = group.world.links.nvlink
-    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one push warp
     block = [c.tile_m, c.tile_k]
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
-        gather=Gather(
-            m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
-            round(2**20 / rate) if link else 0, *constants(link is not None),
-        ),
+        gather=gather_by_warps(group, memory, workspace, a, c),
         n=n,
         **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed, KEEPS=kept is not None),
     )  # fmt: skip

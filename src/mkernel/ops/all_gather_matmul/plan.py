@@ -290,11 +290,11 @@ def _portable(
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
     reasons = [
-        f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
-        f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
+        f"{pushed} bytes are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: estimated "
+        f"{push_seconds * 1e3:.3g} ms, during {compute_seconds * 1e3:.3g} ms for {tiles} tiles"
     ]
     if nodes > 1:
-        reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
+        reasons.append(f"the network takes {network_seconds * 1e3:.3g} ms (estimated)")
     if nodes >= MANY_NODES.value:
         reasons.append("many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn")
     return settings, reasons

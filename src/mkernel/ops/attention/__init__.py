@@ -183,7 +183,7 @@ def ring_attention(
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
-    library.refuse_forward_mode(query=query, key=key, value=value)
+    library.refuse_transforms(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
         packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)

@@ -85,7 +85,7 @@ def launch(
 
 
 def mask_of(plan: Plan | BackwardPlan, rows: int, length: int) -> Mask:
-    """The mask of a call on a rank with so many queries and keys."""
+    """The mask of a call on a rank with this many queries and keys."""
     sequences = plan.sequences
     flags = constants(sequences.size, sequences.zigzag, sequences.causal, plan.spans is not None)
     if plan.places is None:

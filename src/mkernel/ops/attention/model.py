@@ -110,7 +110,7 @@ class _Ring(Transfers):
             self.freed[index] = max(self.freed[index], arrived)
 
     def tiles_of_rounds(self) -> list[list[tuple[Array, Array]]]:
-        """For each round, what the CTAs compute: the n-th tile of each CTA that has so many, and their key blocks."""
+        """For each round, what the CTAs compute: the n-th tile of each CTA that has one, and their key blocks."""
         words = self.plan.schedule.numpy()
         ctas = self.plan.config.ctas
         starts, lists = words[: ctas + 1], words % SYNC_MARK

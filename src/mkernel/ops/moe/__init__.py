@@ -25,7 +25,7 @@ operators in fp8. The operators share the modules below, listed in the order in 
 - grouped.py: a tile of the grouped GEMM.
 - reduction.py: the three steps of a combine. pieces.py: the combine of moe_ffn.
 
-Only backward passes use these: redispatch.py, which moves rows along the routing of an earlier dispatch;
+Only backward passes use these: redispatch.py, which moves rows with the routing of an earlier dispatch;
 grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert;
 bias_grad.py, sums of them; and gradient_rows.py, what is done row by row. training.py has the forward passes that keep
 what backward passes need; layer.py and halves.py have the public functions, and registration.py and

@@ -55,7 +55,7 @@ from mkernel.ops.moe.protocol import (
     wait_node_entered,
     wait_other_nodes_entered,
 )
-from mkernel.ops.moe.reduction import Combine, collect_chunk, combine_order, relay_chunk, sum_chunk
+from mkernel.ops.moe.reduction import collect_chunk, combine_of, combine_order, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
@@ -149,15 +149,7 @@ def _launch(
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     tables = Tables(*(getattr(handle.tables, name) if name in KEPT else None for name in Tables._fields))
-    combine = Combine(
-        y=Block(y, y.stride(0), y.stride(1)),
-        out=Block(out, out.stride(0), out.stride(1)),
-        columns=y.shape[1],
-        partial=memory.buffer_in(workspace, "partial"),
-        send=memory.buffer_in(workspace, "combine_send"),
-        recv=memory.buffer_in(workspace, "combine_recv"),
-        **protocol.copies_of(group, plan.copy_bytes, y.dtype),
-    )
+    combine = combine_of(group, memory, workspace, y, out, plan.copy_bytes)
     return Launch(
         op="moe_combine",
         group=group,

@@ -74,7 +74,7 @@ def moe_dispatch_matmul(
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     check_save(save)
     x, w, bias = library.autocast(x, w, bias)
-    library.refuse_forward_mode(x=x, w=w, bias=bias)
+    library.refuse_transforms(x=x, w=w, bias=bias)
     if not library.needs_dispatcher(x, topk_ids, w, bias):
         return dispatch_matmul.moe_dispatch_matmul(
             x, topk_ids, w, group=group, bias=bias, capacity=capacity, max_tokens=max_tokens, config=config
@@ -127,7 +127,7 @@ def moe_dispatch(
         CommTimeout: a peer did not arrive within the group's timeout; likewise.
     """
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x)
+    library.refuse_transforms(x=x)
     if not library.needs_dispatcher(x, topk_ids):
         return dispatch_rows.moe_dispatch(
             x, topk_ids, experts, group=group, capacity=capacity, max_tokens=max_tokens, config=config
@@ -178,7 +178,7 @@ def moe_combine(
         ArgumentError: before anything is launched.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
-    library.refuse_forward_mode(y=y, topk_weights=topk_weights)
+    library.refuse_transforms(y=y, topk_weights=topk_weights)
     if not library.needs_dispatcher(y, topk_weights, out):
         return combine.moe_combine(y, handle, topk_weights, group=group, out=out, config=config)
     check_handle(handle, group, topk_weights)

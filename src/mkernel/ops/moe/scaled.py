@@ -316,7 +316,7 @@ def moe_dispatch_scaled_matmul(
     """
     registration.refuse_gradients(x, recipe_x, w=w, scale_x=scale_x, scale_w=scale_w)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x, bias=bias)
+    library.refuse_transforms(x=x, bias=bias)
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
     given: dict[str, Any] = dict(
         bias=bias, out_dtype=check_out_dtype(out_dtype, None), use_fast_accum=use_fast_accum,

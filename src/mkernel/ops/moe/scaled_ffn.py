@@ -305,7 +305,7 @@ def scaled_moe_ffn(
     """
     scales = dict(scale_x=scale_x, scale_gate_up=scale_gate_up, scale_down=scale_down)
     registration.refuse_gradients(x, recipe_x, w_gate_up=w_gate_up, w_down=w_down, **scales)
-    library.refuse_forward_mode(x=x, topk_weights=topk_weights)
+    library.refuse_transforms(x=x, topk_weights=topk_weights)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     given = (x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down)
     recipe = getattr(recipe_x, "name", recipe_x)

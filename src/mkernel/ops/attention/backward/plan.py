@@ -56,7 +56,7 @@ class Plan:
         c = self.config
         head = (
             f"{OP}: triton kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, room for "
+            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, slots for "
             f"{self.window} rounds"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
@@ -139,8 +139,8 @@ def _resolve(
     reasons = []
     if gpus > 1:
         reasons.append(
-            f"{intra_ctas} CTAs push {pushed} bytes of keys and values over NVLink: estimated {push_seconds * 1e3:.3g} "
-            f"ms, during {seconds * 1e3:.3g} ms of compute"
+            f"{pushed} bytes of keys and values are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: "
+            f"estimated {push_seconds * 1e3:.3g} ms, during {seconds * 1e3:.3g} ms of compute"
         )
     return settings, 1.25 * push_seconds / product, reasons
 
@@ -172,7 +172,7 @@ def plan(
         partials = window * (size + nodes - 1) * part_rows * (settings.tile_k + value_columns) * 4 / 2**20
         reasons.append(
             f"the buffers take {keys:.3g} MiB for other ranks' keys and values and {partials:.3g} MiB for partials of "
-            f"their gradients: room for {window} of {rounds} rounds"
+            f"their gradients: slots for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, sums of dq are kept in between" if parts > 1 else "")
         )
     helpers = settings.send_ctas + settings.intra_ctas

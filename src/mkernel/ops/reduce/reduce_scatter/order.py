@@ -5,7 +5,7 @@ import triton.language as tl
 
 from mkernel.lang.roles import this_cta
 
-MANY_NODES = tl.constexpr(4)  # from which on sums are spread over the launch: modelled, see docs/scale.md
+MANY_NODES = tl.constexpr(4)  # from here on, sums are spread over the launch: modelled, see docs/scale.md
 
 
 @triton.jit
