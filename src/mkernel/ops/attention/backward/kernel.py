@@ -1,4 +1,4 @@
-"""The Triton kernel of ring_attention_backward: for every shape and dtype, any number of nodes, and the simulator.
+"""The Triton kernel of ring_attention_backward: for every shape and dtype, any number of nodes, and any GPU.
 
 CTAs are numbered by role: send, intra, compute. The package's docstring says what each role does, and why they cannot
 deadlock. Everywhere, `call` is a `Call` (call.py). Tensors are read through pointers.
