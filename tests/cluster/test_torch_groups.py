@@ -48,7 +48,10 @@ WORKS = """
 
 END = """
     print("right on rank", rank)
-    dist.barrier()
+    try:
+        dist.barrier()
+    except RuntimeError:
+        pass  # a rank that is through may have ended, and closed its connections
 """
 
 MESH = """

@@ -377,9 +377,10 @@ def test_a_user_is_not_given_what_another_user_built(small, monkeypatch):
         (shared / "tmp").mkdir()
         (shared / "tmp").chmod(0o1777)
         monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "tmp" / "cache"))
+        flags = ("-fPIC", "-shared")  # the default ones name a file of this checkout, which may be in a private folder
 
         def attack():
-            library = builder.build("small.so")
+            library = builder.build("small.so", flags)
             library.write_text(PLANTED)
             for path in (library.parent.parent, library.parent, library):
                 path.chmod(0o755)
@@ -389,7 +390,7 @@ def test_a_user_is_not_given_what_another_user_built(small, monkeypatch):
 
         def use():
             with pytest.warns(UserWarning, match="belongs to"):
-                library = builder.build("small.so")
+                library = builder.build("small.so", flags)
             found = answer_of(library)
             shutil.rmtree(library.parent)
             return library, found
