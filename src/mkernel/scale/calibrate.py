@@ -34,6 +34,7 @@ LARGE, SMALL = 16 << 20, 0
 CAPACITY = 256
 ROUNDS, TRANSFERS, FLOODS = 200, 12, 8
 PATIENCE = 30.0
+MEASURED_WHOLE = {"network_share": 1.0, "rails": 1, "split_bytes": 0}  # the rate is that of requests, as they travel
 
 
 class _Rank:
@@ -152,9 +153,9 @@ def calibrate(
         "name": path.stem,
         "about": f"{base.about} That is {based_on}: the GPU of the machine of this file was not measured.",
         "network_about": f"{over} within one process of the machine of this file, measured",
-        "network_share": 1.0,
+        **MEASURED_WHOLE,
         **{name: float(f"{value:.4g}") for name, value in found.items()},
-        "sources": {**dict.fromkeys(found, how), "network_share": "the rate was measured"},
+        "sources": {**dict.fromkeys(found, how), **dict.fromkeys(MEASURED_WHOLE, "the rate was measured")},
     }
     gpu = "no GPU"
     if torch.cuda.is_available():

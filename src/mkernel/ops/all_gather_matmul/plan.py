@@ -296,7 +296,10 @@ def _portable(
     if nodes > 1:
         reasons.append(f"the network takes {network_seconds * 1e3:.3g} ms (estimated)")
     if nodes >= MANY_NODES.value:
-        reasons.append("many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn")
+        reasons.append(
+            "many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn, as they arrive: nobody "
+            "waits for the last chunk of a node"
+        )
     return settings, reasons
 
 
