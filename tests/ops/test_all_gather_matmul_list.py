@@ -12,7 +12,7 @@ from mkernel import nn
 from mkernel.ops.all_gather_matmul import several
 from mkernel.ops.all_gather_matmul.several import joined
 
-WIDTHS = (4, 0, 8, 3)
+WIDTHS = (5, 0, 8, 3)
 
 
 def values(*shape, seed):
@@ -81,20 +81,6 @@ def test_one_launch(nodes, gpus, monkeypatch):
                 assert_close(other, right)
 
     run(program, nodes, gpus)
-
-
-def test_results_that_would_not_be_aligned_are_apart():
-    """Graphs take what an operator returns to be aligned to 16 bytes."""
-
-    def program(group):
-        x, w = values(3, 16, seed=group.rank), values(12, 16, seed=5)
-        for widths, wide in (((5, 7), False), ((4, 8), True), ((8, 4), True), ((0, 4, 8), True), ((8, 3, 1), False)):
-            ys = mk.all_gather_matmul(x, [each.t() for each in w.split(widths)], group=group)
-            assert {y.stride(0) for y in ys if y.numel()} == ({12} if wide else {each for each in widths if each})
-            assert all(y.data_ptr() % 16 == 0 for y in ys)
-            assert_close(torch.cat(ys, 1), mk.all_gather_matmul(x, w.t(), group=group))
-
-    run(program)
 
 
 @pytest.mark.parametrize("save", ["sharded", "gathered"])

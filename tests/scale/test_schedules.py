@@ -288,9 +288,9 @@ def forwarded_backwards(item, chunks, NODES: triton.language.constexpr):
 
 @triton.jit
 def tile_from_the_end(
-    place, tiles, rounds, early, WORLD_SIZE: triton.language.constexpr, RANKS_PER_NODE: triton.language.constexpr
+    position, tiles, rounds, early, WORLD_SIZE: triton.language.constexpr, RANKS_PER_NODE: triton.language.constexpr
 ):
-    node, rank, tile = tile_at(place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
+    node, rank, tile = tile_at(position, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
     return node, rank, tiles - 1 - tile
 
 
@@ -306,9 +306,9 @@ def send_by_the_other(comm, call, first, step, COPY_ROWS: triton.language.conste
 
 @triton.jit
 def arrival_backwards(
-    place, rank, blocks, WORLD_SIZE: triton.language.constexpr, RANKS_PER_NODE: triton.language.constexpr
+    position, rank, blocks, WORLD_SIZE: triton.language.constexpr, RANKS_PER_NODE: triton.language.constexpr
 ):
-    source, block = arrival_order(place, rank, blocks, WORLD_SIZE, RANKS_PER_NODE)
+    source, block = arrival_order(position, rank, blocks, WORLD_SIZE, RANKS_PER_NODE)
     return (2 * rank - source + WORLD_SIZE) % WORLD_SIZE, block
 
 

@@ -1,6 +1,6 @@
 """Linear layers of which every rank has a part, multiplied in fp8: what `mkernel.nn.functional` does with `fp8=`.
 
-This is also how the operators with scales are differentiated. They multiply quantized operands, and quantizing has no
+This is also how these operators with scales are differentiated. They multiply quantized operands, and quantizing has no
 derivative, so they have no gradients themselves. These functions quantize and multiply, and their gradients treat the
 quantization as the identity (the straight-through estimator).
 

@@ -88,8 +88,7 @@ def all_gather_matmul(
             Any strides.
         b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy. Or a list of such
             matrices, which are multiplied with the same gathered rows: in one product if they lie side by side in
-            memory, such as `w[:n].t()` and `w[n:].t()`, and all but the last have a multiple of 16 bytes in columns;
-            otherwise only the first is overlapped with the transfers.
+            memory, such as `w[:n].t()` and `w[n:].t()`; otherwise only the first is overlapped with the transfers.
         group: the group to gather over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
             group; the current group by default.
         out: tensor for the result; must not overlap a or b. Not for a list of b, and not with gradients.
@@ -102,7 +101,7 @@ def all_gather_matmul(
 
     Returns:
         [..., n], in a's dtype, where gather_dim is world times as long and in rank order; accumulated in fp32. For a
-        list of b, a list, whose tensors may be columns of one matrix. With return_gathered, a pair (result, gathered
+        list of b, a list, whose tensors are columns of one matrix. With return_gathered, a pair (result, gathered
         a).
 
     Raises:
@@ -177,10 +176,10 @@ def _several(
         save = "sharded"  # nothing is saved
     given = (rows, bs, library.name_of(group), save, return_gathered, library.encoded(config))
     if library.needs_dispatcher(a, *bs):
-        gathered, ys = torch.ops.mkernel.all_gather_matmul_list(*given)
+        gathered, y = torch.ops.mkernel.all_gather_matmul_list(*given)
     else:
-        gathered, ys = several.multiply(*given)
-    results = [_unflatten(y, a, dim, group) for y in ys]
+        gathered, y = several.multiply(*given)
+    results = [_unflatten(y, a, dim, group) for y in several.split(y, bs)]
     return (results, _unflatten(gathered, a, dim, group)) if return_gathered else results
 
 
@@ -231,7 +230,7 @@ def explain(
     _check_save(save)
     if isinstance(b, (list, tuple)):
         several.check_list(a, b)
-        whole = several.one_product(b)
+        whole = several.joined(b)
         keeps = whole is None or return_gathered or (save == "gathered" and library.needs_gradients(*b))
         one = b[0] if whole is None else whole
         return explain(a, one, group=group, return_gathered=keeps, gather_dim=gather_dim, save=save, config=config)

@@ -247,7 +247,8 @@ def _numbers(
 ) -> tuple[int, ...]:  # fmt: skip
     """`Handle.numbers` of a call. Collective."""
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
-    packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
+    with torch.no_grad():
+        packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
     sizes = agree(group, x, topk_ids, w, packed, **bounds)
     chosen = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
     return numbers_of(sizes, tile_height(group.target, packed.dtype, chosen))
@@ -279,7 +280,12 @@ def moe_dispatch_scaled_matmul(
     kernel.
 
     `mk.quantize` makes such tokens and matrices; or the kernel quantizes tokens as it stages them, with the same
-    result. There is no backward pass.
+    result.
+
+    Differentiable: bias has a gradient, and x with recipe_x; gradients pass through the quantization as if it changed
+    nothing, and are computed in the dtype of x (ops/moe/scaled_registration.py). Neither tensors in fp8 nor scales have
+    gradients: for those of matrices, use `mk.nn.ExpertParallelMoE` with fp8=. The backward pass is a collective call,
+    too.
 
     Args:
         x: [tokens, hidden] in torch.float8_e4m3fn or torch.float8_e5m2: this rank's tokens. With recipe_x: in bf16,
@@ -304,9 +310,11 @@ def moe_dispatch_scaled_matmul(
         (y, handle), as moe_dispatch_matmul, y in out_dtype.
 
     Raises:
-        ArgumentError, CapacityError, RoutingError, CommTimeout: as moe_dispatch_matmul.
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError, CommTimeout: as moe_dispatch_matmul, which their messages name: both share a
+            workspace.
     """
-    library.refuse_gradients(OP, x=x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
+    registration.refuse_gradients(x, recipe_x, w=w, scale_x=scale_x, scale_w=scale_w)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     library.refuse_transforms(x=x, bias=bias)
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
