@@ -4,6 +4,7 @@ the plan does not choose it by itself."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,9 +15,10 @@ from support.operator_calls import assert_same, cluster_name, run
 from support.workloads import workload_of
 
 import mkernel as mk
-from mkernel import compiling
+from mkernel import compiling, operators
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.ops.attention.backward import choice
+from mkernel.tuning.spaces import families_of
 
 THOROUGH = pytest.mark.thorough
 OP, BF16 = "ring_attention_backward", torch.bfloat16
@@ -193,6 +195,21 @@ def test_asking_for_it_where_it_cannot_run_is_an_error():
             workload_of(OP).make(group, (1, 1, 64, 64), torch.float32, gluon=True).tried.prepare(None)
 
     run(work, cluster=(1, 1), **HOPPER)
+
+
+def test_what_is_searched_for_it(preferred):
+    """Fields that it has lead to it, all others to the other kernel."""
+
+    def search(group):
+        call = workload_of(OP).make(group, (1, 4, 1024, 64), BF16)
+        families = families_of(operators.find(OP), group, call.tried.explain(mk.Config()))
+        return [
+            {call.tried.explain(replace(family.start, **{name: values[0]})).kernel
+             for name, values in family.axes.items() if values}
+            for family in families
+        ]  # fmt: skip
+
+    assert compiling.launched(search, (1, 4), ctas=33) == [{"gluon"}, {"triton"}]
 
 
 # -- as machine code
