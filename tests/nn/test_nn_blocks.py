@@ -2,11 +2,12 @@
 
 import copy
 import functools
+import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.nn_reference import BLOCKS, WORLDS, assert_near, values
+from support.nn_reference import BLOCKS, WORLDS, Block, assert_near, values
 
 import mkernel as mk
 from mkernel import nn
@@ -26,6 +27,41 @@ def spawn(function, nodes=1, gpus_per_node=2):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_gradients(nodes, gpus, block):
     mk.spawn(block.check, True, nodes=nodes, gpus_per_node=gpus, device="cpu")
+
+
+def test_pairs_of_ranks_have_the_same_keys():
+    """Also with autocast and in fp8, and of copies and files, whose reader may be another process."""
+
+    def on_rank(group):
+        Block("qkv", kv_heads=2).check(group, True)
+        module = nn.ParallelQKV(24, 12, 2, head_dim=4)
+        assert f"shard {group.rank // 2} of 2, sequence_parallel=True, sequence_dim=0, on 2 ranks" in repr(module)
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        loaded, elsewhere = torch.load(file, weights_only=False), copy.deepcopy(module)
+        for layer in (elsewhere.k_proj, elsewhere.v_proj):
+            layer._replicas = copy.copy(layer._replicas)
+            layer._replicas._group = None
+        gradients = []
+        for each in (module, copy.deepcopy(module), loaded, elsewhere):
+            x = values(6, 24, seed=group.rank)
+            sum(y.sum() * (group.rank + 1) for y in each(x)).backward()
+            gradients.append(each.k_proj.weight.grad)
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+        ranks = group.exchange("gradients", gradients[0])
+        assert torch.equal(ranks[0], ranks[1])
+        assert torch.equal(ranks[2], ranks[3])
+        assert_near(ranks[0], (1 + 2) * torch.cat(group.exchange("x", x)).double().sum(0).expand(4, 24))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x)[1].dtype == torch.bfloat16
+        in_fp8 = nn.ParallelQKV(32, 8, 2, head_dim=16, fp8="RowWise")
+        sum(y.sum() for y in in_fp8(values(6, 32, seed=group.rank))).backward()
+        ranks = group.exchange("gradients", in_fp8.v_proj.weight.grad)
+        assert torch.equal(ranks[0], ranks[1])
+        assert torch.equal(ranks[2], ranks[3])
+
+    spawn(on_rank, 2, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -31,6 +31,7 @@ PLAIN_AND_PARALLEL = [
     (lambda: torch.nn.Linear(*FEATURES, bias=False), lambda: nn.RowParallelLinear(*FEATURES, bias=False)),
     (lambda: PlainSwiGLU(*FEATURES, bias=True), lambda: nn.ParallelSwiGLU(*FEATURES, bias=True)),
     (lambda: PlainQKV(24, 24, 12, 4), lambda: nn.ParallelQKV(24, 24, 12, head_dim=4)),
+    (lambda: PlainQKV(24, 24, 1, 4), lambda: nn.ParallelQKV(24, 24, 1, head_dim=4)),
 ]
 
 

@@ -4,6 +4,7 @@ the plan does not choose it by itself."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,9 +15,10 @@ from support.operator_calls import assert_same, cluster_name, run
 from support.workloads import workload_of
 
 import mkernel as mk
-from mkernel import compiling
+from mkernel import compiling, operators
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 from mkernel.ops.attention.backward import choice
+from mkernel.tuning.spaces import families_of
 
 THOROUGH = pytest.mark.thorough
 OP, BF16 = "ring_attention_backward", torch.bfloat16
@@ -195,6 +197,21 @@ def test_asking_for_it_where_it_cannot_run_is_an_error():
     run(work, cluster=(1, 1), **HOPPER)
 
 
+def test_what_is_searched_for_it(preferred):
+    """Fields that it has lead to it, all others to the other kernel."""
+
+    def search(group):
+        call = workload_of(OP).make(group, (1, 4, 1024, 64), BF16)
+        families = families_of(operators.find(OP), group, call.tried.explain(mk.Config()))
+        return [
+            {call.tried.explain(replace(family.start, **{name: values[0]})).kernel
+             for name, values in family.axes.items() if values}
+            for family in families
+        ]  # fmt: skip
+
+    assert compiling.launched(search, (1, 4), ctas=33) == [{"gluon"}, {"triton"}]
+
+
 # -- as machine code
 
 
@@ -206,17 +223,17 @@ def compiled(cluster=(1, 1), shape=(1, 8, 2048, 128), dtype=BF16, **options):
     return compile_launch(compiling.launched(prepare, cluster, ctas=33))
 
 
-SEVERAL = dict(zigzag=True, kv_heads=2)
+FOUR_RANKS = dict(cluster=(1, 4), zigzag=True)  # as test_versions.py
 CALLS = {  # bytes spilled: most of them where tasks begin and end, and in reductions
     "one rank": (dict(), 256),
     "64 columns": (dict(shape=(1, 8, 2048, 64), causal=False), 0),
-    "four ranks": (dict(cluster=(1, 4), **SEVERAL), 768),
-    "two nodes": (dict(cluster=(2, 2), **SEVERAL), 1024),
-    "64 columns, two nodes, fp16": (dict(cluster=(2, 2), shape=(1, 8, 2048, 64), dtype=torch.float16, **SEVERAL), 256),
+    "four ranks": (FOUR_RANKS, 768),
+    "two nodes, fp16": (dict(cluster=(2, 2), dtype=torch.float16, zigzag=True, kv_heads=2), 1024),
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "one rank" else pytest.param(name, marks=THOROUGH) for name in CALLS])
+@THOROUGH
+@pytest.mark.parametrize("name", CALLS)
 def test_it_compiles(name):
     """Products are not serialised. The loops without a mask select nothing, and keep everything in registers; with 128
     columns, where sums take 128 of them, all but a few numbers."""
@@ -244,7 +261,7 @@ def test_it_compiles(name):
 @THOROUGH
 def test_loads_need_few_registers():
     """The loops that load have nothing in memory, although the loading warp has 40 registers."""
-    loading = [loop for loop in compiled(cluster=(1, 4), **SEVERAL).loops() if len(loop) < 100]
+    loading = [loop for loop in compiled(**FOUR_RANKS).loops() if len(loop) < 100]
     loading = [loop for loop in loading if sum("UTMALDG" in what for what in loop) >= 4]
     assert len(loading) >= 4, "own keys, those of others, and queries"
     for loop in loading:

@@ -46,7 +46,7 @@ ONE = OnHopper((1, 1), Case(130, heads=2, kv_heads=2, dim=64, dtype=torch.bfloat
 LONG = OnHopper((1, 1), Case(290, dim=64, dtype=torch.bfloat16), ctas=2)  # more steps than stages
 NODE = OnHopper((1, 2), Case(70, heads=2, kv_heads=2, dim=64, dtype=torch.bfloat16), calls=2, ctas=3)
 # every CTA begins with a tile of dq
-DQ_FIRST = OnHopper((1, 2), Case(390, heads=1, kv_heads=1, dim=64, dtype=torch.bfloat16, window=(0, 390)), ctas=2)
+DQ_FIRST = OnHopper((1, 2), Case(260, heads=1, kv_heads=1, dim=64, dtype=torch.bfloat16, window=(0, 260)), ctas=2)
 REUSE = OnHopper((1, 3), Case(70, heads=4, kv_heads=4, dim=64, dtype=torch.bfloat16), steps=1, ctas=3)
 
 

@@ -60,22 +60,28 @@ ATTEND = Call("ring_attention", (1, 4, 64, 64), dict(causal=False), HELPERS, cta
 ATTEND_CAUSAL = Call("ring_attention", (1, 4, 64, 64), dict(causal=True, zigzag=True))
 BACKWARD = Call("ring_attention_backward", (1, 4, 64, 64), dict(causal=False), HELPERS, ctas=6)
 DISPATCH = Call("moe_dispatch_matmul", (32, 16, 16), dict(experts=2, topk=3))
+HOPPER = [
+    Call("all_gather_matmul", (384, 512, 64), ctas=4),
+    Call("matmul_reduce_scatter", (256, 512, 64), ctas=4),
+    Call("matmul_all_reduce", (1024, 512, 64), ctas=4),
+    Call("ring_attention", (1, 2, 256, 128), dict(causal=False), ctas=3),
+]
 FFN = Call("moe_ffn", (32, 16, 16), dict(experts=2, topk=3))
 
 
-def traced(call, cluster, replace=None):
+def traced(call, cluster, replace=None, dtype=torch.float32, capability=None):
     """(plan, trace) of a call in the simulator."""
     nodes, gpus = cluster
 
     def on_rank(group):
-        made = workload_of(call.op).make(group, call.shape(group.size), torch.float32, **call.options)
+        made = workload_of(call.op).make(group, call.shape(group.size), dtype, **call.options)
         config = call.config if nodes > 1 else None
         plan = made.tried.explain(config)
         with mk.trace() as trace:
             made.run(config)
         return plan, trace
 
-    options = Options(ctas=call.ctas, races=False, replace=replace or {})
+    options = Options(ctas=call.ctas, races=False, replace=replace or {}, capability=capability)
     return mk.spawn(on_rank, nodes=nodes, gpus_per_node=gpus, device="cpu", sim=options)[RANK]
 
 
@@ -204,6 +210,28 @@ def test_with_a_mask(op):
     engine = modelled(call, cluster, plan)
     assert steps_of(engine, plan) == events_of(trace, cluster)
     assert engine.network.requests > requests_of(trace, cluster)[0]
+
+
+@pytest.mark.parametrize("call", HOPPER, ids=lambda call: call.op)
+def test_every_step_of_the_kernels_for_hopper(call):
+    """In these, warps of their own push chunks and gather finished tiles."""
+    plan, trace = traced(call, (1, 2), dtype=torch.bfloat16, capability=(9, 0))
+    assert plan.hopper
+    engine = modelled(call, (1, 2), plan)
+    warps = {"push warps": "intra", "gather warps": "intra", "CTAs": "tiles"}
+    steps, events = defaultdict(list), defaultdict(list)
+    for span in engine.spans:
+        for cta, index in zip(span.which.tolist(), span.index.tolist()):
+            kind = "push" if span.kind == "copy" else EVENTS.get(span.kind)
+            lane = steps[warps[span.lanes], cta]
+            if kind and index >= 0 and not (span.kind == "attend" and lane[-1:] == [(kind, index)]):
+                lane.append((kind, index))
+    for event in in_order(trace):
+        if event.kind == "gather":  # the model gathers a whole block, of which there is one tile of the other rank
+            events[event.lane, event.cta].append(("gather", event.index // (2 * plan.config.ctas)))
+        elif event.kind in EVENTS.values():
+            events[event.lane, event.cta].append((event.kind, event.index))
+    assert {lane: listed for lane, listed in steps.items() if listed} == events
 
 
 def joined(found):

@@ -158,22 +158,26 @@ class Block:
     bias: bool = True
     save: str = "sharded"
     shape: tuple[int, int] = (2, 12)
+    kv_heads: int = 12
 
     def plain(self):
         torch.manual_seed(7)
-        return PlainSwiGLU(24, 36, self.bias) if self.kind == "swiglu" else PlainQKV(24, 24, 12, 4, self.bias)
+        return (
+            PlainSwiGLU(24, 36, self.bias) if self.kind == "swiglu" else PlainQKV(24, 24, self.kv_heads, 4, self.bias)
+        )
 
     def module(self, group):
         common = dict(sequence_parallel=self.sequence_parallel, sequence_dim=1, save=self.save, group=group)
         torch.manual_seed(7)
         if self.kind == "swiglu":
             return nn.ParallelSwiGLU(24, 36, self.bias, **common)
-        return nn.ParallelQKV(24, 24, 12, 4, self.bias, **common)
+        return nn.ParallelQKV(24, 24, self.kv_heads, 4, self.bias, **common)
 
     def part(self, group, whole, which):
         """This rank's part of the input or of an output, or of their gradients: of the sequence, or of the heads."""
         if which == "output" and self.kind == "qkv":
-            return whole.chunk(group.size, -2)[group.rank]
+            replicas = max(group.size // whole.shape[-2], 1)  # of a head of the keys
+            return whole.chunk(group.size // replicas, -2)[group.rank // replicas]
         return whole.chunk(group.size, 1)[group.rank] if self.sequence_parallel else whole
 
     def check(self, group, backward):
@@ -191,8 +195,12 @@ class Block:
             assert_near(result, self.part(group, each.detach(), "output"), f"output {i}")
         if not backward:
             return
-        torch.autograd.backward(results, [self.part(group, grad, "output") for grad in grads])
-        torch.autograd.backward(exact, [grad.double() for grad in grads])
+        # ranks that have the same keys use them for different queries, so their gradients differ
+        replicas = [max(group.size // each.shape[-2], 1) if self.kind == "qkv" else 1 for each in exact]
+        shares = [self.part(group, grad, "output") * (1 + group.rank % each) for grad, each in zip(grads, replicas)]
+        torch.autograd.backward(results, shares)
+        sums = [grad.double() * (each * (each + 1) / 2) for grad, each in zip(grads, replicas)]
+        torch.autograd.backward(exact, sums)
         assert_near(mine.grad, self.part(group, whole.grad, "input"), "input's gradient")
         for name, parameter in module.named_parameters():
             owner, _, own = name.rpartition(".")
@@ -204,6 +212,8 @@ BLOCKS = [
     *(Block(kind, sequence_parallel) for kind in ("swiglu", "qkv") for sequence_parallel in (True, False)),
     Block("swiglu", bias=False, save="gathered"),
     Block("qkv", sequence_parallel=False, bias=False),
+    Block("qkv", kv_heads=1),
+    Block("qkv", sequence_parallel=False, kv_heads=1, bias=False),
 ]
 
 

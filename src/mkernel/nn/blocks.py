@@ -9,19 +9,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from mkernel.nn import functional
-from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mkernel.nn.linear import ColumnParallelLinear, ReplicatedShardsLinear, RowParallelLinear
 from mkernel.nn.shards import check_divisible, check_positive
 from mkernel.ops.all_gather_matmul.several import joined
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
 
 
-def check_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
-    """Refuse heads that cannot be divided among the ranks so that each rank has the keys of its queries."""
+def check_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
+    """Refuse heads that cannot be divided among the ranks so that each rank has the keys of its queries. Returns how
+    many ranks have the same keys."""
     if num_heads % num_kv_heads:
         raise ArgumentError(f"num_heads is {num_heads}, which is not a multiple of num_kv_heads ({num_kv_heads})")
     check_divisible("num_heads", num_heads, size)
+    if size % num_kv_heads == 0:
+        return size // num_kv_heads
     check_divisible("num_kv_heads", num_kv_heads, size)
+    return 1
 
 
 class SharedInput(nn.Module):
@@ -61,7 +65,7 @@ class SharedInput(nn.Module):
         layers: list[ColumnParallelLinear] = [getattr(self, name) for name in self.first_layers]
         first = layers[0]
         return functional.column_parallel_linears(
-            x, [layer.weight for layer in layers], [layer.bias for layer in layers], group=first.group,
+            x, [layer.used_weight() for layer in layers], [layer.used_bias() for layer in layers], group=first.group,
             sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save, fp8=first.fp8,
             fp8_gradients=first.fp8_gradients,
         )  # fmt: skip
@@ -152,15 +156,16 @@ class ParallelQKV(SharedInput):
     Args:
         hidden_size: features of the input.
         num_heads: heads of the queries in the whole layer; divisible by the number of ranks.
-        num_kv_heads: heads of the keys and values, in grouped-query attention; divides num_heads, and is itself
-            divisible by the number of ranks, so that each rank has the keys of its queries. None is num_heads.
+        num_kv_heads: heads of the keys and values, in grouped-query attention; divides num_heads, so that each rank has
+            the keys of its queries. Divisible by the number of ranks; or fewer, and a divisor of it: then several
+            consecutive ranks have the same head, and the backward pass sums its gradients over them. None is num_heads.
         head_dim: features of a head; None is hidden_size/num_heads.
         bias: whether the three layers have a bias.
         group, sequence_parallel, sequence_dim, save, fp8, fp8_gradients, device, dtype, generator: as in
             `ColumnParallelLinear`. In fp8, the three layers are quantized as one weight.
 
     Input: [..., hidden_size]. Output: query [..., num_heads/world, head_dim], key and value
-    [..., num_kv_heads/world, head_dim], for the whole sequence.
+    [..., num_kv_heads/world, head_dim], or one head, for the whole sequence.
     """
 
     first_layers = ("q_proj", "k_proj", "v_proj")
@@ -183,15 +188,20 @@ class ParallelQKV(SharedInput):
             head_dim = hidden_size // num_heads
         check_positive(head_dim=head_dim)
         group = current(group)
-        check_heads(num_heads, num_kv_heads, group.size)
+        replicas = check_heads(num_heads, num_kv_heads, group.size)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         common: dict[str, Any] = dict(
             group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, save=save, fp8=fp8,
             fp8_gradients=fp8_gradients, device=device, dtype=dtype, generator=generator,
         )  # fmt: skip
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **common)
-        self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
-        self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
+        for name in ("k_proj", "v_proj"):
+            features = num_kv_heads * head_dim
+            if replicas == 1:
+                layer = ColumnParallelLinear(hidden_size, features, bias, **common)
+            else:
+                layer = ReplicatedShardsLinear(hidden_size, features, bias, replicas=replicas, **common)
+            self.add_module(name, layer)
         self._made()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

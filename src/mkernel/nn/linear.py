@@ -10,8 +10,10 @@ from torch import nn
 
 from mkernel.nn import functional
 from mkernel.nn.initial import agreed_generator
-from mkernel.nn.shards import ParallelModule, check_divisible, check_positive
+from mkernel.nn.replicated import replica_group, with_summed_gradient
+from mkernel.nn.shards import Membership, ParallelModule, check_divisible, check_positive
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.group import Group
 
 Linear = TypeVar("Linear", bound="ParallelLinear")
 
@@ -43,7 +45,7 @@ class ParallelLinear(ParallelModule):
         super().__init__(group)
         check_positive(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        check_divisible(self.divided, getattr(self, self.divided), self.world_size)
+        check_divisible(self.divided, getattr(self, self.divided), self.shards)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
         for name, shape in shapes.items():
@@ -100,7 +102,7 @@ class ParallelLinear(ParallelModule):
     def extra_repr(self) -> str:
         shown = [
             f"in_features={self.in_features}", f"out_features={self.out_features}", f"bias={self.bias is not None}",
-            f"shard {self.membership.rank} of {self.membership.size}", f"sequence_parallel={self.sequence_parallel}",
+            f"shard {self.shard} of {self.shards}", f"sequence_parallel={self.sequence_parallel}",
         ]  # fmt: skip
         if self.sequence_parallel:
             shown.append(f"sequence_dim={self.sequence_dim}")
@@ -157,15 +159,51 @@ class ColumnParallelLinear(ParallelLinear):
         self.save, self.gather_output = save, gather_output
         self.fp8, self.fp8_gradients = fp8, fp8_gradients
 
+    def used_weight(self) -> torch.Tensor:
+        """The weight, as products take it."""
+        return self.weight
+
+    def used_bias(self) -> torch.Tensor | None:
+        return self.bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.column_parallel_linear(
-            x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel,
+            x, self.used_weight(), self.used_bias(), group=self.group, sequence_parallel=self.sequence_parallel,
             sequence_dim=self.sequence_dim, save=self.save, fp8=self.fp8, fp8_gradients=self.fp8_gradients,
         )  # fmt: skip
         return functional.gather_features(y, group=self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ", gather_output=True" * self.gather_output + _shown(self.fp8, self.fp8_gradients)
+
+
+class ReplicatedShardsLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` with fewer shards than ranks: `replicas` consecutive ranks have the same one, with the
+    same output features. Their gradients are summed, because each of them uses the output for something else.
+
+    Args:
+        replicas: how many; divides the number of ranks. The others are as in `ColumnParallelLinear`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, replicas: int, **options: Any):
+        self.replicas = replicas
+        super().__init__(in_features, out_features, bias, **options)
+        self._replicas = Membership(replica_group(self.group, replicas))
+
+    @property
+    def replica_group(self) -> Group:
+        """The ranks that have the same shard. Not known of a module from another process's file: made again."""
+        known = self._replicas.known_group
+        return known if known is not None else replica_group(self.group, self.replicas)
+
+    def used_weight(self) -> torch.Tensor:
+        return with_summed_gradient(self.weight, self.replica_group)
+
+    def used_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else with_summed_gradient(self.bias, self.replica_group)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, on {self.replicas} ranks"
 
 
 class RowParallelLinear(ParallelLinear):

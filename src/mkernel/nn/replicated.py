@@ -4,6 +4,7 @@ that all ranks have the same values."""
 from __future__ import annotations
 
 import hashlib
+import weakref
 from functools import partial
 from typing import Any
 
@@ -150,6 +151,19 @@ def check_replicated(module: nn.Module, *, group: Any = None) -> None:
                 f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}. Call torch.manual_seed with the "
                 f"same seed on every rank before the module is built, or load the same checkpoint"
             )
+
+
+def replica_group(group: Group, replicas: int) -> Group:
+    """The ranks of a group that have the same shard as this one, where so many consecutive ones do. Made once, which is
+    collective, and kept as long as the group."""
+    made = _replica_groups.setdefault(group, {})
+    if replicas not in made:
+        first = group.rank - group.rank % replicas
+        made[replicas] = group.subset(range(first, first + replicas))
+    return made[replicas]
+
+
+_replica_groups: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
 
 
 def with_summed_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:

@@ -102,6 +102,7 @@ class ParallelModule(nn.Module):
 
     shard_dims: Mapping[str, int] = {}
     dtensors_are_whole = False
+    replicas = 1  # consecutive ranks that have the same shard
 
     def __init__(self, group: Any = None):
         super().__init__()
@@ -116,26 +117,36 @@ class ParallelModule(nn.Module):
     def world_size(self) -> int:
         return self.membership.size
 
+    @property
+    def shards(self) -> int:
+        """Into how many shards parameters are divided."""
+        return self.membership.size // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which of them is this rank's."""
+        return self.membership.rank // self.replicas
+
     def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter of the plain module, as a view."""
         dim = self.shard_dims.get(name)
         if dim is None:
             return whole
-        length = whole.shape[dim] // self.membership.size
-        return whole.narrow(dim, self.membership.rank * length, length)
+        length = whole.shape[dim] // self.shards
+        return whole.narrow(dim, self.shard * length, length)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """The shape that a parameter has in the plain module."""
         shape, dim = list(getattr(self, name).shape), self.shard_dims.get(name)
         if dim is not None and not self._stands_for_whole(name):
-            shape[dim] *= self.membership.size
+            shape[dim] *= self.shards
         return tuple(shape)
 
     def shard_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's shard of a parameter."""
         shape, dim = list(getattr(self, name).shape), self.shard_dims.get(name)
         if dim is not None and self._stands_for_whole(name):
-            shape[dim] //= self.membership.size
+            shape[dim] //= self.shards
         return tuple(shape)
 
     def _stands_for_whole(self, name: str) -> bool:
@@ -164,7 +175,10 @@ class ParallelModule(nn.Module):
         dim = self.shard_dims.get(name)
         if dim is None or self.membership.size == 1:
             return parameter.clone()
-        return all_gather(parameter.movedim(dim, 0), self.group).movedim(0, dim).contiguous()
+        whole = all_gather(parameter.movedim(dim, 0), self.group)
+        if self.replicas > 1:
+            whole = whole.unflatten(0, (self.membership.size, -1))[:: self.replicas].flatten(0, 1)
+        return whole.movedim(0, dim).contiguous()
 
     def _load_from_state_dict(
         self,

@@ -89,7 +89,7 @@ def _push(engine: Engine, plan: Plan, m: int, row_bytes: int) -> Array:
     for first in range(0, plan.chunks if peers else 0, pushers):
         chunk = np.arange(first, min(first + pushers, plan.chunks))
         which = chunk - first
-        warps.work(sizes[chunk] / machine.warp_copy, "copy", which)
+        warps.work(sizes[chunk] / machine.warp_copy, "copy", which, index=chunk)
         warps.wait(link.carry(warps.clock[which], sizes[chunk], which), "NVLink", which)
         pushed[chunk] = warps.clock[which] + machine.nvlink_seconds
     return pushed
@@ -169,7 +169,7 @@ def _multiply_on_hopper(
         times = np.where(own, 0.0, ready[block])
         ctas.run(
             times, engine.machine.tile(c.tile_m, c.tile_n, k), np.clip(counts - place[0, 0], 0, len(place)),
-            "multiply", "rows",
+            "multiply", "rows", index=index,
         )  # fmt: skip
 
 
