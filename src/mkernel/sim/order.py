@@ -20,6 +20,7 @@ the expected value (`Word.since`), and a wait for the wrong epoch is found in ev
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,6 +97,8 @@ class Thread:
         self.released_up_to = 0  # its last event that was released
         self.speaker = self  # the thread that releases and waits on its behalf
         self.completed_by = ""  # what its speaker must call before a release covers it; a barrier is always needed
+        self.counted_by = ""  # the mbarrier to wait for, if it is loads by TMA
+        self.warps_of: Hashable = None  # the CTA of which it is some warps
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:

@@ -33,6 +33,12 @@ FRAMES = 8  # kernel functions of a site, from the innermost
 WAITS = 16  # and waits
 NETWORK = -1  # NETWORK - rank stands for the network of a rank among the users of a word
 RELEASES = 64  # of a thread that are kept, to say which of them would have ordered an access
+PATHS = {  # what accesses on a path need, by the name of what lets them know what the CTA knows
+    "acquire_for_descriptors": "accesses through tensor descriptors need acquire_for_descriptors() after the wait",
+    "fence_aliases": "accesses through multicast addresses need fence_aliases() after the wait",
+    "fence_async_shared": "what TMA and the tensor cores access in shared memory, after it was stored with ordinary "
+                          "instructions, needs fence_async_shared() between that and the arrival",
+}  # fmt: skip
 _PACKAGE = Path(__file__).parent.parent
 
 Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
@@ -60,6 +66,17 @@ class Waited:
     site: int
 
 
+@dataclass(frozen=True)
+class AtBarrier:
+    """An arrival of warps at a barrier of their CTA, or a wait that has ended there."""
+
+    barrier: str
+    phase: int
+    after: int  # it comes after all events up to this one
+    site: int
+    clocks: tuple[Clock, Clock] = (NOTHING, NOTHING)  # that an arrival passes on
+
+
 class Sites:
     """Places in kernels."""
 
@@ -69,10 +86,10 @@ class Sites:
         self._named: dict[str, int] = {}
         self._is_kernel: dict[CodeType, bool] = {}
 
-    def here(self) -> int:
-        """The current line of the kernel."""
+    def here(self, frames: int = SIMULATOR_FRAMES) -> int:
+        """The current line of the kernel, which is at least so many frames above."""
         found: list[Any] = []
-        frame: FrameType | None = sys._getframe(SIMULATOR_FRAMES)
+        frame: FrameType | None = sys._getframe(frames)
         known = self._is_kernel.get
         while frame is not None:
             code = frame.f_code
@@ -108,11 +125,11 @@ class Sites:
             return site
         return _line(*site[0]) if site else "somewhere"
 
-    def long(self, number: int) -> str:
+    def long(self, number: int, functions: int = FRAMES) -> str:
         site = self._sites[number]
         if isinstance(site, str):
             return site
-        return ", called from ".join(_line(*each) for each in site) or "somewhere"
+        return ", called from ".join(_line(*each) for each in site[:functions]) or "somewhere"
 
     def caller(self, number: int) -> str:
         """The call site of a function of lang/signals.py, which the author of a kernel recognizes."""
@@ -165,6 +182,8 @@ class Races:
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
         self._changed: dict[int, deque[tuple[int, int]]] = {}  # by thread: its atomic changes, and the words
+        self._arrived: dict[int, deque[AtBarrier]] = {}  # by thread
+        self._left: dict[int, deque[AtBarrier]] = {}  # by thread: barriers that it has waited for
 
     @property
     def waits(self) -> dict[str, list[int]]:
@@ -266,6 +285,15 @@ class Races:
             acquired = cta.guaranteed(word, self.clock_since(word, value), by_all)
             waits.append(Waited(word, value, acquired, not by_all, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
+
+    def arrived(self, thread: Thread, barrier: str, phase: int, clocks: tuple[Clock, Clock], site: int) -> None:
+        """Warps have arrived at a barrier of their CTA."""
+        arrived = self._arrived.setdefault(thread.number, deque(maxlen=RELEASES))
+        arrived.append(AtBarrier(barrier, phase, self._last, site, clocks))
+
+    def waited_at(self, thread: Thread, barrier: str, phase: int, site: int) -> None:
+        """Warps have waited for a barrier of their CTA."""
+        self._left.setdefault(thread.number, deque(maxlen=RELEASES)).append(AtBarrier(barrier, phase, self._last, site))
 
     def forget(self, shadow: Shadow) -> None:
         """The memory was freed, or reset while nobody used it."""
@@ -470,13 +498,14 @@ class Races:
         thread = self._by_number[self._thread_of[earlier]]
         first, second = thread.speaker, actor.thread.speaker
         one, other = first.name, second.name
-        if first is second:
+        if first is second and not thread.counted_by:
             return f"{thread.completed_by or actor.fence}() must come between the two."
         if actor.fence and actor.cta is not None:
             actor.cta.settle()
             if actor.cta.main.knows_of(thread) >= earlier:
-                path = "tensor descriptors" if actor.fence == "acquire_for_descriptors" else "multicast addresses"
-                return f"{other} has waited for that, but accesses through {path} need {actor.fence}() after the wait."
+                return f"{other} has waited for that, but {PATHS[actor.fence]}."
+        if first.warps_of is not None and first.warps_of == second.warps_of:
+            return self._between_warps(thread, earlier, one, other, second)
         waits = {each.word: each for each in self._waited.get(second.number, ())}
         releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]
         releases.sort(key=lambda each: each.word not in waits)  # releases that the other one waited for come first
@@ -507,6 +536,26 @@ class Races:
             )
         return f"{one} has signalled nothing since; {self._last_wait(event)}."
 
+    def _between_warps(self, thread: Thread, earlier: int, one: str, other: str, second: Thread) -> str:
+        """What would have ordered an event after an earlier one in other warps of the same CTA."""
+        waits = self._left.get(second.number, ())
+        last = (
+            f"it last waited ({self._at(waits[-1].site)}) for {waits[-1].barrier}"
+            if waits
+            else "it has waited for none"
+        )
+        if thread.counted_by:
+            return f"the load is complete when {thread.counted_by} says so, which {other} must wait for first: {last}."
+        since = [each for each in self._arrived.get(thread.speaker.number, ()) if each.after >= earlier]
+        if not since:
+            return f"{one} has arrived at no barrier since, for which {other} could have waited: {last}."
+        which = {each.barrier for each in waits}
+        arrival = min(since, key=lambda each: each.barrier not in which)  # the first of those that it waited for
+        then = f"{one} then arrived ({self._at(arrival.site)}) at {arrival.barrier}"
+        if thread.number >= len(arrival.clocks[0]) or arrival.clocks[0][thread.number] < earlier:
+            return f"{then}, but {thread.completed_by}() must come between the access and that."
+        return f"{then}, which {other} must wait for first: {last}."
+
     def _not_waited(self, release: Release, one: str, other: str, event: int, wait: Waited | None) -> str:
         """One has released enough; why has the other not acquired it?"""
         told = self._set(release, one, "then")
@@ -531,7 +580,9 @@ class Races:
 
     def _last_wait(self, event: int) -> str:
         thread = self._by_number[self._thread_of[event]].speaker
-        waits = self._waited.get(thread.number)
+        waits, barriers = self._waited.get(thread.number), self._left.get(thread.number)
+        if not waits and barriers:
+            return f"{thread.name} last waited ({self._at(barriers[-1].site)}) for {barriers[-1].barrier}"
         if not waits:
             return f"{thread.name} has waited for nothing"
         wait = waits[-1]
