@@ -153,7 +153,8 @@ BROKEN_PIPELINES = {
     "other stage": (mk.RaceError, r"the load is complete when mbarrier \d .* says so, which use of .* must wait"),
     "early": (mk.RaceError, r"use of .* then arrived .* at mbarrier .*, but warpgroup_mma_wait\(\) must come between"),
     "parity": ((mk.RaceError, mk.Deadlock),
-               "use of .* loaded it before, and nothing orders|waits for a phase with parity 0"),
+               "use of .* loaded it before, and nothing orders|waits for a phase with parity 0|"
+               "Nothing orders that before the end of phase 2"),
     "arrivals": (KernelError, "1 more arrivals at mbarrier 2 .* than the 1 of a phase"),
     "few bytes": (KernelError, "8192 more bytes were loaded than mbarrier 0 .* expects"),
     "many bytes": (mk.Deadlock, r"use of .* waits for a phase with parity 0 of mbarrier 0 \(initialized at .* in "
@@ -378,6 +379,43 @@ def test_roles_that_race(shared, broken):
         assert "give of rank 0, CTA 0" in message or "nobody has written" in message
         assert "take of rank 0, CTA 0" in message
         assert "must wait for first" in message or "has arrived at no barrier since" in message or broken == "wait"
+
+
+@gluon.jit
+def announce(ready, seen, BROKEN: gl.constexpr):
+    for i in range(4):
+        if not BROKEN:
+            mbarrier.wait(seen, (i + 1) & 1)
+        mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def listen(ready, seen):
+    for i in range(4):
+        mbarrier.wait(ready, i & 1)
+        mbarrier.arrive(seen, count=1)
+
+
+@gluon.jit
+def announcements(BROKEN: gl.constexpr):
+    made = barriers(2, 1)
+    gl.warp_specialize([(announce, (made.index(0), made.index(1), BROKEN)), (listen, (made.index(0), made.index(1)))],
+                       [1], [40])  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_phase_that_could_be_missed(broken):
+    """A wait only tells whether the number of phases is even: who waits for one must be back before the next ends."""
+
+    def on_rank(group):
+        launch(group, announcements, BROKEN=broken)
+
+    if broken:
+        fails(on_rank, (mk.RaceError, mk.Deadlock),
+              r"listen of .* has waited for its phase \d:[^*]*in listen\n  Nothing orders that before the end of phase "
+              r"\d:[^*]*in announce|listen of .* waits for a phase with parity . of mbarrier 0")  # fmt: skip
+    else:
+        passes(on_rank)
 
 
 @gluon.constexpr_function

@@ -107,8 +107,11 @@ def _barrier_at(word: SharedBlock) -> Barrier:
 def init_barrier(word: SharedBlock, count: int) -> None:
     task = _warps()
     number = task.block.mbarriers = task.block.mbarriers + 1
-    place = task.scheduler.memory.sites.long(task.scheduler.memory.sites.here(2), 2)
-    task.block.barriers[word.address] = Barrier(f"mbarrier {number - 1} (initialized at {place})", number, count)
+    sites = task.scheduler.memory.sites
+    site = sites.here(2)
+    task.block.barriers[word.address] = Barrier(
+        f"mbarrier {number - 1}", number, count, "arrivals", lambda: sites.long(site, 2)
+    )
 
 
 def invalidate_barrier(word: SharedBlock) -> None:
@@ -201,7 +204,7 @@ def async_load(
         counted.pass_on((only(loads, loads.last),) * 2)
     counted.nbytes -= result.numel * info(result.dtype).memory.itemsize
     if counted.nbytes < 0:
-        raise KernelError(f"{-counted.nbytes} more bytes were loaded than {counted.name} expects")
+        raise KernelError(f"{-counted.nbytes} more bytes were loaded than {counted} expects")
     counted.end_phase(task)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mkernel.runtime.errors import RaceError, SimulatorError
-from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
+from mkernel.sim.order import NOTHING, PATHS, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
 SIMULATOR_FRAMES = 4  # the fewest frames of the simulator between a line of a kernel and where it is recorded
@@ -33,12 +33,6 @@ FRAMES = 8  # kernel functions of a site, from the innermost
 WAITS = 16  # and waits
 NETWORK = -1  # NETWORK - rank stands for the network of a rank among the users of a word
 RELEASES = 64  # of a thread that are kept, to say which of them would have ordered an access
-PATHS = {  # what accesses on a path need, by the name of what lets them know what the CTA knows
-    "acquire_for_descriptors": "accesses through tensor descriptors need acquire_for_descriptors() after the wait",
-    "fence_aliases": "accesses through multicast addresses need fence_aliases() after the wait",
-    "fence_async_shared": "what TMA and the tensor cores access in shared memory, after it was stored with ordinary "
-                          "instructions, needs fence_async_shared() between that and the arrival",
-}  # fmt: skip
 _PACKAGE = Path(__file__).parent.parent
 
 Site = tuple[tuple[CodeType, int], ...]  # code and line, the innermost first
@@ -70,7 +64,7 @@ class Waited:
 class AtBarrier:
     """An arrival of warps at a barrier of their CTA, or a wait that has ended there."""
 
-    barrier: str
+    barrier: Any
     phase: int
     after: int  # it comes after all events up to this one
     site: int
@@ -282,18 +276,34 @@ class Races:
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all)
+            acquired = cta.guaranteed(word, value, self.clock_since(word, value), by_all)
             waits.append(Waited(word, value, acquired, not by_all, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
 
-    def arrived(self, thread: Thread, barrier: str, phase: int, clocks: tuple[Clock, Clock], site: int) -> None:
+    def arrived(self, thread: Thread, barrier: Any, phase: int, clocks: tuple[Clock, Clock], site: int) -> None:
         """Warps have arrived at a barrier of their CTA."""
         arrived = self._arrived.setdefault(thread.number, deque(maxlen=RELEASES))
         arrived.append(AtBarrier(barrier, phase, self._last, site, clocks))
 
-    def waited_at(self, thread: Thread, barrier: str, phase: int, site: int) -> None:
-        """Warps have waited for a barrier of their CTA."""
-        self._left.setdefault(thread.number, deque(maxlen=RELEASES)).append(AtBarrier(barrier, phase, self._last, site))
+    def waited_at(self, thread: Thread, barrier: Any, phase: int, site: int) -> int:
+        """Warps have waited for a barrier of their CTA. Returns the event."""
+        event = self._event(thread, site)
+        self._left.setdefault(thread.number, deque(maxlen=RELEASES)).append(AtBarrier(barrier, phase, event, site))
+        return event
+
+    def check_waits(self, barrier: Any, phase: int, waits: Sequence[tuple[Thread, int]], clock: Clock) -> None:
+        """The next phase of a barrier ends, after arrivals with this clock: all waits for this one must come before."""
+        for thread, event in waits:
+            if thread.number >= len(clock) or event > clock[thread.number]:
+                raise RaceError(
+                    f"race on {barrier}\n"
+                    f"  {thread.name} has waited for its phase {phase}:\n"
+                    f"    {self.sites.long(self._site_of[event])}\n"
+                    f"  Nothing orders that before the end of phase {phase + 1}:\n"
+                    f"    {self.sites.long(self.sites.here())}\n"
+                    "  Had it come later, it would have waited for ever, because a wait only tells whether the number "
+                    "of phases is even. Those who arrive must first hear from those who wait."
+                )
 
     def forget(self, shadow: Shadow) -> None:
         """The memory was freed, or reset while nobody used it."""

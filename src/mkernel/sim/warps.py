@@ -74,7 +74,7 @@ class WarpOrder(Cta):
         thread = self.loads.get(barrier.number)
         if thread is None:
             thread = self.loads[barrier.number] = self._thread(("loads", barrier.number))
-            thread.speaker, thread.counted_by = self.main, barrier.name
+            thread.speaker, thread.counted_by = self.main, barrier
         return thread
 
     def _release_clock(self, up_to: int | None = None) -> Clock:
@@ -122,13 +122,16 @@ class WarpOrder(Cta):
 
 
 class Barrier:
-    """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded."""
+    """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded.
 
-    def __init__(self, name: str, number: int, count: int, unit: str = "arrivals"):
-        self.name = name
+    Only two phases can be told apart: who waits for one must be back before the next one ends, in every schedule.
+    """
+
+    def __init__(self, name: str, number: int, count: int, unit: str, place: Callable[[], str] = str):
+        """unit: of the count; place: where it was initialized."""
         self.number = number
         self.count = count  # arrivals of a phase
-        self._unit = unit
+        self._name, self._place, self._unit = name, place, unit
         self.left = count
         self.nbytes = 0  # that are expected, and were not loaded yet
         self.phase = 0  # completed phases
@@ -137,10 +140,15 @@ class Barrier:
         self._arrival_time = 0.0
         self.clocks = (NOTHING, NOTHING)  # of the last phase
         self._waiting: list[CtaTask] = []
+        self._waited: list[tuple[Thread, int]] = []  # waits for the last phase: by whom, and the event
 
     def pass_on(self, clocks: tuple[Clock, Clock]) -> None:
         """Those who wait for the phase will know of this."""
         self._arrived = joined(self._arrived[0], clocks[0]), joined(self._arrived[1], clocks[1])
+
+    def __str__(self) -> str:
+        place = self._place()
+        return f"{self._name} (initialized at {place})" if place else self._name
 
     def state(self) -> str:
         """What is missing, in readable form."""
@@ -152,17 +160,21 @@ class Barrier:
         if isinstance(order, WarpOrder) and races is not None:
             clocks = order.arrival()
             self.pass_on(clocks)
-            races.arrived(order.main, self.name, self.phase + 1, clocks, races.sites.here(WAIT_FRAMES))
+            races.arrived(order.main, self, self.phase + 1, clocks, races.sites.here(WAIT_FRAMES))
         self._arrival_time = max(self._arrival_time, task.time)
         self.left -= count
         if self.left < 0:
-            raise KernelError(f"{-self.left} more {self._unit} at {self.name} than the {self.count} of a phase")
+            raise KernelError(f"{-self.left} more {self._unit} at {self} than the {self.count} of a phase")
         self.end_phase(task)
 
     def end_phase(self, task: CtaTask) -> None:
         """End the phase, if everybody and everything is there."""
         if self.left or self.nbytes:
             return
+        races = task.scheduler.memory.races
+        if races is not None and task.checked is not None:
+            races.check_waits(self, self.phase, self._waited, self._arrived[0])
+        self._waited.clear()
         self.phase += 1
         self.left = self.count
         self.clocks, self._arrived = self._arrived, (NOTHING, NOTHING)
@@ -177,8 +189,7 @@ class Barrier:
         task.scheduler.pause(task)
         site = task.scheduler.memory.sites.here(WAIT_FRAMES)
         while not ended():
-            task.waits_for = f"{what} of {self.name}, {task.scheduler.memory.sites.short(site)}"
-            task.waits_at = self
+            task.waits_for, task.waits_at = what, (self, site)
             self._waiting.append(task)
             task.asleep = True
             task.scheduler.hub.switch()
@@ -187,21 +198,24 @@ class Barrier:
         order, races = task.checked, task.scheduler.memory.races
         if isinstance(order, WarpOrder) and races is not None:
             order.acquire_barrier(self.clocks)
-            races.waited_at(order.main, self.name, self.phase, site)
+            self._waited.append((order.main, races.waited_at(order.main, self, self.phase, site)))
 
 
 class _Warps(CtaTask):
     """Warps of a CTA that run one function."""
 
     waits_for = ""
-    waits_at: Barrier | None = None
+    waits_at: tuple[Barrier, int] | None = None  # and where it waits
     products_started = 0
     block: GluonCta  # the CTA
     warps: int  # how many they are
 
     def where(self) -> str:
-        state = f" ({self.waits_at.state()})" if self.waits_at else ""
-        return f"{self.name} waits for {self.waits_for}{state}" if self.waits_for else super().where()
+        if self.waits_at is not None:
+            barrier, site = self.waits_at
+            place = self.scheduler.memory.sites.short(site)
+            return f"{self.name} waits for {self.waits_for} of {barrier}, {place} ({barrier.state()})"
+        return f"{self.name} waits for {self.waits_for}" if self.waits_for else super().where()
 
 
 def _name_of(block: GluonCta, function: Callable[..., Any]) -> str:
